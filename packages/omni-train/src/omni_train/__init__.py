@@ -1,1 +1,16 @@
-"""omni_train"""
+"""Training parts for one process per device.
+
+Import from the modules, in reading order:
+
+- `omni_train.device`: which device a rank uses, its memory, its process-group backend, its compute dtype
+- `omni_train.dist`: `init_distributed`, small gathers, `shutdown`
+- `omni_train.shard`: `shard(module, mesh, mode=...)` and `reduce_gradients`
+- `omni_train.lora`: named adapters, the frozen reference, moving averages
+- `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
+- `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
+- `omni_train.data`: prompts and seeds as functions of the step
+- `omni_train.log`: `metrics.jsonl`, phase timers, progress
+
+This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and
+the function `shard` never hides the module `shard`.
+"""

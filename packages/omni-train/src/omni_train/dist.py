@@ -1,0 +1,140 @@
+"""One process per device under torchrun: who am I, small gathers, clean endings.
+
+Letters: W ranks, n values per rank. A program started without torchrun is one rank without a process group, and every
+function here then returns at once. Nothing is pickled: strings travel as JSON bytes.
+
+Work that runs beside training (an asynchronous save, for example) must make its own group with
+`torch.distributed.new_group`: two threads that issue collectives on one group pair up each other's messages.
+"""
+
+import gc
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from omni_train.device import local_device, process_group_backend
+
+
+@dataclass(frozen=True)
+class Dist:
+    """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    mesh: DeviceMesh | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
+    """The ranks that torchrun started, joined in one process group; or a single rank when torchrun did not start us.
+
+    Args:
+        timeout_s: seconds after which a collective that some rank never joined is an error.
+        init_method: rendezvous of `torch.distributed.init_process_group`; torchrun needs the default.
+    """
+    if "RANK" not in os.environ:
+        return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = local_device(local_rank)
+    torch_dist.init_process_group(
+        process_group_backend(device),
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=None if device.type == "cpu" else device,
+    )
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
+    return Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
+
+
+def shutdown(dist: Dist) -> None:
+    """End the process group after every rank arrived. Call it on success only.
+
+    A rank that failed never arrives, so calling this from `finally` would hang the others; torchrun ends them instead.
+    """
+    if dist.mesh is None:
+        return
+    gc.collect()  # sharded tensors hold on to the group; a group that outlives its tensors ends cleanly
+    torch_dist.barrier()
+    torch_dist.destroy_process_group()
+
+
+def barrier(dist: Dist) -> None:
+    """Wait for every rank."""
+    if dist.mesh is not None:
+        torch_dist.barrier()
+
+
+def gather_floats(dist: Dist, values: Tensor) -> Tensor:
+    """All ranks' values in rank order, [W * n], float32 on the device of `values`; NaN passes through.
+
+    Args:
+        values: [n], the same n on every rank.
+
+    Raises:
+        ValueError: `values` is not 1-D, or n differs between ranks (raised on every rank).
+    """
+    if values.ndim != 1:
+        raise ValueError(f"values must be 1-D, got shape {tuple(values.shape)}")
+    local = values.detach().to(dist.device, torch.float32).contiguous()
+    if dist.mesh is None:
+        return local.to(values.device)
+    lengths = _gather(dist, torch.tensor([len(local)], device=dist.device)).tolist()
+    if len(set(lengths)) != 1:
+        raise ValueError(f"values must have the same length on every rank, got {lengths} in rank order")
+    return _gather(dist, local).to(values.device)
+
+
+def gather_json(dist: Dist, value: object) -> list[object]:
+    """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
+    data = json.dumps(value).encode()
+    if dist.mesh is None:
+        return [json.loads(data)]
+    lengths = _gather(dist, torch.tensor([len(data)], device=dist.device)).tolist()
+    padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(dist.device)
+    rows = _gather(dist, padded).view(dist.world_size, -1).cpu()
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def mean_metrics(dist: Dist, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+    """The mean over ranks of each metric. Every rank must pass the same names.
+
+    Raises:
+        ValueError: the names differ between ranks (raised on every rank).
+    """
+    names = sorted(metrics)
+    names_by_rank = gather_json(dist, names)
+    if any(other != names_by_rank[0] for other in names_by_rank):
+        raise ValueError(f"metrics must have the same names on every rank, got {names_by_rank} in rank order")
+    if not names:
+        return {}
+    values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float32)
+    means = gather_floats(dist, values).view(dist.world_size, -1).mean(dim=0)
+    return dict(zip(names, means.tolist(), strict=True))
+
+
+def any_rank(dist: Dist, flag: bool) -> bool:
+    """Whether `flag` holds on at least one rank; the same answer on every rank."""
+    if dist.mesh is None:
+        return flag
+    return bool(_gather(dist, torch.tensor([int(flag)], device=dist.device)).any())
+
+
+def _gather(dist: Dist, values: Tensor) -> Tensor:
+    out = values.new_empty(dist.world_size * len(values))
+    torch_dist.all_gather_into_tensor(out, values)
+    return out

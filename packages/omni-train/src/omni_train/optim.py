@@ -1,0 +1,98 @@
+"""AdamW, its learning rate, and one guarded step that all ranks take or skip together."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni_train.dist import Dist, any_rank
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did: the gradient's L2 norm before clipping, and whether the step was skipped."""
+
+    grad_norm: float
+    skipped: bool
+
+
+def build_adamw(
+    params: nn.Module | Iterable[nn.Parameter],
+    *,
+    lr: float,
+    betas: tuple[float, float] = (0.9, 0.999),
+    weight_decay: float = 1e-4,
+    eps: float = 1e-8,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters. Build it after sharding, so that its state is sharded alike.
+
+    Raises:
+        ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
+            is smaller than bfloat16's spacing, and rounding would drop it.
+    """
+    params = params.parameters() if isinstance(params, nn.Module) else params
+    trainable = [p for p in params if p.requires_grad]
+    if not trainable:
+        raise ValueError("params must hold at least one trainable parameter, got none")
+    dtypes = {p.dtype for p in trainable}
+    if dtypes != {torch.float32}:
+        raise ValueError(f"trainable params must all be torch.float32, got {sorted(map(str, dtypes))}")
+    return torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
+
+
+def warmup_lr(step: int, *, lr: float, warmup_steps: int) -> float:
+    """The learning rate of a step counted from 0: a straight rise to `lr` over the first `warmup_steps`, then `lr`."""
+    return lr * min(1.0, (step + 1) / (warmup_steps + 1))
+
+
+def optimizer_step(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    *,
+    lr: float,
+    max_grad_norm: float,
+    dist: Dist,
+) -> StepResult:
+    """Clip to the global gradient norm, step, clear the gradients; skip on every rank if any rank's norm is not finite.
+
+    Gradients must already be summed over ranks (`omni_train.shard.reduce_gradients`). A skipped step leaves parameters
+    and optimizer state as they were.
+
+    Args:
+        params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
+        lr: learning rate of this step.
+        max_grad_norm: L2 norm above which gradients are scaled down; `math.inf` never clips.
+    """
+    if not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = global_norm(grads, dist)
+    skipped = any_rank(dist, not math.isfinite(norm))
+    if not skipped:
+        if norm > max_grad_norm:
+            torch._foreach_mul_(grads, max_grad_norm / norm)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(grad_norm=norm, skipped=skipped)
+
+
+def global_norm(tensors: Sequence[Tensor], dist: Dist) -> float:
+    """The L2 norm over all tensors and ranks: slices of DTensors are summed over ranks, plain tensors counted once."""
+    sharded = _sum_of_squares([t.to_local() for t in tensors if isinstance(t, DTensor)], dist)
+    if dist.mesh is not None:
+        torch_dist.all_reduce(sharded)
+    plain = _sum_of_squares([t for t in tensors if not isinstance(t, DTensor)], dist)
+    return math.sqrt((sharded + plain).item())
+
+
+def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:
+    if not tensors:
+        return torch.zeros((), device=dist.device)
+    norms = torch._foreach_norm([t.float() for t in tensors])
+    return torch.stack(list(norms)).square().sum()

@@ -1,0 +1,134 @@
+"""How a module's parameters are spread over ranks, and how its gradients are summed.
+
+Three modes. `none`: one rank holds everything. `ddp`: every rank holds everything, and one explicit `reduce_gradients`
+per optimizer step sums the gradients. `fsdp2`: each rank holds a slice of every parameter (`fully_shard`), and the
+backward pass itself sums the gradients.
+
+Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together, and the
+gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
+
+In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do.
+"""
+
+from collections.abc import Collection, Iterable
+from itertools import chain
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from omni_train.device import default_compute_dtype
+
+Mode = Literal["none", "ddp", "fsdp2"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+_BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
+
+
+def shard(
+    module: ModuleT,
+    mesh: DeviceMesh | None,
+    *,
+    mode: Mode,
+    block_names: Collection[str] = (),
+    compute_dtype: torch.dtype | None = None,
+) -> ModuleT:
+    """The same object, its parameters spread over the ranks of `mesh`; attribute names and `forward` stay as they were.
+
+    Add LoRA before: adapters that arrive later would not be sharded.
+
+    Args:
+        module: parameters on this rank's device (`fsdp2` moves them); equal on every rank for `fsdp2`, while `ddp`
+            copies those of the first rank to the others.
+        mesh: 1-D, or None for a single process without a process group.
+        mode: see the head of this file.
+        block_names: class names of the modules that `fsdp2` gathers one at a time, such as "QwenImageTransformerBlock".
+        compute_dtype: dtype that `fsdp2` gathers parameters in; gradients are summed in float32 and parameters stay as
+            they are. None is the device's default. Inputs are never cast: a timestep rounded to bfloat16 (999 becomes
+            1000) would give another log-probability than the rollout's.
+
+    Raises:
+        ValueError: mode and mesh do not fit, a block name occurs nowhere, or `compute_dtype` is given without `fsdp2`.
+    """
+    _check(mesh, mode, compute_dtype)
+    if mode == "fsdp2" and mesh is not None:
+        _fully_shard(module, mesh, block_names, compute_dtype)
+    elif mode == "ddp" and mesh is not None:
+        with torch.no_grad():
+            for tensor in chain(module.parameters(), module.buffers()):
+                torch_dist.broadcast(tensor, group=mesh.get_group(), group_src=0)
+    return module
+
+
+def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
+    """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
+
+    Only `ddp` on more than one rank has anything to do. A trainable parameter without a gradient counts as zero, so
+    ranks may have had different work.
+    """
+    if mode != "ddp" or mesh is None or mesh.size() == 1:
+        return
+    params = params.parameters() if isinstance(params, nn.Module) else params
+    trainable = [p for p in params if p.requires_grad]
+    for p in trainable:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    for bucket in _buckets([p.grad for p in trainable if p.grad is not None]):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        torch_dist.all_reduce(flat, group=mesh.get_group())
+        for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+
+def _check(mesh: DeviceMesh | None, mode: Mode, compute_dtype: torch.dtype | None) -> None:
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if mode == "fsdp2" and mesh is None:
+        raise ValueError("mesh must be a device mesh in mode 'fsdp2' (start the program with torchrun), got None")
+    if mode == "none" and mesh is not None and mesh.size() > 1:
+        raise ValueError(f"mode 'none' leaves ranks unsynchronized, so mesh must have 1 rank, got {mesh.size()}")
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f"mesh must be 1-D, got {mesh.ndim} dimensions")
+    if mode != "fsdp2" and compute_dtype is not None:
+        raise ValueError(f"compute_dtype acts in mode 'fsdp2' only, got {compute_dtype} in mode {mode!r}")
+
+
+def _fully_shard(
+    module: nn.Module, mesh: DeviceMesh, block_names: Collection[str], compute_dtype: torch.dtype | None
+) -> None:
+    blocks = [m for m in module.modules() if type(m).__name__ in block_names]
+    missing = set(block_names) - {type(m).__name__ for m in blocks}
+    if missing:
+        raise ValueError(f"block_names must be class names of submodules, found none named {sorted(missing)}")
+    policy = _precision(mesh, compute_dtype)
+    for unit in [*blocks, module]:
+        # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
+        # can be copied, averaged and switched at any time.
+        fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
+    for unit in module.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+
+
+def _precision(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
+    if dtype == torch.float32 and compute_dtype is None:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of consecutive tensors of one dtype, each at most `_BUCKET_BYTES` unless a single tensor is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        full = size + tensor.nbytes > _BUCKET_BYTES
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
