@@ -63,10 +63,8 @@ class PromptSampler:
             start = max(start, epoch - 1)  # what moves in the head cannot reach the tail: one epoch back is enough
         order = _permutation(self.seed, start, num)
         for later in range(start + 1, epoch + 1):
-            taken = -later * num % per_step
-            order = _avoid(
-                _permutation(self.seed, later, num), set(order[num - taken :]), (per_step - taken) % per_step
-            )
+            num_tail, num_head = later * num % per_step, -later * num % per_step  # the shared step's two parts
+            order = _avoid(_permutation(self.seed, later, num), set(order[num - num_tail :]), num_head)
         return order
 
 
