@@ -23,8 +23,8 @@ def group_advantages(
 
         A_i = (r_i - mean_g(r)) / (std(r) + eps)
 
-    A group whose rewards are all equal gets exactly 0, and so does a group of one sample. A reward of NaN marks a sample
-    without a score: it gets advantage 0 and enters no mean and no standard deviation.
+    A group whose rewards are all equal gets exactly 0, and so does a group of one sample. A reward of NaN marks a
+    sample without a score: it gets advantage 0 and enters no mean and no standard deviation.
 
     Args:
         rewards: [N], any scale.
@@ -37,14 +37,14 @@ def group_advantages(
     Raises:
         ValueError: shapes or dtypes do not fit, a reward is infinite, or an option is out of range.
 
-    Source: the group-relative advantage of Flow-GRPO (arXiv 2505.05470, section 4.1), after DeepSeekMath (arXiv
-    2402.03300). Released code differs: flow_grpo takes n (`correction=0`), verl-omni and DanceGRPO n - 1, which makes
+    Source: the group-relative advantage of Flow-GRPO (arXiv 2505.05470), after DeepSeekMath (arXiv 2402.03300). Released
+    code differs: flow_grpo divides squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1, which makes
     advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
     """
     _check(rewards, groups, std, eps, correction)
     rewards = rewards.detach().float()
     scored = ~rewards.isnan()
-    values = rewards.where(scored, torch.zeros_like(rewards))
+    values = torch.where(scored, rewards, 0.0)
     ids, index = torch.unique(groups, return_inverse=True)
 
     def group_sum(x: Tensor) -> Tensor:
@@ -52,16 +52,15 @@ def group_advantages(
 
     count = group_sum(scored.float())
     mean = group_sum(values) / count.clamp(min=1)
-    centered = (values - mean[index]).where(
-        scored & _varied(rewards, scored, index, len(ids)), torch.zeros_like(values)
-    )
+    varied = scored & _varied(rewards, scored, index, len(ids))
+    centered = torch.where(varied, values - mean[index], 0.0)
     if std == "none":
         return centered
     if std == "group":
         variance = group_sum(centered.square()) / (count - correction).clamp(min=1)
         return centered / (variance.sqrt()[index] + eps)
     batch_mean = values.sum() / scored.sum().clamp(min=1)
-    squares = (values - batch_mean).square().where(scored, torch.zeros_like(values)).sum()
+    squares = torch.where(scored, values - batch_mean, 0.0).square().sum()
     return centered / ((squares / (scored.sum() - correction).clamp(min=1)).sqrt() + eps)
 
 
@@ -71,10 +70,9 @@ def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> 
     Asked of the rewards, not of their variance: the rounded mean of equal floats may differ from them, and dividing the
     difference by a tiny standard deviation would turn rounding into an advantage.
     """
-    low = rewards.new_full((num_groups,), torch.inf).index_reduce_(0, index, rewards.where(scored, torch.inf), "amin")
-    high = rewards.new_full((num_groups,), -torch.inf).index_reduce_(
-        0, index, rewards.where(scored, -torch.inf), "amax"
-    )
+    low, high = (rewards.new_full((num_groups,), bound) for bound in (torch.inf, -torch.inf))
+    low = low.scatter_reduce(0, index, rewards.where(scored, torch.inf), "amin")
+    high = high.scatter_reduce(0, index, rewards.where(scored, -torch.inf), "amax")
     return (high > low)[index]
 
 

@@ -21,9 +21,9 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     Raises:
         ValueError: shapes do not fit.
 
-    Source: the closed-form KL of Flow-GRPO (arXiv 2505.05470, section 4.2). Released code (flow_grpo, verl-omni) divides
-    by the diffusion coefficient instead, without sqrt(-dt), so its KL is |dt| times this one and a coefficient tuned there
-    is to be multiplied by |dt| here.
+    Source: the closed-form KL of Flow-GRPO (arXiv 2505.05470). Released code (flow_grpo, verl-omni) takes the diffusion
+    coefficient for `std`, without sqrt(-dt): its KL is |dt| times this one, and a coefficient tuned there has to be
+    multiplied by |dt| here.
     """
     if mean.ndim < 2 or ref_mean.shape != mean.shape:
         raise ValueError(

@@ -25,8 +25,8 @@ def grpo_loss(
         r_i = exp(log_prob_i - old_log_prob_i),   A_i clamped to +-adv_clip_max
         L   = 1/B sum_i w_i max(-A_i r_i, -A_i clip(r_i, 1 - low, 1 + high))
 
-    The gradient of a sample is 0 where r has already moved past the bound that A points to, and only there. At r = 1 it is
-    the policy gradient, -A_i times the gradient of log_prob_i, over B.
+    The gradient of a sample is 0 where r has already moved past the bound that A points to, and only there. At r = 1 it
+    is the policy gradient, -A_i times the gradient of log_prob_i, over B.
 
     Args:
         log_prob: [B], nats per latent element, of the weights being trained; gradients flow here only.
@@ -34,21 +34,20 @@ def grpo_loss(
         advantages: [B], dimensionless.
         clip_range: half-width around 1, or (low, high) for different widths below and above.
         adv_clip_max: bound on |A|.
-        weights: [B] or None; factor of each sample's loss, such as a rollout correction, or 0 for a masked sample. The sum
-            is divided by B whatever the weights, so a masked sample does not raise the weight of the others.
+        weights: [B] or None; factor of each sample's loss, such as a rollout correction, or 0 for a masked sample. The
+            sum is divided by B whatever the weights, so a masked sample does not raise the weight of the others.
 
     Returns:
-        The loss and, of the unweighted batch: `ratio_mean`, `ratio_std` (over n), `ratio_max_dev` (largest |r - 1|; 0 when
-        nothing has been updated yet and both log-probabilities come from the same arithmetic), `clip_fraction`,
-        `clip_fraction_low`, `clip_fraction_high` (r outside, below, above the range, whatever A's sign), `approx_kl`
-        (half the mean of squared log-ratios), `ppo_kl` (the mean of old_log_prob - log_prob); both KLs in nats per
-        latent element or its square.
+        The loss and, of the unweighted batch: `ratio_mean`; `ratio_std`, squares divided by B; `ratio_max_dev`, the
+        largest |r - 1|, 0 before the first update if both log-probabilities come from the same arithmetic;
+        `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`, the shares of r outside, below and above the range,
+        whatever A's sign; `approx_kl`, half the mean of squared log-ratios; `ppo_kl`, the mean of -log r.
 
     Raises:
         ValueError: shapes differ, or a clip bound is not positive.
 
-    Source: Flow-GRPO (arXiv 2505.05470, section 4.1) without its KL term; add `gaussian_kl` for that. Different bounds
-    below and above: DAPO (arXiv 2503.14476, "clip-higher").
+    Source: the objective of Flow-GRPO (arXiv 2505.05470) for one step, without its KL term: add `gaussian_kl` for that.
+    Different bounds below and above: DAPO (arXiv 2503.14476).
     """
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     _check(log_prob, old_log_prob, advantages, weights)
