@@ -1,0 +1,1 @@
+"""Scorers: each module has one `load_...` function, which returns a score function for `create_app`."""

@@ -1,0 +1,267 @@
+"""Bytes that travel between a trainer and a scorer, and the rules that both ends hold them to.
+
+A request is one safetensors blob: a tensor per kind of media, and the prompts as JSON in the blob's metadata. A reply
+is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and `Score`, so they share one set of
+rules; every broken rule is a `ValueError` that names the field, the rule and the value.
+
+Letters: N samples, H height, W width. The page for people who write a client or a scorer is docs/reward-protocol.md.
+"""
+
+import json
+import math
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any, NoReturn
+
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
+MAX_REQUEST_ID_CHARS = 128
+
+
+@dataclass(frozen=True)
+class MediaKind:
+    """Dtype and axes of one kind of media; an axis that is a number must have that size, a letter any size above 0."""
+
+    dtype: str
+    axes: tuple[str | int, ...]
+
+
+MEDIA_KINDS = {
+    "image": MediaKind("uint8", ("N", "H", "W", 3)),  # RGB
+}
+
+
+@dataclass(frozen=True)
+class Score:
+    """One sample's score, or the reason why there is none.
+
+    Args:
+        value: finite score in the scorer's unit, or None when the scorer abstains.
+        abstained: why there is no score; set exactly when value is None.
+        parts: named terms the value was made of, each finite.
+        details: anything else worth logging, as JSON values.
+
+    Raises:
+        ValueError: both or neither of value and abstained are set, or a number is not finite.
+    """
+
+    value: float | None
+    abstained: str | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    details: Mapping[str, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.value is None and not (isinstance(self.abstained, str) and self.abstained):
+            raise ValueError(f"abstained must be a reason when value is None, got {self.abstained!r:.80}")
+        if self.value is not None and self.abstained is not None:
+            raise ValueError(f"abstained must be None when there is a value, got {self.abstained!r:.80}")
+        if not isinstance(self.parts, Mapping) or not isinstance(self.details, Mapping):
+            raise ValueError(f"parts and details must be mappings, got {self.parts!r:.80} and {self.details!r:.80}")
+        if self.value is not None:
+            object.__setattr__(self, "value", _finite("value", self.value))
+        object.__setattr__(self, "parts", {name: _finite(f"parts[{name!r}]", x) for name, x in self.parts.items()})
+
+    @classmethod
+    def of(
+        cls, value: float, *, parts: Mapping[str, float] | None = None, details: Mapping[str, object] | None = None
+    ) -> "Score":
+        """Score of a number straight from a model: NaN and infinities abstain and say so."""
+        if math.isfinite(value):
+            return cls(float(value), parts=parts or {}, details=details or {})
+        return cls(None, abstained=f"the scorer returned {value}", details=details or {})
+
+
+ScoreFn = Callable[[dict[str, np.ndarray], list[str], list[dict[str, object]]], Sequence[Score | float]]
+"""A scorer: media by kind (each [N, ...]), N prompts, N meta objects -> N scores in the same order."""
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """N samples to score, checked.
+
+    Args:
+        media: array by kind, as in MEDIA_KINDS: `image` is [N, H, W, 3], uint8, RGB.
+        prompts: N prompts.
+        meta: N objects of JSON values for the scorer.
+        request_id: the caller's name for this request; the reply repeats it.
+
+    Raises:
+        ValueError: a field breaks its rule.
+    """
+
+    media: dict[str, np.ndarray]
+    prompts: list[str]
+    meta: list[dict[str, object]]
+    request_id: str
+
+    def __post_init__(self) -> None:
+        _check_list("prompts", self.prompts, str)
+        _check_list("meta", self.meta, dict)
+        if not self.prompts:
+            raise ValueError("prompts must hold at least 1 prompt, got 0")
+        if len(self.meta) != len(self.prompts):
+            raise ValueError(f"meta must hold one object per prompt ({len(self.prompts)}), got {len(self.meta)}")
+        if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARS:
+            raise ValueError(f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} characters, got {self.request_id!r:.80}")
+        if not self.media:
+            raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
+        for kind, array in self.media.items():
+            _check_media(kind, array, len(self.prompts))
+
+    def header(self) -> str:
+        """JSON of everything but the media.
+
+        Raises:
+            ValueError: meta holds something that JSON cannot.
+        """
+        fields = {"protocol": PROTOCOL, "request_id": self.request_id, "prompts": self.prompts, "meta": self.meta}
+        try:
+            return to_json(fields)
+        except (TypeError, ValueError, RecursionError) as exc:
+            raise ValueError(f"meta must hold JSON values only: {exc}") from exc
+
+
+def encode_request(header: str, media: Mapping[str, np.ndarray]) -> bytes:
+    """Body of a request: the media as safetensors, with the header in their metadata."""
+    # safetensors copies memory from the first byte on and never looks at strides
+    dense = {kind: np.ascontiguousarray(array) for kind, array in media.items()}
+    return safetensors.numpy.save(dense, metadata={"request": header})
+
+
+def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
+    """Request in a body that nobody has checked yet.
+
+    Raises:
+        ValueError: the body is not a request, or holds more than max_batch samples.
+    """
+    fields = parse_message(_read_header(body), "__metadata__.request")
+    prompts: Any = fields.get("prompts")
+    if isinstance(prompts, list) and len(prompts) > max_batch:
+        raise ValueError(f"prompts must hold at most {max_batch} samples, got {len(prompts)}")
+    try:
+        media = safetensors.numpy.load(body)
+    except (SafetensorError, KeyError) as exc:  # KeyError: a dtype that numpy does not have
+        raise ValueError(f"body must be a safetensors blob: {exc}") from exc
+    meta: Any = fields.get("meta")
+    request_id: Any = fields.get("request_id")
+    return ScoreRequest(media, prompts, meta, request_id)
+
+
+def encode_reply(request_id: str, scorer: str, scores: Sequence[Score]) -> bytes:
+    """Body of a reply, in the order of the request."""
+    results = []
+    for score in scores:
+        result: dict[str, object] = {"score": score.value, "parts": score.parts, "details": score.details}
+        if score.abstained is not None:
+            result["abstained"] = score.abstained
+        results.append(result)
+    reply = {"protocol": PROTOCOL, "request_id": request_id, "scorer": scorer, "results": results}
+    return to_json(reply).encode()
+
+
+def decode_reply(body: bytes, *, request_id: str, count: int) -> list[Score]:
+    """Scores in a reply that nobody has checked yet, one per sample.
+
+    Raises:
+        ValueError: the body is not the reply to that request.
+    """
+    reply = parse_message(body, "the reply")
+    if reply.get("request_id") != request_id:
+        raise ValueError(f"request_id must be {request_id!r}, got {reply.get('request_id')!r:.80}")
+    results = reply.get("results")
+    if not isinstance(results, list):
+        raise ValueError(f"results must be a list, got {results!r:.80}")
+    if len(results) != count:
+        raise ValueError(f"results must hold one result per sample ({count}), got {len(results)}")
+    return [_decode_result(i, result) for i, result in enumerate(results)]
+
+
+def to_json(value: object) -> str:
+    """Plain ASCII JSON, where a NaN or an infinity is a ValueError."""
+    return json.dumps(value, allow_nan=False)
+
+
+def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
+    """JSON object of this version of the protocol, its other fields unchecked.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    fields = _parse_json(text, what)
+    if not isinstance(fields, dict):
+        raise ValueError(f"{what} must be a JSON object, got {fields!r:.80}")
+    version = fields.get("protocol")
+    if type(version) is not int or version != PROTOCOL:
+        raise ValueError(f"protocol must be {PROTOCOL}, got {version!r:.80}")
+    return fields
+
+
+def _decode_result(i: int, result: object) -> Score:
+    if not isinstance(result, dict) or "score" not in result:
+        raise ValueError(f"results[{i}] must be an object with a score, got {result!r:.80}")
+    try:
+        return Score(
+            result["score"], result.get("abstained"), parts=result.get("parts", {}), details=result.get("details", {})
+        )
+    except ValueError as exc:
+        raise ValueError(f"results[{i}]: {exc}") from exc
+
+
+def _read_header(body: bytes) -> str:
+    """Text under `request` in the metadata at the front of a safetensors blob."""
+    size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
+    if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
+        raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
+    header = _parse_json(body[8 : 8 + size], "the safetensors header")
+    metadata = header.get("__metadata__") if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not isinstance(metadata.get("request"), str):
+        raise ValueError("the safetensors header must hold the request as text in __metadata__.request")
+    return metadata["request"]
+
+
+def _parse_json(text: bytes | str, what: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+        raise ValueError(f"{what} must be JSON: {exc}") from exc
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_list(name: str, values: object, item_type: type) -> None:
+    if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):
+        raise ValueError(f"{name} must be a list of {item_type.__name__}, got {values!r:.80}")
+
+
+def _check_media(kind: str, array: object, count: int) -> None:
+    """Raises ValueError unless the array is what MEDIA_KINDS says, with count samples."""
+    if kind not in MEDIA_KINDS:
+        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {kind!r:.80}")
+    rule = MEDIA_KINDS[kind]
+    if not isinstance(array, np.ndarray) or array.dtype != rule.dtype:
+        raise ValueError(f"{kind} must be a {rule.dtype} array, got {getattr(array, 'dtype', type(array).__name__)}")
+    wanted = (count, *rule.axes[1:])
+    fits = array.ndim == len(wanted) and all(
+        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(array.shape, wanted, strict=True)
+    )
+    if not fits:
+        raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
+
+
+def _finite(name: str, value: object) -> float:
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:  # an int beyond float's range
+            number = math.inf
+        if math.isfinite(number):
+            return number
+    raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
