@@ -1,0 +1,177 @@
+"""Low-rank adapters by name, the frozen reference under them, and moving averages.
+
+A LoRA layer computes `W x + (alpha / rank) * B A x`; W is frozen, A [rank, in] and B [out, rank] are float32 (LoRA,
+arXiv 2106.09685). The first adapter is the policy. Further adapters, such as "old", are frozen copies: `copy_adapter`
+and `ema_update` write them, `with adapter(module, "old")` uses them.
+
+peft sets `requires_grad` anew whenever it switches adapters. A sharded module that runs at such a moment would take
+over the wrong flags, so the functions here put them back at once: what is trained never changes.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+def add_lora(
+    module: nn.Module,
+    targets: Sequence[str] | str,
+    *,
+    rank: int,
+    alpha: float,
+    adapter: str = "default",
+    seed: int,
+) -> None:
+    """Add an adapter to the linear layers that `targets` names. Call it before `shard`.
+
+    The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
+    A fresh adapter changes no output: A is uniform (Kaiming) and depends on `seed` and the layers' order alone, B is 0.
+
+    Args:
+        module: a diffusers model or any other module.
+        targets: endings of layer names, such as "to_q", or one regular expression for whole names.
+        rank: inner size.
+        alpha: scale; the adapter's product is multiplied by alpha / rank.
+        adapter: the new adapter's name.
+        seed: of A; the same on every rank.
+
+    Raises:
+        ValueError: the module is sharded, has an adapter of that name or no such layer, or `rank` is below 1.
+    """
+    if rank < 1:
+        raise ValueError(f"rank must be >= 1, got {rank}")
+    if any(isinstance(p, DTensor) for p in module.parameters()):
+        raise ValueError("module must get its adapters before it is sharded, got sharded parameters")
+    before = lora_layers(module)
+    if any(adapter in layer.lora_A for layer in before.values()):
+        raise ValueError(f"adapter must be a new name, got {adapter!r} again")
+    active = next(iter(before.values())).active_adapters if before else [adapter]
+    targets = targets if isinstance(targets, str) else list(targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
+    with torch.random.fork_rng(devices=[]):  # peft draws values that `_initialize` replaces
+        add_adapter = getattr(module, "add_adapter", None)  # diffusers keeps its own record of adapters
+        if add_adapter is not None:
+            add_adapter(config, adapter_name=adapter)
+        else:
+            inject_adapter_in_model(config, module, adapter_name=adapter)
+    _initialize(module, adapter, seed)
+    for layer in lora_layers(module).values():
+        layer.set_adapter(active)
+
+
+def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
+    """The layers that carry adapters, by module name; empty without LoRA."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+
+
+@contextmanager
+def adapter(module: nn.Module, name: str) -> Iterator[None]:
+    """Run the module with adapter `name` instead of the active one, for the length of the `with` block."""
+    layers = lora_layers(module).values()
+    adapter_params(module, name)
+    before = [(layer, layer.active_adapters) for layer in layers]
+    with _same_trainable(module):
+        for layer in layers:
+            layer.set_adapter(name)
+    try:
+        yield
+    finally:
+        with _same_trainable(module):
+            for layer, active in before:
+                layer.set_adapter(active)
+
+
+@contextmanager
+def reference(module: nn.Module) -> Iterator[None]:
+    """Run the module without any adapter, as it was before training, for the length of the `with` block.
+
+    Raises:
+        ValueError: the module has no adapters; a fully trained module needs a frozen copy as its reference.
+    """
+    layers = lora_layers(module).values()
+    if not layers:
+        raise ValueError("module must have adapters to be its own reference, got none")
+    before = [(layer, not layer.disable_adapters) for layer in layers]
+    with _same_trainable(module):
+        for layer in layers:
+            layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        with _same_trainable(module):
+            for layer, enabled in before:
+                layer.enable_adapters(enabled)
+
+
+def copy_adapter(module: nn.Module, src: str, dst: str) -> None:
+    """Overwrite adapter `dst` with adapter `src`; sharded or not."""
+    ema_update(module, src, dst, decay=0.0)
+
+
+def ema_update(module: nn.Module, src: str, dst: str, decay: float) -> None:
+    """Move adapter `dst` towards adapter `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not."""
+    ema_update_params(adapter_params(module, src), adapter_params(module, dst), decay)
+
+
+@torch.no_grad()
+def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float) -> None:
+    """Move each tensor of `dst` towards its partner in `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
+
+    Raises:
+        ValueError: `decay` is outside [0, 1], or the lists differ in length or shapes.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must be in [0, 1], got {decay}")
+    if [p.shape for p in src] != [p.shape for p in dst]:
+        raise ValueError(f"src and dst must have the same shapes, got {len(src)} and {len(dst)} tensors that differ")
+    if decay == 0.0:  # a copy to the last bit, which the interpolation does not promise
+        torch._foreach_copy_(list(dst), list(src))
+    else:
+        torch._foreach_lerp_(list(dst), list(src), 1.0 - decay)
+
+
+def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters of one adapter, A then B of each layer in the module's order.
+
+    Raises:
+        ValueError: no layer has an adapter of that name.
+    """
+    layers = [layer for layer in lora_layers(module).values() if name in layer.lora_A]
+    if not layers:
+        known = sorted({key for layer in lora_layers(module).values() for key in layer.lora_A})
+        raise ValueError(f"adapter must be one of {known}, got {name!r}")
+    return [p for layer in layers for p in factors(layer, name)]
+
+
+def factors(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+    """A [rank, in] and B [out, rank] of one layer's adapter."""
+    return layer.lora_A.get_parameter(f"{name}.weight"), layer.lora_B.get_parameter(f"{name}.weight")
+
+
+@contextmanager
+def _same_trainable(module: nn.Module) -> Iterator[None]:
+    """Put every `requires_grad` back to what it was when the block began."""
+    flags = [(p, p.requires_grad) for p in module.parameters()]
+    try:
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
+
+
+@torch.no_grad()
+def _initialize(module: nn.Module, adapter: str, seed: int) -> None:
+    """Draw A on the CPU, so that the kind of device does not matter, and store both factors in float32."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in lora_layers(module).values():
+        if adapter in layer.lora_A:
+            down, up = factors(layer, adapter)
+            drawn = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
+            down.data = drawn.to(down.device)
+            up.data = torch.zeros(up.shape, device=up.device)

@@ -1,0 +1,154 @@
+"""Full weights out of a trained module: streamed to an engine, or saved where diffusers opens them.
+
+Sharded tensors are gathered one at a time, and every rank has to take part.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from omni_train.dist import Dist, any_rank
+from omni_train.lora import adapter_params, factors, lora_layers
+
+
+@torch.no_grad()
+def named_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the module as (name, full tensor), under the names it had before LoRA and sharding.
+
+    Active adapters are merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver has
+    the policy and needs to know nothing of LoRA. Inside `omni_train.lora.reference` it comes as W.
+
+    Every rank must run the iteration to its end. One gathered tensor is alive at a time if the receiver keeps none; an
+    unsharded weight may be the parameter itself, so a receiver that keeps it copies it.
+
+    Args:
+        module: with or without adapters, sharded or not.
+        trained_only: leave out the weights that training does not change.
+    """
+    layers = lora_layers(module)
+    adapters = tuple(f"{name}.lora_" for name in layers)
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if _active(layer)}
+    for key, value in module.state_dict(keep_vars=True).items():
+        if key.startswith(adapters) or (trained_only and key not in adapted and not value.requires_grad):
+            continue
+        full = _full(value)
+        yield key.replace(".base_layer.", "."), _merged(adapted[key], full) if key in adapted else full
+        del full  # before the next one is gathered
+
+
+@torch.no_grad()
+def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+    """An adapter's factors as (name, full tensor), named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
+
+    B comes multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so
+    this is the one form that gives the same output everywhere. Every rank must run the iteration to its end.
+    """
+    adapter_params(module, adapter)  # an unknown name is an error before any rank gathers
+    for name, layer in lora_layers(module).items():
+        if adapter in layer.lora_A:
+            down, up = factors(layer, adapter)
+            yield f"{name}.lora_A.weight", _full(down)
+            yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
+
+
+def save_weights(module: nn.Module, folder: str | Path, dist: Dist, *, adapter: str = "default") -> None:
+    """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
+
+    With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` opens. Without:
+    `diffusion_pytorch_model.safetensors` and `config.json`, which `ModelClass.from_pretrained(folder)` opens. A folder
+    that exists is replaced.
+
+    Args:
+        module: a diffusers model, sharded or not; one with adapters may be any module.
+        folder: where to write.
+        dist: rank 0 holds all the weights in host memory while it writes.
+        adapter: which adapter to save.
+
+    Raises:
+        ValueError: there is nothing to save, or the module has no adapters and no configuration to save with it.
+        OSError: rank 0 could not write; the other ranks raise it as well.
+    """
+    if lora_layers(module):
+        tensors = _on_main(((f"transformer.{name}", t) for name, t in named_adapter(module, adapter)), dist)
+        files = {"pytorch_lora_weights.safetensors": tensors}
+        config = None
+    else:
+        config = _config(module)
+        files = {"diffusion_pytorch_model.safetensors": _on_main(named_weights(module), dist)}
+    error = _write(Path(folder), files, config) if dist.is_main else None
+    if any_rank(dist, error is not None):
+        raise OSError(f"rank 0 could not write {folder}: {error}") from error
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _active(layer: LoraLayer) -> list[str]:
+    """The names of the adapters that take part in this layer's forward."""
+    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
+
+
+def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
+    merged = weight.float()
+    for name in _active(layer):
+        down, up = map(_full, factors(layer, name))
+        merged = torch.addmm(merged, up.float(), down.float(), alpha=layer.scaling[name])
+    return merged.to(weight.dtype)
+
+
+def _on_main(weights: Iterator[tuple[str, Tensor]], dist: Dist) -> dict[str, Tensor]:
+    """All weights on rank 0's host; the other ranks only help to gather, and get an empty dict."""
+    kept = {}
+    for name, tensor in weights:
+        if dist.is_main:
+            kept[name] = tensor.cpu().contiguous()
+    return kept
+
+
+def _config(module: nn.Module) -> str:
+    """The module's configuration as diffusers writes it, with the class name that sharding replaced."""
+    to_json_string = getattr(module, "to_json_string", None)
+    if to_json_string is None:
+        raise ValueError(f"module must have to_json_string(), as diffusers models do, got {type(module).__name__}")
+    cls = type(module)
+    name = cls.__bases__[1].__name__ if issubclass(cls, FSDPModule) else cls.__name__
+    return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
+
+
+def _write(folder: Path, files: dict[str, dict[str, Tensor]], config: str | None) -> Exception | None:
+    """Write into a folder beside the final one and rename; the error, if any, is for the caller to share."""
+    temporary = folder.with_name(folder.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, tensors in files.items():
+            save_file(tensors, temporary / name, metadata={"format": "pt"})
+        if config is not None:
+            (temporary / "config.json").write_text(config, encoding="utf-8")
+        _replace(temporary, folder)
+    except (OSError, SafetensorError) as exc:
+        return exc
+    return None
+
+
+def _replace(temporary: Path, folder: Path) -> None:
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # a rename may reach the disk before the content does
+    old = folder.with_name(folder.name + ".old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    temporary.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
