@@ -1,1 +1,32 @@
-"""omni_sched"""
+"""Noise schedules, single denoising steps with their log-probabilities, step windows and reproducible noise.
+
+Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = noise - data`. Every name here is a pure
+function (or the frozen record one of them returns): no state, no registry, no model.
+"""
+
+from omni_sched.noise import INITIAL_NOISE, step_noise
+from omni_sched.schedules import (
+    exponential_shift_sigmas,
+    linear_sigmas,
+    resolution_mu,
+    shift_sigmas,
+    stretch_sigmas,
+)
+from omni_sched.steps import Transition, cps_step, dance_step, euler_step, sde_step
+from omni_sched.windows import sde_window
+
+__all__ = [
+    "INITIAL_NOISE",
+    "Transition",
+    "cps_step",
+    "dance_step",
+    "euler_step",
+    "exponential_shift_sigmas",
+    "linear_sigmas",
+    "resolution_mu",
+    "sde_step",
+    "sde_window",
+    "shift_sigmas",
+    "step_noise",
+    "stretch_sigmas",
+]
