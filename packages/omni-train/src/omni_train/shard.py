@@ -110,6 +110,7 @@ def _fully_shard(
     for unit in module.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
 
 
 def _precision(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

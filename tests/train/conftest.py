@@ -1,0 +1,82 @@
+"""A tiny Qwen-Image transformer, and ranks: forked processes that meet in a gloo group through a file."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing
+from omni_train.dist import Dist, barrier, init_distributed
+
+torch.set_num_threads(1)
+
+
+def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    dist = init_distributed(timeout_s=60, init_method=f"file://{folder}/store")
+    result = json.dumps(work(dist))
+    (folder / f"{rank}.json").write_text(result)
+    barrier(dist)
+    os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
+
+
+@pytest.fixture
+def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """`run_ranks(work, world_size)`: what `work(dist)` returned on each rank, through JSON; a rank's failure is ours."""
+
+    def run(work: Callable[[Dist], object], world_size: int = 2) -> list[Any]:
+        folder = tmp_path_factory.mktemp("ranks")
+        torch.multiprocessing.start_processes(
+            _rank_main, args=(work, world_size, folder), nprocs=world_size, start_method="fork"
+        )
+        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+
+    return run
+
+
+class TinyQwen:
+    """Two blocks of random weights, and inputs of two samples of 12 image tokens and 5 text tokens."""
+
+    block_names = ("QwenImageTransformerBlock",)
+    targets = ("to_q", "to_k", "to_v", "to_out.0")
+
+    @staticmethod
+    def build(seed: int = 0) -> Any:
+        from diffusers import QwenImageTransformer2DModel
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return QwenImageTransformer2DModel(
+                patch_size=2,
+                in_channels=64,
+                out_channels=16,
+                num_layers=2,
+                attention_head_dim=32,
+                num_attention_heads=2,
+                joint_attention_dim=32,
+                guidance_embeds=False,
+                axes_dims_rope=(8, 12, 12),
+            )
+
+    @staticmethod
+    def run(model: Any, samples: slice = slice(0, 2)) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(2, 12, 64, generator=generator)[samples]
+        text = torch.randn(2, 5, 32, generator=generator)[samples]
+        timestep = torch.tensor([0.9993, 0.5013])[samples]
+        return model(
+            hidden_states=x,
+            timestep=timestep,
+            encoder_hidden_states=text,
+            encoder_hidden_states_mask=None,
+            img_shapes=[[(1, 2, 6)]] * len(x),
+            return_dict=False,
+        )[0]
+
+
+@pytest.fixture
+def tiny_qwen() -> type[TinyQwen]:
+    return TinyQwen

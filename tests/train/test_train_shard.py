@@ -1,0 +1,228 @@
+"""One gradient whatever the mode, the number of ranks and the split of samples."""
+
+import copy
+
+import pytest
+import torch
+from omni_train.lora import add_lora
+from omni_train.shard import _buckets, reduce_gradients, shard
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+NUM_SAMPLES = 6
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+        self.unused = nn.Linear(width, 1)
+
+    def forward(self, x):
+        return x + torch.tanh(self.inner(x))
+
+
+class Net(nn.Module):
+    def __init__(self, width=5):
+        super().__init__()
+        self.first = nn.Linear(3, width)
+        self.blocks = nn.ModuleList([Block(width), Block(width)])
+        self.last = nn.Linear(width, 1)
+        self.register_buffer("scale", torch.tensor(2.0))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) * self.scale
+
+
+def make_net(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def samples():
+    return torch.randn(NUM_SAMPLES, 3, generator=torch.Generator().manual_seed(5))
+
+
+def gradients(net, dist, mode, per_rank):
+    """Gradients of the mean over all samples, each rank working on `per_rank[rank]` of them, two backwards each."""
+    for x in samples()[per_rank[dist.rank]].chunk(2):
+        (net(x).square().sum() / NUM_SAMPLES).backward()
+    reduce_gradients(net, dist.mesh, mode=mode)
+    return {name: full(p.grad).tolist() for name, p in net.named_parameters() if p.grad is not None}
+
+
+def expected_gradients(net):
+    net(samples()).square().mean().backward()
+    return {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+
+
+def assert_agree(got, expected):
+    for name, grad in expected.items():
+        torch.testing.assert_close(torch.tensor(got[name]), grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("split", [(slice(0, 3), slice(3, 6)), (slice(0, 4), slice(4, 6))], ids=["even", "uneven"])
+def test_two_ranks_sum_to_the_gradient_of_one(run_ranks, mode, split):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode, block_names=("Block",))
+        return gradients(net, dist, mode, split)
+
+    expected = expected_gradients(make_net())
+    for got in run_ranks(work):
+        assert_agree(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
+def test_one_rank_with_a_mesh_has_the_plain_gradient(run_ranks, mode):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode)
+        return gradients(net, dist, mode, [slice(0, 6)])
+
+    (got,) = run_ranks(work, world_size=1)
+    assert_agree(got, expected_gradients(make_net()))
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_module_keeps_identity_names_and_outputs(run_ranks, mode):
+    net = make_net()
+    names = [name for name, _ in net.named_parameters()]
+    expected = net(samples())
+
+    def work(dist):
+        net = make_net()
+        sharded = shard(net, dist.mesh, mode=mode, block_names=("Block",))
+        assert sharded is net
+        assert [name for name, _ in net.named_parameters()] == names
+        assert net.blocks[0].inner.out_features == 5
+        return net(samples()).tolist()
+
+    for got in run_ranks(work):
+        assert torch.equal(torch.tensor(got), expected)
+
+
+def test_ddp_starts_from_the_first_rank(run_ranks):
+    def work(dist):
+        net = make_net(seed=dist.rank)
+        net.scale.fill_(dist.rank + 2.0)
+        shard(net, dist.mesh, mode="ddp")
+        return net(samples()).tolist()
+
+    first, second = run_ranks(work)
+    assert first == second
+    assert torch.equal(torch.tensor(first), make_net()(samples()))
+
+
+def test_ddp_counts_a_missing_gradient_as_zero(run_ranks):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode="ddp")
+        if dist.is_main:
+            net(samples()).sum().backward()
+        reduce_gradients(net.parameters(), dist.mesh, mode="ddp")
+        return [p.grad.tolist() for p in net.parameters()]
+
+    first, second = run_ranks(work)
+    assert first == second
+    net = make_net()
+    net(samples()).sum().backward()
+    assert torch.equal(torch.tensor(first[0]), net.first.weight.grad)
+
+
+def test_fsdp2_slices_parameters_between_forwards(run_ranks):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode="fsdp2", block_names=("Block",))
+        sharded = [all(isinstance(p, DTensor) for p in net.parameters())]
+        with torch.no_grad():
+            net(samples())
+        sharded.append(all(isinstance(p, DTensor) for p in net.parameters()))
+        return sharded + [net.first.weight.to_local().shape[0]]
+
+    assert [rows for _, _, rows in run_ranks(work)] == [3, 2]  # five rows on two ranks
+    assert all(row[:2] == [True, True] for row in run_ranks(work))
+
+
+def test_compute_dtype_acts_on_parameters_and_leaves_inputs_alone(run_ranks):
+    class Probe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):
+            self.seen = x.dtype, self.linear.weight.dtype
+            return self.linear(x.to(self.linear.weight.dtype))
+
+    def work(dist):
+        net = shard(Probe(), dist.mesh, mode="fsdp2", compute_dtype=torch.bfloat16)
+        net(torch.ones(1, 2)).float().sum().backward()
+        return [str(dtype) for dtype in (*net.seen, net.linear.weight.dtype, net.linear.weight.grad.dtype)]
+
+    for seen in run_ranks(work, world_size=1):
+        assert seen == ["torch.float32", "torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+def test_transformer_with_lora_has_the_same_gradient_in_every_mode(run_ranks, tiny_qwen):
+    def lora_gradients(dist_mode):
+        def work(dist):
+            model = tiny_qwen.build()
+            add_lora(model, tiny_qwen.targets, rank=4, alpha=8, seed=3)
+            shard(model, dist.mesh, mode=dist_mode, block_names=tiny_qwen.block_names)
+            own = slice(0, 2) if dist.world_size == 1 else slice(dist.rank, dist.rank + 1)
+            out = tiny_qwen.run(model, own)
+            (out.square().sum() / 2).backward()
+            reduce_gradients(model, dist.mesh, mode=dist_mode)
+            return {name: full(p.grad).tolist() for name, p in model.named_parameters() if p.requires_grad}
+
+        return work
+
+    (alone,) = run_ranks(lora_gradients("none"), world_size=1)
+    expected = {name: torch.tensor(grad) for name, grad in alone.items()}
+    assert len(expected) == 16
+    assert any(grad.abs().max() > 1e-4 for grad in expected.values())
+    for mode in ("ddp", "fsdp2"):
+        for got in run_ranks(lora_gradients(mode)):
+            assert got.keys() == alone.keys()
+            assert_agree(got, expected)
+
+
+def test_buckets_hold_every_tensor_once_in_order_by_dtype():
+    tensors = [torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(1)]
+    assert [[t.numel() for t in bucket] for bucket in _buckets(tensors)] == [[3, 2], [2], [1]]
+    assert list(_buckets([])) == []
+
+
+def test_large_tensors_do_not_share_a_bucket():
+    big = torch.empty(2**24, device="meta")
+    assert [len(bucket) for bucket in _buckets([big, big, torch.zeros(1)])] == [1, 1, 1]
+
+
+def test_modes_and_meshes_that_do_not_fit_are_errors(run_ranks):
+    with pytest.raises(ValueError, match="mode must be one of .*got 'fsdp'"):
+        shard(make_net(), None, mode="fsdp")
+    with pytest.raises(ValueError, match="torchrun"):
+        shard(make_net(), None, mode="fsdp2")
+    with pytest.raises(ValueError, match="compute_dtype"):
+        shard(make_net(), None, mode="none", compute_dtype=torch.bfloat16)
+
+    def work(dist):
+        with pytest.raises(ValueError, match="1 rank, got 2"):
+            shard(make_net(), dist.mesh, mode="none")
+        with pytest.raises(ValueError, match=r"found none named \['Blokc'\]"):
+            shard(make_net(), dist.mesh, mode="fsdp2", block_names=("Blokc",))
+
+    run_ranks(work)
+
+
+def test_without_ranks_ddp_and_none_change_nothing():
+    for mode in ("none", "ddp"):
+        net = make_net()
+        expected = copy.deepcopy(net.state_dict())
+        assert shard(net, None, mode=mode) is net
+        reduce_gradients(net, None, mode=mode)
+        assert all(torch.equal(value, expected[name]) for name, value in net.state_dict().items())
