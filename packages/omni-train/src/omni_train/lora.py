@@ -9,6 +9,7 @@ over the wrong flags, so the functions here put them back at once: what is train
 """
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -54,12 +55,7 @@ def add_lora(
     active = next(iter(before.values())).active_adapters if before else [adapter]
     targets = targets if isinstance(targets, str) else list(targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
-    with torch.random.fork_rng(devices=[]):  # peft draws values that `_initialize` replaces
-        add_adapter = getattr(module, "add_adapter", None)  # diffusers keeps its own record of adapters
-        if add_adapter is not None:
-            add_adapter(config, adapter_name=adapter)
-        else:
-            inject_adapter_in_model(config, module, adapter_name=adapter)
+    _inject(module, config, adapter)
     _initialize(module, adapter, seed)
     for layer in lora_layers(module).values():
         layer.set_adapter(active)
@@ -163,6 +159,16 @@ def _same_trainable(module: nn.Module) -> Iterator[None]:
     finally:
         for p, flag in flags:
             p.requires_grad_(flag)
+
+
+def _inject(module: nn.Module, config: LoraConfig, adapter: str) -> None:
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws values that `_initialize` replaces
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
+        add_adapter = getattr(module, "add_adapter", None)  # diffusers keeps its own record of adapters
+        if add_adapter is not None:
+            add_adapter(config, adapter_name=adapter)
+        else:
+            inject_adapter_in_model(config, module, adapter_name=adapter)
 
 
 @torch.no_grad()

@@ -1,0 +1,91 @@
+"""Settings from a preset and a TOML file, ready to be overridden on the command line. Imports nothing heavy.
+
+Precedence: command line, then file, then preset, then the defaults of the dataclass.
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+ConfigT = TypeVar("ConfigT")
+
+
+def split_config_flags(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
+    """The values of `--preset` and `--config`, None where absent, and the other arguments.
+
+    Raises:
+        ValueError: one of the two stands without a value.
+    """
+    found: dict[str, str | None] = {"--preset": None, "--config": None}
+    rest = []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        if name not in found:
+            rest.append(word)
+            continue
+        given = value if equals else next(words, "")
+        if not given or given.startswith("--"):
+            raise ValueError(f"{name} needs a value")
+        found[name] = given
+    return found["--preset"], found["--config"], rest
+
+
+def base_config(
+    defaults: ConfigT, presets: Mapping[str, ConfigT], *, preset: str | None = None, path: str | None = None
+) -> ConfigT:
+    """The preset, or `defaults` without one, with the keys of the TOML file at `path` put in their place.
+
+    Raises:
+        ValueError: an unknown preset or key (the nearest known one is suggested), or a file that is no TOML.
+    """
+    base = defaults
+    if preset is not None:
+        if preset not in presets:
+            raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
+        base = presets[preset]
+    return base if path is None else replace(base, **_read_toml(Path(path), base))  # type: ignore[type-var]
+
+
+def suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+    """ '; did you mean ...?' with the nearest known name, or nothing."""
+    near = get_close_matches(name, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def to_toml(config: Any) -> str:
+    """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
+    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in asdict(config).items() if value is not None)
+
+
+def _read_toml(path: Path, base: Any) -> dict[str, object]:
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
+    known = {field.name: getattr(base, field.name) for field in fields(base)}
+    for key, value in values.items():
+        if key not in known:
+            raise ValueError(f"{path}: unknown key {key!r}{suggest(key, known)}")
+        values[key] = _as_type_of(known[key], value, f"{path}: {key}")
+    return values
+
+
+def _as_type_of(default: object, value: object, place: str) -> object:
+    """`value` if it has the type of `default`; an integer also where a float is wanted."""
+    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if default is not None and type(value) is not type(default):
+        raise ValueError(f"{place} must be a {type(default).__name__}, got {value!r}")
+    return value
+
+
+def _toml_value(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return repr(value)

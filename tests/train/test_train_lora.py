@@ -1,0 +1,245 @@
+"""Adapters: what is trained, which one runs, and how one follows another."""
+
+import pytest
+import torch
+from omni_train.lora import (
+    adapter,
+    adapter_params,
+    add_lora,
+    copy_adapter,
+    ema_update,
+    ema_update_params,
+    lora_layers,
+    reference,
+)
+from omni_train.optim import build_adamw
+from omni_train.shard import shard
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(3, 6)
+        self.down = nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def make_net(*adapters, seed=1, dtype=torch.float32):
+    torch.manual_seed(0)
+    net = Net().to(dtype)
+    for name in adapters:
+        add_lora(net, ["up", "down"], rank=2, alpha=4, adapter=name, seed=seed)
+    return net
+
+
+def fill(net, name, value):
+    """Give an adapter an effect: a fresh one has none."""
+    for p in adapter_params(net, name):
+        p.data.fill_(value)
+
+
+X = torch.tensor([[1.0, -2.0, 0.5]])
+
+
+def trainable(net):
+    return [name for name, p in net.named_parameters() if p.requires_grad]
+
+
+def test_a_fresh_adapter_changes_no_output_and_is_all_that_trains():
+    net = make_net("default")
+    assert torch.equal(net(X), make_net()(X))
+    assert trainable(net) == [
+        "up.lora_A.default.weight",
+        "up.lora_B.default.weight",
+        "down.lora_A.default.weight",
+        "down.lora_B.default.weight",
+    ]
+
+
+def test_factors_are_float32_over_a_bfloat16_base():
+    net = make_net("default", dtype=torch.bfloat16)
+    assert {p.dtype for p in adapter_params(net, "default")} == {torch.float32}
+    out = net(X.bfloat16())
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in adapter_params(net, "default"))
+
+
+def test_the_output_is_the_base_plus_alpha_over_rank_times_the_product():
+    net = make_net("default")
+    layer = net.up
+    fill(net, "default", 0.1)
+    a, b = adapter_params(net, "default")[:2]
+    expected = layer.base_layer(X) + (4 / 2) * X @ a.T @ b.T
+    torch.testing.assert_close(layer(X), expected)
+
+
+def test_initial_factors_depend_on_the_seed_alone():
+    first, other = make_net("default", seed=1), make_net("default", seed=2)
+    second = make_net()
+    torch.manual_seed(123)
+    add_lora(second, ["up", "down"], rank=2, alpha=4, seed=1)
+    assert all(map(torch.equal, adapter_params(first, "default"), adapter_params(second, "default")))
+    assert not torch.equal(adapter_params(first, "default")[0], adapter_params(other, "default")[0])
+
+
+def test_adding_an_adapter_leaves_the_global_random_state_alone():
+    net = make_net()
+    before = torch.get_rng_state()
+    add_lora(net, ["up"], rank=2, alpha=4, seed=9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_second_adapter_is_frozen_and_inactive():
+    net = make_net("default")
+    names = trainable(net)
+    fill(net, "default", 0.1)
+    expected = net(X)
+    add_lora(net, ["up", "down"], rank=2, alpha=4, adapter="old", seed=1)
+    assert trainable(net) == names
+    fill(net, "old", 0.3)
+    assert torch.equal(net(X), expected)
+
+
+def test_another_adapter_runs_inside_the_block_only():
+    net = make_net("default", "old")
+    fill(net, "default", 0.1)
+    fill(net, "old", 0.3)
+    names, now = trainable(net), net(X)
+    with adapter(net, "old"):
+        old = net(X)
+        assert trainable(net) == names
+    fill(net, "default", 0.3)
+    assert not torch.equal(old, now)
+    assert torch.equal(net(X), old)
+    assert trainable(net) == names
+
+
+def test_the_reference_is_the_module_before_training():
+    net = make_net("default")
+    fill(net, "default", 0.1)
+    names, now = trainable(net), net(X)
+    with reference(net):
+        assert torch.equal(net(X), make_net()(X))
+        assert trainable(net) == names
+    assert torch.equal(net(X), now)
+    assert trainable(net) == names
+
+
+@pytest.mark.parametrize("block", [lambda net: adapter(net, "old"), reference], ids=["adapter", "reference"])
+def test_an_error_inside_the_block_restores_the_policy(block):
+    net = make_net("default", "old")
+    fill(net, "default", 0.1)
+    names, now = trainable(net), net(X)
+    with pytest.raises(KeyError), block(net):
+        raise KeyError
+    assert torch.equal(net(X), now)
+    assert trainable(net) == names
+
+
+def test_the_optimizer_still_trains_the_policy_after_switching():
+    net = make_net("default", "old")
+    optimizer = build_adamw(net, lr=0.1)
+    with torch.no_grad(), adapter(net, "old"), reference(net):
+        net(X)
+    before = [p.detach().clone() for p in adapter_params(net, "default")]
+    old = [p.detach().clone() for p in adapter_params(net, "old")]
+    net(X).sum().backward()
+    optimizer.step()
+    assert any(not torch.equal(a, b) for a, b in zip(before, adapter_params(net, "default"), strict=True))
+    assert all(map(torch.equal, old, adapter_params(net, "old")))
+    assert all(p.grad is None for p in adapter_params(net, "old"))
+
+
+def test_copy_and_moving_average():
+    net = make_net("default", "old")
+    fill(net, "default", 1.0)
+    fill(net, "old", 0.0)
+    ema_update(net, "default", "old", decay=0.75)
+    assert all(torch.equal(p, torch.full_like(p, 0.25)) for p in adapter_params(net, "old"))
+    copy_adapter(net, "default", "old")
+    assert all(map(torch.equal, adapter_params(net, "default"), adapter_params(net, "old")))
+    assert not any(p.requires_grad for p in adapter_params(net, "old"))
+
+
+def test_moving_average_of_whole_modules():
+    src, dst = [torch.tensor([1.0, 2.0])], [torch.tensor([0.0, 4.0])]
+    ema_update_params(src, dst, decay=0.5)
+    torch.testing.assert_close(dst[0], torch.tensor([0.5, 3.0]))
+    ema_update_params(src, dst, decay=1.0)
+    torch.testing.assert_close(dst[0], torch.tensor([0.5, 3.0]))
+
+
+def test_sharded_adapters_switch_average_and_train(run_ranks):
+    """The first forward of a sharded module happens under another adapter, where peft would leave the policy frozen."""
+
+    def work(dist):
+        net = make_net("default", "old")
+        fill(net, "default", 0.1)
+        fill(net, "old", 0.3)
+        shard(net, dist.mesh, mode="fsdp2")
+        outputs = []
+        with torch.no_grad():
+            with reference(net):
+                outputs.append(net(X))
+            with adapter(net, "old"):
+                outputs.append(net(X))
+            ema_update(net, "default", "old", decay=0.5)
+            with adapter(net, "old"):
+                outputs.append(net(X))
+        policy = net(X)
+        policy.sum().backward()
+        gradients = [p.grad is not None for p in adapter_params(net, "default")]
+        return [t.tolist() for t in [*outputs, policy.detach()]], gradients
+
+    net = make_net("default")
+    expected = [make_net()(X)]
+    for value in (0.3, 0.2, 0.1):
+        fill(net, "default", value)
+        expected.append(net(X))
+    for outputs, gradients in run_ranks(work):
+        torch.testing.assert_close(torch.tensor(outputs), torch.stack(expected).detach())
+        assert gradients == [True] * 4
+
+
+def test_a_diffusers_model_knows_its_adapters(tiny_qwen):
+    model = tiny_qwen.build()
+    expected = tiny_qwen.run(model)
+    add_lora(model, tiny_qwen.targets, rank=4, alpha=8, seed=3)
+    add_lora(model, tiny_qwen.targets, rank=4, alpha=8, adapter="old", seed=3)
+    assert len(lora_layers(model)) == 8
+    assert model.active_adapters() == ["default"]
+    assert torch.equal(tiny_qwen.run(model), expected)
+    fill(model, "default", 0.01)
+    assert not torch.allclose(tiny_qwen.run(model), expected)
+    with reference(model):
+        assert torch.equal(tiny_qwen.run(model), expected)
+
+
+def test_errors_name_the_argument(run_ranks):
+    with pytest.raises(ValueError, match="rank must be >= 1, got 0"):
+        add_lora(Net(), ["up"], rank=0, alpha=1, seed=0)
+    with pytest.raises(ValueError, match="'default' again"):
+        add_lora(make_net("default"), ["up"], rank=2, alpha=1, seed=0)
+    with pytest.raises(ValueError, match="nowhere"):
+        add_lora(Net(), ["nowhere"], rank=2, alpha=1, seed=0)
+    with pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"), adapter(
+        make_net("default"), "old"
+    ):
+        pass
+    with pytest.raises(ValueError, match="got none"), reference(Net()):
+        pass
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\], got 2"):
+        ema_update_params([], [], 2)
+    with pytest.raises(ValueError, match="same shapes"):
+        ema_update_params([X], [], 0.5)
+
+    def work(dist):
+        net = shard(Net(), dist.mesh, mode="fsdp2")
+        with pytest.raises(ValueError, match="before it is sharded"):
+            add_lora(net, ["up"], rank=2, alpha=1, seed=0)
+
+    run_ranks(work, world_size=1)
