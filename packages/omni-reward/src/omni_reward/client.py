@@ -44,6 +44,7 @@ class RewardClient:
             raise ValueError(f"url must be http(s)://host[:port][/path] without a user name, got {url!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
+        wire.check_token(token)
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
         self.url = url.rstrip("/")
@@ -120,8 +121,7 @@ class RewardClient:
     def _score(self, request: ScoreRequest, header: str) -> list[Score]:
         """Scores of one request; runs in a worker thread."""
         body = wire.encode_request(header, request.media)
-        # One attempt. Another one may only follow a connect error, 429, 502, 503 or 504, within the same deadline and
-        # with the same request_id, so that a server can tell a repeated request from a new one.
+        # One attempt: whether a lost request is worth another one is the caller's choice.
         reply = self._transport().exchange("POST", "/score", body=body, timeout_s=self._timeout_s)
         try:
             return wire.decode_reply(reply, request_id=request.request_id, count=len(request.prompts))

@@ -77,7 +77,18 @@ def create_app(
         max_body_mb: largest request body, in MiB.
         max_batch: most samples in a request.
         max_waiting: most requests that wait while one is scored.
+
+    Raises:
+        ValueError: an argument breaks its rule.
     """
+    wire.check_token(token)
+    for argument, value, least in (
+        ("max_body_mb", max_body_mb, 1),
+        ("max_batch", max_batch, 1),
+        ("max_waiting", max_waiting, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{argument} must be >= {least}, got {value}")
     service = _Service(score_fn, name, token, max_body_mb * MB, max_batch, max_waiting)
     return Starlette(
         routes=[
@@ -125,17 +136,19 @@ class _Service:
             raise HTTPException(503, "too many requests are waiting", headers={"Retry-After": "1"})
         self._num_requests += 1
         try:
-            body = await _read_body(request, self._limits["max_body_bytes"])
-            return Response(await self._answer(body), media_type="application/json")
+            return Response(await self._answer(await self._receive(request)), media_type="application/json")
         finally:
             self._num_requests -= 1
 
-    async def _answer(self, body: bytes) -> bytes:
-        """Reply to a request's body."""
+    async def _receive(self, request: Request) -> ScoreRequest:
+        body = await _read_body(request, self._limits["max_body_bytes"])
         try:
-            request = await run_in_threadpool(wire.decode_request, body, max_batch=self._limits["max_batch"])
+            return await run_in_threadpool(wire.decode_request, body, max_batch=self._limits["max_batch"])
         except ValueError as exc:
             raise HTTPException(400, str(exc)) from exc
+
+    async def _answer(self, request: ScoreRequest) -> bytes:
+        """Body of the reply, once the scorer has had its turn at the request."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, self._run_scorer, request)
         except Exception as exc:  # a scorer may raise anything; its text is for the server's owner only
@@ -176,7 +189,6 @@ async def _read_body(request: Request, max_bytes: int) -> bytes:
 
 
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    # not starlette's JSONResponse: it cannot write a lone surrogate, which a message may quote from a request
     return Response(wire.to_json(content), status, headers, media_type="application/json")
 
 
@@ -201,6 +213,8 @@ def main(argv: list[str] | None = None) -> None:
         token = _read_token(args.token_file)
         sock = _bind(args.host, args.port, has_token=token is not None)
         if args.url_file is not None:
+            if not args.url_file.parent.is_dir():
+                raise ValueError(f"--url-file must lie in a folder that exists, got {args.url_file}")
             args.url_file.unlink(missing_ok=True)  # an old one would send clients to a server that is gone
         score_fn = SCORERS[args.scorer](args.threads)
     except ImportError as exc:
@@ -256,8 +270,7 @@ def _read_token(path: Path | None) -> str | None:
     if path is None:
         return None
     token = path.read_text().strip()
-    if not token or not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"--token-file must hold printable ASCII without spaces, {path} does not")
+    wire.check_token(token)
     return token
 
 

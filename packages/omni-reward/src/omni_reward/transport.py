@@ -8,12 +8,14 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 import requests
+import urllib3
 from requests.adapters import HTTPAdapter
 from urllib3.connection import HTTPConnection
 
@@ -21,17 +23,16 @@ from omni_reward.errors import RewardConnectError, RewardError, RewardFormatErro
 
 MAX_REPLY_BYTES = 16 * 2**20
 
-# First match wins: a connect timeout is both a Timeout and a ConnectionError.
-_MEANINGS: tuple[tuple[type[requests.RequestException], type[RewardError]], ...] = (
-    (requests.Timeout, RewardTimeoutError),
-    (requests.exceptions.ContentDecodingError, RewardFormatError),
-    (requests.RequestException, RewardConnectError),
-)
+_CLIENT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)  # requests lets a few of urllib3's through
 
 
-def error_class(exc: requests.RequestException) -> type[RewardError]:
-    """The class of ours that a caller sees for an exception of requests."""
-    return next(ours for theirs, ours in _MEANINGS if isinstance(exc, theirs))
+def error_class(exc: Exception) -> type[RewardError]:
+    """The class of ours that a caller sees for an exception of requests or urllib3."""
+    if isinstance(exc, (requests.Timeout, urllib3.exceptions.TimeoutError)):  # before its other base, ConnectionError
+        return RewardTimeoutError
+    if isinstance(exc, (requests.exceptions.ContentDecodingError, urllib3.exceptions.DecodeError)):
+        return RewardFormatError
+    return RewardConnectError
 
 
 class Transport:
@@ -61,15 +62,16 @@ class Transport:
             RewardFormatError: the reply was longer than MAX_REPLY_BYTES.
         """
         where = f"{method} {self._url}{path}"
-        with self._adapter.hang_up_after(timeout_s) as expired:
-            try:
+        deadline, failure = time.monotonic() + timeout_s, None
+        try:
+            with self._adapter.hang_up_after(timeout_s):
                 status, reply = self._send(method, path, body, timeout_s)
-            except requests.RequestException as exc:
-                if expired.is_set():
-                    raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s} s") from exc
-                raise error_class(exc)(f"{where}: {exc}") from exc
-        if expired.is_set():  # hanging up also ends a reply of unknown length, which then looks whole
-            raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s} s")
+        except _CLIENT_ERRORS as exc:
+            failure = exc
+        if time.monotonic() >= deadline:  # without a failure too: a reply of unknown length looks whole when cut off
+            raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s} s") from failure
+        if failure is not None:
+            raise error_class(failure)(f"{where}: {failure}") from failure
         if reply is None:
             raise RewardFormatError(f"{where}: the reply is longer than {MAX_REPLY_BYTES} bytes")
         if status != 200:
@@ -111,48 +113,50 @@ class Transport:
 
 
 class _Adapter(HTTPAdapter):
-    """requests' adapter that knows its one connection, so that another thread can hang it up."""
+    """requests' adapter that knows its one socket, so that another thread can hang it up."""
 
-    _connection: HTTPConnection | None = None
+    _socket: socket.socket | None = None
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-        """urllib3's pool for the request, told to show us each connection that it makes."""
+        """urllib3's pool for the request, told to show us the socket of each connection."""
         pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
-        pool.ConnectionCls = self._remember(type(pool).ConnectionCls)
+        if "ConnectionCls" not in vars(pool):
+            pool.ConnectionCls = self._showing(pool.ConnectionCls)
         return pool
 
-    def _remember(self, connection_class: Any) -> Any:
-        def connect(*args: Any, **kwargs: Any) -> HTTPConnection:
-            self._connection = connection_class(*args, **kwargs)
-            return self._connection
+    def _showing(self, base: Any) -> type[HTTPConnection]:
+        adapter = self
 
-        return connect
+        class Connection(base):
+            def connect(self) -> None:
+                super().connect()
+                adapter._socket = self.sock  # kept here: the connection forgets it before the reply is read
+
+        return Connection
 
     @contextmanager
-    def hang_up_after(self, timeout_s: float) -> Iterator[threading.Event]:
-        """Event that is set when the body of the `with` took longer; from then on its connection is cut."""
-        finished, expired = threading.Event(), threading.Event()
+    def hang_up_after(self, timeout_s: float) -> Iterator[None]:
+        """Cuts the connection when the body of the `with` takes longer."""
+        finished = threading.Event()
 
         def watch() -> None:
-            if finished.wait(timeout_s):
-                return
-            expired.set()
-            while not finished.wait(0.05):  # again and again: the body may have been between two connections
+            wait_s = timeout_s
+            while not finished.wait(wait_s):
                 self._hang_up()
+                wait_s = 0.05  # again and again: there may have been no connection yet
 
         watcher = threading.Thread(target=watch, name="omni-reward-deadline", daemon=True)
         watcher.start()
         try:
-            yield expired
+            yield
         finally:
             finished.set()
             watcher.join()
 
     def _hang_up(self) -> None:
-        sock = self._connection.sock if self._connection is not None else None
-        if isinstance(sock, socket.socket):
+        if isinstance(self._socket, socket.socket):
             with suppress(OSError):  # the other side may have been faster
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)  # of the plain class: TLS would drop its state mid-read
+                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS's own would drop its state mid-read
 
 
 def is_loopback(host: str) -> bool:

@@ -9,6 +9,7 @@ Letters: N samples, H height, W width. The page for people who write a client or
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,8 @@ class ScoreRequest:
             raise ValueError(f"meta must hold one object per prompt ({len(self.prompts)}), got {len(self.meta)}")
         if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARS:
             raise ValueError(f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} characters, got {self.request_id!r:.80}")
+        for text in (self.request_id, *self.prompts):
+            _check_unicode(text)
         if not self.media:
             raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
         for kind, array in self.media.items():
@@ -146,8 +149,8 @@ def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
         raise ValueError(f"prompts must hold at most {max_batch} samples, got {len(prompts)}")
     try:
         media = safetensors.numpy.load(body)
-    except (SafetensorError, KeyError) as exc:  # KeyError: a dtype that numpy does not have
-        raise ValueError(f"body must be a safetensors blob: {exc}") from exc
+    except (SafetensorError, ValueError, KeyError) as exc:  # KeyError: a dtype that numpy does not have
+        raise ValueError(f"body must be a safetensors blob that numpy can hold: {exc}") from exc
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     return ScoreRequest(media, prompts, meta, request_id)
@@ -180,6 +183,12 @@ def decode_reply(body: bytes, *, request_id: str, count: int) -> list[Score]:
     if len(results) != count:
         raise ValueError(f"results must hold one result per sample ({count}), got {len(results)}")
     return [_decode_result(i, result) for i, result in enumerate(results)]
+
+
+def check_token(token: str | None) -> None:
+    """Raises ValueError unless the token is None or fits a header; the message never shows it."""
+    if token is not None and not re.fullmatch(r"[!-~]+", token):
+        raise ValueError(f"token must be printable ASCII without spaces, got {len(token)} characters that are not")
 
 
 def to_json(value: object) -> str:
@@ -239,6 +248,13 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check_list(name: str, values: object, item_type: type) -> None:
     if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):
         raise ValueError(f"{name} must be a list of {item_type.__name__}, got {values!r:.80}")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
+        raise ValueError(f"prompts and request_id must be Unicode text, got {text!r:.80}") from exc
 
 
 def _check_media(kind: str, array: object, count: int) -> None:

@@ -62,7 +62,7 @@ def _score_image(engine: Any, image: np.ndarray, prompt: str) -> Score:
     if width > MAX_ASPECT * height:
         return Score(None, abstained=f"the image is more than {MAX_ASPECT} times as wide as high")
     bgr = np.ascontiguousarray(image[..., ::-1])
-    read = "".join(engine(bgr, use_det=False, use_cls=False, use_rec=True).txts or ())
+    read = "".join(engine(bgr).txts or ())
     return Score(Levenshtein.normalized_similarity(target, normalize(read)), details={"read": read})
 
 

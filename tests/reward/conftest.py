@@ -1,0 +1,42 @@
+"""A real server in a thread, and servers that misbehave."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import uvicorn
+from omni_reward.server import create_app
+from omni_reward.wire import ScoreFn
+from reward.reward_helpers import Misbehaving
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., str]]:
+    """Function of a score function and create_app's options that serves it for real and returns the URL."""
+    with contextlib.ExitStack() as stack:
+
+        def start(score_fn: ScoreFn, **options: object) -> str:
+            app = create_app(score_fn, **{"name": "test", **options})
+            sock = socket.create_server(("127.0.0.1", 0))
+            server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+            stack.callback(thread.join)
+            stack.callback(setattr, server, "should_exit", True)
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            thread.start()
+            return url
+
+        yield start
+
+
+@pytest.fixture
+def misbehave() -> Iterator[Callable[..., str]]:
+    """Function that starts a Misbehaving server and returns its URL."""
+    with contextlib.ExitStack() as stack:
+
+        def start(behave: Callable[[socket.socket, bytes], None]) -> str:
+            return stack.enter_context(contextlib.closing(Misbehaving(behave))).url
+
+        yield start

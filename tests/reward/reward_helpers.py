@@ -1,0 +1,74 @@
+"""Signs to read, and a server that does to a connection what a test wants."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+from omni_reward.wire import decode_request
+from PIL import Image, ImageDraw, ImageFont
+
+
+def draw_sign(text: str, size: int = 26, *, height: int = 32, width: int = 96) -> np.ndarray:
+    """Dark text on a light background, [H, W, 3], uint8."""
+    image = Image.new("RGB", (width, height), (235, 232, 220))
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(size)
+    left, top, right, bottom = draw.textbbox((0, 0), text, font=font)
+    corner = ((width - right - left) / 2, (height - bottom - top) / 2)
+    draw.text(corner, text, fill=(30, 20, 60), font=font)
+    return np.asarray(image)
+
+
+class Misbehaving:
+    """A server that reads whole requests and lets a function of (socket, request) do what it likes with them."""
+
+    def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
+        self._behave = behave
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                conn, _ = self._listener.accept()
+                threading.Thread(target=self._handle, args=(conn,), daemon=True).start()
+
+    def _handle(self, conn: socket.socket) -> None:
+        with conn, contextlib.suppress(OSError):  # the client hung up, as it should
+            received = b""
+            while b"\r\n\r\n" not in received:
+                received += conn.recv(65536)
+            head, _, body = received.partition(b"\r\n\r\n")
+            lengths = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line]
+            while len(body) < sum(lengths):
+                body += conn.recv(65536)
+            self._behave(conn, body)
+
+
+def http(status: str, body: bytes, *headers: str) -> bytes:
+    """A reply as it goes over the wire."""
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+def reply_to(body: bytes, **changes: object) -> bytes:
+    """The good reply to a request's body, with some of its fields changed."""
+    request = decode_request(body, max_batch=1024)
+    results = [{"score": 0.5} for _ in request.prompts]
+    reply = {"protocol": 1, "request_id": request.request_id, "scorer": "test", "results": results}
+    return json.dumps({**reply, **changes}).encode()
+
+
+def trickle(conn: socket.socket, data: bytes, *, pause_s: float = 0.02) -> None:
+    """Sends a byte at a time."""
+    for i in range(len(data)):
+        conn.sendall(data[i : i + 1])
+        time.sleep(pause_s)

@@ -1,0 +1,332 @@
+"""The client: it overlaps, it is bounded, and each way to fail has its class, against servers that really fail so."""
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import requests
+import urllib3
+from omni_reward import (
+    RewardClient,
+    RewardConnectError,
+    RewardError,
+    RewardFormatError,
+    RewardHTTPError,
+    RewardTimeoutError,
+    Score,
+)
+from omni_reward.transport import MAX_REPLY_BYTES, error_class
+from reward.reward_helpers import http, reply_to, trickle
+
+IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
+PROMPTS = ["a", "b"]
+
+
+def failure(url: str, *, timeout_s: float = 5.0) -> BaseException | None:
+    """The error that one request ends in; its message must name the URL."""
+    with RewardClient(url, timeout_s=timeout_s) as client:
+        exc = client.submit(IMAGES, PROMPTS).exception(timeout_s + 5)
+    assert f"POST {url}/score" in str(exc)
+    return exc
+
+
+def test_scores_come_back_in_order_with_meta_as_sent(serve: Callable[..., str]) -> None:
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        return [Score(float(image.mean()), details=m) for image, m in zip(media["image"], meta, strict=True)]
+
+    images = np.stack([np.full((4, 4, 3), i, np.uint8) for i in range(5)])
+    with RewardClient(serve(score) + "/") as client:
+        client.check()
+        scores = client.submit({"image": images}, list("abcde"), [{"i": i} for i in range(5)]).result(10)
+        assert scores == [Score(float(i), details={"i": i}) for i in range(5)]
+        assert client.submit({"image": images}, tuple("abcde")).result(10)[4] == Score(4.0)
+
+
+def test_submit_returns_while_the_scorer_works(serve: Callable[..., str]) -> None:
+    go_on = threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        assert go_on.wait(10)
+        return [1.0] * len(prompts)
+
+    with RewardClient(serve(slow)) as client:
+        start = time.monotonic()
+        futures = [client.submit(IMAGES, PROMPTS) for _ in range(8)]
+        assert time.monotonic() - start < 0.5
+        assert not any(future.done() for future in futures)
+        go_on.set()
+        assert [future.result(10) for future in futures] == [[Score(1.0)] * 2] * 8
+
+
+def test_submit_waits_when_too_many_are_in_flight(serve: Callable[..., str]) -> None:
+    go_on = threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        assert go_on.wait(10)
+        return [1.0] * len(prompts)
+
+    with RewardClient(serve(slow), max_in_flight=2) as client:
+        futures = [client.submit(IMAGES, PROMPTS) for _ in range(2)]
+        third = threading.Thread(target=lambda: futures.append(client.submit(IMAGES, PROMPTS)))
+        third.start()
+        third.join(0.3)
+        assert third.is_alive()
+        go_on.set()
+        third.join(5)
+        assert [future.result(10) for future in futures] == [[Score(1.0)] * 2] * 3
+
+
+def test_a_failed_request_gives_its_place_back() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with RewardClient(f"http://127.0.0.1:{port}", max_in_flight=1) as client:
+        for _ in range(3):
+            assert isinstance(client.submit(IMAGES, PROMPTS).exception(10), RewardConnectError)
+
+
+def test_connections_are_kept_alive(misbehave: Callable[..., str]) -> None:
+    num_connections = 0
+
+    def behave(conn: socket.socket, body: bytes) -> None:
+        nonlocal num_connections
+        num_connections += 1
+        for _ in range(3):
+            conn.sendall(http("200 OK", reply_to(body)).replace(b"Connection: close\r\n", b""))
+            received = b""
+            while len(received) < 10 or not received.endswith(IMAGES["image"].tobytes()):
+                received += conn.recv(65536)
+            body = received.partition(b"\r\n\r\n")[2]
+
+    with RewardClient(misbehave(behave), max_in_flight=1) as client:
+        for _ in range(3):
+            assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+    assert num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (({}, PROMPTS), "media must hold at least one of"),
+        (({"video": IMAGES["image"]}, PROMPTS), r"media must be of the kinds \['image'\], got 'video'"),
+        (({"image": IMAGES["image"].astype(np.float32)}, PROMPTS), "image must be a uint8 array, got float32"),
+        (({"image": [[0]]}, PROMPTS), "image must be a uint8 array, got list"),
+        (({"image": IMAGES["image"][0]}, PROMPTS), "image must have the shape .*, got "),
+        (({"image": IMAGES["image"].transpose(0, 3, 1, 2)}, PROMPTS), "image must have the shape .*, got "),
+        ((IMAGES, ["a"]), "image must have the shape .*, got "),
+        (({"image": IMAGES["image"][:0]}, []), "prompts must hold at least 1"),
+        ((IMAGES, "ab"), "prompts must be a list of str, got 'ab'"),
+        ((IMAGES, ["a", 1]), "prompts must be a list of str"),
+        ((IMAGES, ["a", "\ud800"]), "prompts and request_id must be Unicode text"),
+        ((IMAGES, PROMPTS, [{}]), "meta must hold one object per prompt"),
+        ((IMAGES, PROMPTS, ["a", "b"]), "meta must be a list of dict"),
+        ((IMAGES, PROMPTS, [{}, {"x": math.nan}]), "meta must hold JSON values only"),
+    ],
+)
+def test_submit_checks_its_arguments_at_once(arguments: tuple, message: str) -> None:
+    with RewardClient("http://127.0.0.1:9", max_in_flight=1) as client:
+        for _ in range(2):  # a refused submit takes no place
+            with pytest.raises(ValueError, match=message):
+                client.submit(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": "127.0.0.1:80"}, "url must be"),
+        ({"url": "ftp://h"}, "url must be"),
+        ({"url": "http://"}, "url must be"),
+        ({"url": "http://user:pw@h"}, "url must be"),
+        ({"url": "http://h", "timeout_s": 0}, "timeout_s must be > 0, got 0"),
+        ({"url": "http://h", "timeout_s": math.nan}, "timeout_s must be > 0, got nan"),
+        ({"url": "http://h", "max_in_flight": 0}, "max_in_flight must be >= 1, got 0"),
+        ({"url": "http://h", "token": "a\nb"}, "token must be printable ASCII"),
+        ({"url": "http://h", "token": ""}, "token must be printable ASCII"),
+    ],
+)
+def test_client_checks_its_arguments(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardClient(**options)
+
+
+def test_a_closed_client_says_so() -> None:
+    client = RewardClient("http://127.0.0.1:9", max_in_flight=1)
+    client.close()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            client.submit(IMAGES, PROMPTS)
+
+
+def test_token_is_sent_and_checked_before_the_first_step(serve: Callable[..., str]) -> None:
+    url = serve(lambda media, prompts, meta: [1.0] * len(prompts), token="s3cret")
+    with RewardClient(url, token="s3cret") as client:
+        client.check()
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(1.0)] * 2
+    for token in (None, "wrong"):
+        with RewardClient(url, token=token) as client:
+            with pytest.raises(RewardHTTPError, match="401 unauthorized") as caught:
+                client.check()
+            assert (caught.value.status, caught.value.code) == (401, "unauthorized")
+
+
+def test_no_server_is_a_connect_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    assert type(failure(url)) is RewardConnectError
+    with RewardClient(url) as client, pytest.raises(RewardConnectError, match=url):
+        client.check()
+
+
+@pytest.mark.parametrize("reply", [b"", b"HTTP/1.1 2", http("200 OK", bytes(99))[:-9], b"spam\r\n\r\n"])
+def test_a_connection_that_breaks_is_a_connect_error(misbehave: Callable[..., str], reply: bytes) -> None:
+    assert type(failure(misbehave(lambda conn, body: conn.sendall(reply)))) is RewardConnectError
+
+
+def test_errors_of_the_server_carry_status_and_code(misbehave: Callable[..., str]) -> None:
+    error = b'{"error": {"code": "busy", "message": "come back"}}'
+    exc = failure(misbehave(lambda conn, body: conn.sendall(http("503 No", error, "Retry-After: 1"))))
+    assert isinstance(exc, RewardHTTPError)
+    assert (exc.status, exc.code) == (503, "busy")
+    assert str(exc).endswith("/score: 503 busy come back")
+    for status, page in ((500, b"<html>"), (502, b""), (404, b'{"error": 1}'), (302, b"[]"), (204, b"")):
+        exc = failure(misbehave(lambda conn, body, s=status, p=page: conn.sendall(http(f"{s} X", p, "Location: /"))))
+        assert isinstance(exc, RewardHTTPError)
+        assert (exc.status, exc.code) == (status, "")
+
+
+def test_a_real_scorer_that_raises_is_500(serve: Callable[..., str]) -> None:
+    exc = failure(serve(lambda media, prompts, meta: 1 / 0))
+    assert isinstance(exc, RewardHTTPError)
+    assert (exc.status, exc.code) == (500, "scorer_failed")
+
+
+def test_a_body_beyond_the_server_s_cap_is_413_not_a_broken_pipe(serve: Callable[..., str]) -> None:
+    url = serve(lambda media, prompts, meta: [1.0], max_body_mb=1)
+    with RewardClient(url) as client:
+        exc = client.submit({"image": np.zeros((1, 4096, 1024, 3), np.uint8)}, ["a"]).exception(10)
+    assert isinstance(exc, RewardHTTPError)
+    assert exc.status == 413
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"results": [{"score": 0.5}, {"score": math.nan}]},
+        {"results": [{"score": 0.5}]},
+        {"results": [{"score": 0.5}] * 3},
+        {"request_id": "another"},
+        {"protocol": 2},
+    ],
+    ids=["NaN", "short", "long", "request_id", "protocol"],
+)
+def test_a_reply_that_is_not_ours_is_a_format_error(misbehave: Callable[..., str], changes: dict) -> None:
+    url = misbehave(lambda conn, body: conn.sendall(http("200 OK", reply_to(body, **changes))))
+    assert type(failure(url)) is RewardFormatError
+
+
+def test_pages_that_are_not_json_are_format_errors(misbehave: Callable[..., str]) -> None:
+    url = misbehave(lambda conn, body: conn.sendall(http("200 OK", b"<html>")))
+    assert type(failure(url)) is RewardFormatError
+    with RewardClient(url) as client, pytest.raises(RewardFormatError, match=f"GET {url}/info: the reply must be JSON"):
+        client.check()
+
+
+def test_a_reply_without_end_is_a_format_error(misbehave: Callable[..., str]) -> None:
+    def flood(conn: socket.socket, body: bytes) -> None:
+        conn.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        for _ in range(MAX_REPLY_BYTES // 2**20 + 64):
+            conn.sendall(bytes(2**20))
+
+    assert type(failure(misbehave(flood))) is RewardFormatError
+
+
+def silent(conn: socket.socket, body: bytes) -> None:
+    conn.recv(1)  # until the client hangs up
+
+
+def slow_head(conn: socket.socket, body: bytes) -> None:
+    trickle(conn, http("200 OK", reply_to(body), f"X: {'x' * 999}"))
+
+
+def slow_body(conn: socket.socket, body: bytes) -> None:
+    head, _, content = http("200 OK", reply_to(body)).partition(b"\r\n\r\n")
+    conn.sendall(head + b"\r\n\r\n")
+    trickle(conn, content)
+
+
+def slow_body_of_unknown_length(conn: socket.socket, body: bytes) -> None:
+    conn.sendall(b"HTTP/1.1 200 OK\r\n\r\n" + reply_to(body))
+    trickle(conn, b" " * 999)
+
+
+def slow_chunks(conn: socket.socket, body: bytes) -> None:
+    conn.sendall(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(999):
+        conn.sendall(b"1\r\nx\r\n")
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("behave", [silent, slow_head, slow_body, slow_body_of_unknown_length, slow_chunks])
+def test_the_deadline_holds_in_all(misbehave: Callable[..., str], behave: Callable) -> None:
+    start = time.monotonic()
+    assert type(failure(misbehave(behave), timeout_s=0.4)) is RewardTimeoutError
+    assert 0.39 < time.monotonic() - start < 1.5
+
+
+def test_the_deadline_holds_for_a_server_that_does_not_read() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        start = time.monotonic()
+        with RewardClient(url, timeout_s=0.4) as client:
+            exc = client.submit({"image": np.zeros((1, 4096, 4096, 3), np.uint8)}, ["a"]).exception(10)
+        assert type(exc) is RewardTimeoutError
+        assert time.monotonic() - start < 2
+
+
+def test_a_client_works_again_after_a_timeout(misbehave: Callable[..., str]) -> None:
+    calls = []
+
+    def behave(conn: socket.socket, body: bytes) -> None:
+        calls.append(1)
+        if len(calls) == 1:
+            silent(conn, body)
+        conn.sendall(http("200 OK", reply_to(body)))
+
+    with RewardClient(misbehave(behave), timeout_s=0.3, max_in_flight=1) as client:
+        assert isinstance(client.submit(IMAGES, PROMPTS).exception(10), RewardTimeoutError)
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+
+
+def test_no_proxy_stands_between_loopback_and_us(serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with RewardClient(serve(lambda media, prompts, meta: [1.0] * 2)) as client:
+        client.check()
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(1.0)] * 2
+
+
+def subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from subclasses(sub)
+
+
+@pytest.mark.parametrize("base", [requests.RequestException, urllib3.exceptions.HTTPError])
+def test_every_exception_below_has_a_class_of_ours(base: type[Exception]) -> None:
+    for cls in set(subclasses(base)):
+        ours = error_class(cls.__new__(cls))
+        if issubclass(cls, requests.Timeout | urllib3.exceptions.TimeoutError):
+            assert ours is RewardTimeoutError, cls
+        elif issubclass(cls, requests.exceptions.ContentDecodingError | urllib3.exceptions.DecodeError):
+            assert ours is RewardFormatError, cls
+        else:
+            assert ours is RewardConnectError, cls
+
+
+def test_one_except_clause_catches_all() -> None:
+    for cls in (RewardTimeoutError, RewardConnectError, RewardHTTPError, RewardFormatError):
+        assert issubclass(cls, RewardError)
+        assert not issubclass(cls, ValueError | OSError)

@@ -1,0 +1,226 @@
+"""The server over real sockets: what it refuses and how, and that it stays up while a scorer works."""
+
+import math
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import requests
+from omni_reward import Score
+from omni_reward.server import create_app
+from omni_reward.wire import ScoreRequest, decode_reply, encode_request
+
+BINARY = {"Content-Type": "application/octet-stream"}
+
+
+def pack(num: int = 2, *, pixels: int = 4, meta: list[dict[str, object]] | None = None) -> bytes:
+    media = {"image": np.zeros((num, pixels, pixels, 3), np.uint8)}
+    return encode_request(ScoreRequest(media, ["a"] * num, meta or [{}] * num, "r").header(), media)
+
+
+def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+    return [0.5] * len(prompts)
+
+
+def post(url: str, body: bytes | Iterator[bytes], **headers: str) -> requests.Response:
+    return requests.post(url + "/score", data=body, headers={**BINARY, **headers}, timeout=10)
+
+
+def assert_refused(response: requests.Response, status: int, code: str) -> str:
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"code", "message"}
+    assert error["code"] == code
+    return error["message"]
+
+
+def test_scorer_gets_the_request_and_its_scores_come_back_in_order(serve: Callable[..., str]) -> None:
+    seen = {}
+
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        seen.update(shape=media["image"].shape, prompts=prompts, thread=threading.current_thread().name)
+        return [Score(float(item["i"]), parts={"p": 1.0}, details={"d": item["i"]}) for item in meta]
+
+    response = post(serve(score, name="counter"), pack(3, meta=[{"i": 2}, {"i": 0}, {"i": 1}]))
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    assert response.json()["scorer"] == "counter"
+    scores = decode_reply(response.content, request_id="r", count=3)
+    assert scores == [Score(float(i), parts={"p": 1.0}, details={"d": i}) for i in (2, 0, 1)]
+    assert seen["shape"] == (3, 4, 4, 3)
+    assert seen["prompts"] == ["a", "a", "a"]
+    assert seen["thread"].startswith("scorer")
+
+
+def test_malformed_bodies_are_400_and_the_server_lives_on(serve: Callable[..., str]) -> None:
+    url = serve(halves)
+    whole = pack()
+    with requests.Session() as session:
+        for body in (b"", b"spam", whole[:-1], b"\xff" * 64, whole.replace(b"U8", b"I8"), whole + b"x"):
+            assert assert_refused(session.post(url + "/score", data=body, headers=BINARY, timeout=10), 400, "malformed")
+        assert session.post(url + "/score", data=whole, headers=BINARY, timeout=10).status_code == 200
+
+
+def test_too_many_samples_are_400(serve: Callable[..., str]) -> None:
+    message = assert_refused(post(serve(halves, max_batch=2), pack(3)), 400, "malformed")
+    assert message == "prompts must hold at most 2 samples, got 3"
+
+
+def test_paths_methods_and_content_types(serve: Callable[..., str]) -> None:
+    url = serve(halves)
+    assert_refused(requests.get(url + "/", timeout=10), 404, "not_found")
+    assert_refused(requests.get(url + "/scores", timeout=10), 404, "not_found")
+    response = requests.get(url + "/score", timeout=10)
+    assert_refused(response, 405, "method_not_allowed")
+    assert response.headers["allow"] == "POST"
+    assert_refused(requests.post(url + "/healthz", timeout=10), 405, "method_not_allowed")
+    assert_refused(requests.post(url + "/score", data=pack(), timeout=10), 415, "unsupported_media_type")
+    assert_refused(requests.post(url + "/score", json={}, timeout=10), 415, "unsupported_media_type")
+    assert post(url, pack(), **{"Content-Type": "Application/Octet-Stream; charset=x"}).status_code == 200
+
+
+def test_token_guards_score_and_info_but_not_health(serve: Callable[..., str]) -> None:
+    url = serve(halves, token="s3cret")
+    for value in (None, "", "Bearer", "Bearer wrong", "Bearer s3cre", "Bearer s3cret2", "s3cret", "Basic s3cret", "ü"):
+        headers = {} if value is None else {"Authorization": value.encode("latin-1")}
+        response = post(url, pack(), **headers)
+        assert_refused(response, 401, "unauthorized")
+        assert response.headers["www-authenticate"] == "Bearer"
+        assert_refused(requests.get(url + "/info", headers=headers, timeout=10), 401, "unauthorized")
+    good = {"Authorization": "Bearer s3cret"}
+    assert post(url, pack(), **good).status_code == 200
+    assert requests.get(url + "/info", headers=good, timeout=10).status_code == 200
+    assert requests.get(url + "/healthz", timeout=10).json() == {"status": "ok"}
+
+
+def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
+    info = requests.get(serve(halves, name="h", max_body_mb=3, max_batch=5) + "/info", timeout=10).json()
+    assert info.pop("version")
+    assert info == {
+        "protocol": 1,
+        "scorer": "h",
+        "media": ["image"],
+        "limits": {"max_body_bytes": 3 * 2**20, "max_batch": 5, "max_waiting": 16},
+    }
+
+
+def test_body_beyond_the_cap_is_413(serve: Callable[..., str]) -> None:
+    url = serve(halves, max_body_mb=1)
+    assert post(url, pack(1, pixels=590)).status_code == 200  # 1.04e6 bytes, 2**20 is 1.05e6
+    assert_refused(post(url, pack(1, pixels=592)), 413, "too_large")
+    assert_refused(post(url, bytes(8 * 2**20)), 413, "too_large")
+    assert_refused(post(url, (bytes(2**16) for _ in range(64))), 413, "too_large")  # chunked, without a length
+    assert post(url, (pack()[i : i + 9] for i in range(0, len(pack()), 9))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("framing", "sent"),
+    [
+        (b"Transfer-Encoding: chunked", (b"10000\r\n" + bytes(2**16) + b"\r\n") * 17),
+        (b"Content-Length: 99999999999", b""),
+    ],
+    ids=["chunked", "declared"],
+)
+def test_413_comes_while_the_body_is_still_on_its_way(serve: Callable[..., str], framing: bytes, sent: bytes) -> None:
+    port = int(serve(halves, max_body_mb=1).rpartition(":")[2])
+    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n" + framing + b"\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as conn:
+        conn.sendall(head + sent)
+        assert conn.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_client_that_leaves_mid_body_does_no_harm(
+    serve: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    url = serve(halves, max_waiting=0)
+    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\nContent-Length: 999\r\n\r\n"
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as conn:
+            conn.sendall(head + b"spam")
+    deadline = time.monotonic() + 5
+    while (status := post(url, pack()).status_code) == 503 and time.monotonic() < deadline:
+        time.sleep(0.02)  # the server has yet to see that they left
+    assert status == 200
+    assert not caplog.records
+
+
+def test_health_answers_while_a_slow_scorer_works_and_the_queue_is_bounded(serve: Callable[..., str]) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    running, most = [], []
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        running.append(1)
+        most.append(len(running))
+        started.set()
+        assert go_on.wait(10)
+        running.pop()
+        return [1.0] * len(prompts)
+
+    url = serve(slow, max_waiting=1)
+    replies: list[requests.Response] = []
+    threads = [threading.Thread(target=lambda: replies.append(post(url, pack()))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(5)
+    for thread in threads:  # one runs, one waits, three are refused
+        thread.join(0.01 if len(replies) == 3 else 0.5)
+    assert requests.get(url + "/healthz", timeout=1).json() == {"status": "ok"}
+    assert [reply.status_code for reply in replies] == [503] * 3
+    assert replies[0].headers["retry-after"] == "1"
+    assert_refused(replies[0], 503, "busy")
+    go_on.set()
+    for thread in threads:
+        thread.join()
+    assert [reply.status_code for reply in replies[3:]] == [200] * 2
+    assert post(url, pack()).status_code == 200
+    assert most == [1, 1, 1]
+
+
+def test_numbers_that_are_not_finite_abstain(serve: Callable[..., str]) -> None:
+    values = np.array([0.0, math.nan, math.inf, -1.5], np.float32)
+    response = post(serve(lambda media, prompts, meta: values), pack(4))
+    scores = decode_reply(response.content, request_id="r", count=4)
+    assert [score.value for score in scores] == [0.0, None, None, -1.5]
+    assert [score.abstained for score in scores] == [None, "the scorer returned nan", "the scorer returned inf", None]
+
+
+@pytest.mark.parametrize(
+    "results",
+    [[0.5], [0.5] * 3, [], None, iter([0.5, 0.5]), ["a", "b"], [Score(0.5, details={"x": object()})] * 2],
+    ids=["few", "many", "none", "None", "iterator", "text", "details not JSON"],
+)
+def test_bad_return_values_are_500(serve: Callable[..., str], results: object) -> None:
+    assert_refused(post(serve(lambda media, prompts, meta: results), pack(2)), 500, "scorer_failed")
+
+
+def test_a_scorer_that_raises_is_500_without_internals_and_logs_why(
+    serve: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        raise KeyError("/secret/weights.bin")
+
+    url = serve(fail)
+    for _ in range(2):
+        response = post(url, pack())
+        assert_refused(response, 500, "scorer_failed")
+        assert "secret" not in response.text
+    assert "KeyError: '/secret/weights.bin'" in caplog.text
+    assert "request 'r'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token": ""}, "token must be printable ASCII"),
+        ({"token": "two words"}, "token must be printable ASCII"),
+        ({"max_body_mb": 0}, "max_body_mb must be >= 1, got 0"),
+        ({"max_batch": 0}, "max_batch must be >= 1, got 0"),
+        ({"max_waiting": -1}, "max_waiting must be >= 0, got -1"),
+    ],
+)
+def test_create_app_checks_its_arguments(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_app(halves, name="h", **options)
