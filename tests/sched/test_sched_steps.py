@@ -272,10 +272,10 @@ def test_cps_at_full_noise_level_replaces_all_noise() -> None:
 
 @RULES
 def test_samples_have_the_stated_mean_and_std(step: Step) -> None:
-    velocity, x = (torch.full((1, 200000), value) for value in (0.4, -1.1))
-    out = step(velocity, x, 0.6, 0.5, noise_level=0.7, noise=tensors(1, (1, 200000))[0])
+    velocity, x = (torch.full((1, 50000), value) for value in (0.4, -1.1))
+    out = step(velocity, x, 0.6, 0.5, noise_level=0.7, noise=tensors(1, (1, 50000))[0])
     error = (out.x_next - out.mean)[0]
-    assert error.mean().abs() < 4 * out.std.item() / math.sqrt(200000)
+    assert error.mean().abs() < 4 * out.std.item() / math.sqrt(50000)
     assert error.std().item() == pytest.approx(out.std.item(), rel=0.01)
 
 
@@ -338,6 +338,10 @@ def test_transitions_are_frozen() -> None:
         (
             {"noise": (3, 4), "sigma": torch.full((2,), 0.5)},
             r"sigma must be a scalar or \[B\] = \[3\], got shape \(2,\)",
+        ),
+        (
+            {"noise": (3, 4), "sigma": torch.full((2,), 0.5), "sigma_next": torch.full((3,), 0.4)},
+            "sigma must be a scalar",
         ),
         ({"noise": (3, 4), "sigma_next": torch.full((1,), 0.4)}, r"sigma_next must be a scalar or \[B\] = \[3\]"),
     ],

@@ -17,14 +17,15 @@ of the ODE as dt goes to 0; for `cps_step`, pull is such that the noise in x_nex
 A step either samples (`noise` given) or scores (`x_next` given). Both end in the same code, so scoring what was sampled
 returns the same log-probability bit for bit, and gradients flow through `mean` only. `log_prob` is in nats per latent
 element: a MEAN over elements, so multiply by their number for the log-density of the sample (not so for `cps_step`,
-whose log_prob is no density). `std` is the standard
-deviation of x_next given x, with sqrt(-dt) included; some released code reports it without.
+whose log_prob is no density). `std` is the standard deviation of x_next given x, with sqrt(-dt) included; some released
+code reports it without.
 
 Everything is float32, whatever comes in: at bfloat16 the rounding of x_next is as large as the noise of a late step.
 
 sigma and sigma_next are scalars or [B]. Their values are checked when both are Python numbers or CPU tensors. Values on
 an accelerator are not read back, since that would stall its queue once per step; there, a sample with sigma_next = 0
-gets log_prob NaN.
+gets log_prob NaN. For x on an accelerator, pass scalars from the host or vectors that are already beside x: only a [B]
+tensor on the CPU costs a copy that waits.
 """
 
 import math
@@ -89,14 +90,14 @@ def sde_step(
     x_next: Tensor | None = None,
     sigma_max: Level | None = None,
 ) -> Transition:
-    """Transition of Flow-GRPO's SDE, whose injected noise follows the noise level.
+    """Transition of Flow-GRPO's SDE, whose injected noise grows with sigma.
 
         S    = noise_level * sqrt(sigma / (1 - sigma))
         mean = x + dt * (velocity + S^2 / (2 sigma) * noise_hat)        std = S * sqrt(-dt)
 
-    `1 - sigma` vanishes at the start. Within 1e-3 of 1, sigma is therefore replaced by sigma_max in that one place;
-    the first step's std is then noise_level for every schedule. However small the steps, the first ones are therefore
-    large for the SDE, and the ODE's marginal is kept only some way below 1.
+    `1 - sigma` vanishes at the start. Within 1e-3 of 1, sigma is therefore capped at sigma_max in that one place, and
+    the std of the first step is noise_level for every schedule. It stays large for the next few however many steps
+    there are, so the ODE's marginal is kept only some way below sigma = 1.
 
     Args:
         velocity: [B, ...], latent units.
@@ -181,7 +182,7 @@ def dance_step(
     noise: Tensor | None = None,
     x_next: Tensor | None = None,
 ) -> Transition:
-    """Transition of DanceGRPO's SDE, whose injected noise is the same at every noise level.
+    """Transition of DanceGRPO's SDE, whose injected noise is the same at every sigma.
 
         mean = x + dt * (velocity + noise_level^2 / (2 sigma) * noise_hat)        std = noise_level * sqrt(-dt)
 
@@ -254,12 +255,13 @@ def _over(value: Tensor, x: Tensor) -> Tensor:
 
 def _levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
     """sigma and sigma_next as [B] float32 beside x; scalars and vectors then run through the same operations."""
+    levels = _per_sample(x, "sigma", sigma), _per_sample(x, "sigma_next", sigma_next)
     if _on_host(sigma) and _on_host(sigma_next):
         now, after = _on_cpu(sigma), _on_cpu(sigma_next)
         if not ((after >= 0) & (after < now) & (now <= 1)).all():
             rule = "sigma and sigma_next must satisfy 0 <= sigma_next < sigma <= 1"
             raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_next={after.tolist()}")
-    return _per_sample(x, "sigma", sigma), _per_sample(x, "sigma_next", sigma_next)
+    return levels
 
 
 def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
@@ -270,11 +272,12 @@ def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
 
 
 def _per_sample(x: Tensor, name: str, level: Level) -> Tensor:
-    """level as [B] float32 beside x. A Python number is filled in on the device, without a copy from the host."""
-    if not isinstance(level, Tensor):
-        return torch.full(x.shape[:1], float(level), dtype=torch.float32, device=x.device)
-    if level.shape not in (torch.Size(), x.shape[:1]):
+    """level as [B] float32 beside x."""
+    if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
         raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
+    if not isinstance(level, Tensor) or (level.ndim == 0 and _on_host(level)):
+        # A fill is queued like any kernel; a copy from ordinary host memory would wait for the queue to drain.
+        return torch.full(x.shape[:1], float(level), dtype=torch.float32, device=x.device)
     return level.to(x.device, torch.float32).expand(x.shape[0])
 
 
