@@ -64,6 +64,30 @@ def group_advantages(
     return centered / ((squares / (scored.sum() - correction).clamp(min=1)).sqrt() + eps)
 
 
+def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
+    """What the rewards of a step look like, as 0-d tensors; samples without a score (NaN) count in the last one only.
+
+    `mean`, `min`, `max`; `group_std`, the mean over groups of the standard deviation (squares divided by n);
+    `zero_variance_ratio`, the share of groups whose rewards are all equal and teach nothing; `abstained_ratio`.
+
+    Args:
+        rewards: [N], any scale, NaN where there is no score; at least one has a score.
+        groups: [N], integer ids.
+    """
+    scored = ~rewards.isnan()
+    values = rewards[scored].float()
+    stds = [rewards[scored & (groups == g)].float() for g in groups[scored].unique()]
+    varied = torch.stack([(r.max() > r.min()).float() for r in stds])
+    return {
+        "mean": values.mean(),
+        "min": values.min(),
+        "max": values.max(),
+        "group_std": torch.stack([r.std(correction=0) for r in stds]).mean(),
+        "zero_variance_ratio": 1 - varied.mean(),
+        "abstained_ratio": 1 - scored.float().mean(),
+    }
+
+
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
     """Whether a sample's group holds two different rewards, [N].
 

@@ -3,14 +3,41 @@
 Precedence: command line, then file, then preset, then the defaults of the dataclass.
 """
 
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 ConfigT = TypeVar("ConfigT")
+
+
+def parse_cli(
+    cls: type[ConfigT],
+    presets: Mapping[str, ConfigT],
+    check: Callable[[ConfigT], None],
+    argv: Sequence[str],
+    *,
+    description: str | None = None,
+) -> ConfigT:
+    """The settings that the command line asks for. A mistake in them ends the program with one line and exit code 2.
+
+    cls: a flat frozen dataclass whose fields all have defaults. check: raises ValueError where settings do not fit
+    together. Needs tyro.
+    """
+    import tyro
+
+    try:
+        preset, path, rest = split_config_flags(argv)
+        base = base_config(cls(), presets, preset=preset, path=path)
+        config = tyro.cli(cls, default=base, args=rest, description=description)
+        check(config)
+    except ValueError as exc:
+        print(f"{Path(sys.argv[0]).name}: error: {exc}", file=sys.stderr)
+        sys.exit(2)
+    return config
 
 
 def split_config_flags(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
@@ -51,7 +78,7 @@ def base_config(
 
 
 def suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    """ '; did you mean ...?' with the nearest known name, or nothing."""
+    """'; did you mean ...?' with the nearest known name, or nothing."""
     near = get_close_matches(name, list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -1,0 +1,101 @@
+"""Draws images from a model, with or without trained weights, onto one contact sheet.
+
+    python apps/sample.py --prompts 'a blue sign that says "K7QX"' --height 32 --width 96 --out sheet.png
+    python apps/sample.py --weights runs/tiny-signs/weights --prompts data/tiny-signs/eval.txt --num-images 32 ...
+
+The same seed gives the same noise whatever the weights, so two sheets show what training changed.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from omni_train.config import parse_cli
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Args:
+    """What to draw."""
+
+    model: str = "checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
+    weights: str = (
+        ""  # Folder that a trainer wrote: full weights or a LoRA adapter; empty draws with the model as it is
+    )
+    prompts: str = 'a blue sign that says "K7QX"'  # A prompt, or a .txt or .jsonl file of them
+    num_images: int = 1  # Images to draw, going through the prompts in turn
+    out: str = "sheet.png"  # The contact sheet to write
+    seed: int = 0  # Decides the noise
+    height: int = 32  # Pixels
+    width: int = 96  # Pixels
+    num_steps: int = 10  # Denoising steps
+    guidance_scale: float = 1.0  # Classifier-free guidance; 1 is off
+    batch_size: int = 16  # Images per forward
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Of the model
+
+
+def check_args(args: Args) -> None:
+    """Raises ValueError when settings do not fit together."""
+    for name in ("num_images", "num_steps", "batch_size"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
+    if args.weights and not Path(args.weights).is_dir():
+        raise ValueError(f"--weights must be a folder that a trainer wrote, got {args.weights}")
+
+
+def contact_sheet(images: "Tensor", labels: list[str], *, columns: int = 8, margin: int = 4) -> "Image.Image":
+    """One picture of all `images`, uint8 [N, 3, H, W], in rows of `columns`, each with its label below.
+
+    Images narrower than 192 pixels are enlarged by a whole factor, so that labels fit and pixels stay sharp.
+    """
+    from PIL import Image, ImageDraw, ImageFont
+
+    factor = max(1, 192 // images.shape[-1])
+    height, width = (size * factor for size in images.shape[-2:])
+    columns = min(columns, len(images))
+    cell_width, cell_height = width + margin, height + margin + 16
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * cell_width + margin, rows * cell_height + margin), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
+        picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
+        sheet.paste(picture.resize((width, height), Image.Resampling.NEAREST), (x, y))
+        draw.text((x, y + height), label[: width // 6], font=font, fill="black")
+    return sheet
+
+
+def main(args: Args) -> None:
+    """Draws the images in batches and writes the sheet."""
+    import torch
+    from omni_rollout import Prompt, SamplingParams
+    from omni_rollout.diffusers_engine import DiffusersEngine
+    from omni_rollout.models import qwen_image
+    from omni_train.data import load_prompts, sample_seed
+    from omni_train.device import local_device
+    from omni_train.weights import load_weights
+
+    texts = [args.prompts]
+    if args.prompts.endswith((".txt", ".jsonl")):
+        texts = [record.text for record in load_prompts(args.prompts)]
+    model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
+    if args.weights:
+        load_weights(model.transformer, args.weights)
+    engine = DiffusersEngine(qwen_image, model)
+    params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+    prompts = [
+        Prompt(texts[i % len(texts)], group=i, seed=sample_seed(args.seed, 0, i, 0)) for i in range(args.num_images)
+    ]
+    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+    images = torch.cat([engine.generate(batch, params).media for batch in batches])
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(images, [prompt.text for prompt in prompts]).save(args.out)
+    print(f"{len(images)} images in {args.out}")
+
+
+if __name__ == "__main__":
+    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))

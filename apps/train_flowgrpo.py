@@ -1,0 +1,460 @@
+"""Reverse-process policy gradients for flow-matching models: FlowGRPO, Flow-CPS, DanceGRPO, MixGRPO.
+
+    prompts -> rollout -> Trajectory -> score -> advantages -> update (rescore -> loss -> step) -> sync
+
+A group of samples is drawn for each prompt with a few stochastic steps. A scorer grades the images over HTTP. A sample
+better than its group makes its stochastic steps more likely, a worse one less (Flow-GRPO, arXiv 2505.05470).
+
+    python apps/train_flowgrpo.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
+
+What differs from the released code of the papers:
+1. Before the first update of every step the ratio is checked to be exactly 1, and the run stops if it is not.
+2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
+3. A sample without a score takes no part; it never counts as 0.
+4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from omni_train.config import parse_cli, to_toml
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    scorer_url: str = ""  # URL of the reward server
+    scorer_token_file: str = ""  # File that holds the reward server's token
+    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch
+    name: str = "run"  # The run writes to runs/NAME
+    seed: int = 0  # Decides prompts, noise and windows
+    steps: int = 300  # Training steps; one step is one rollout
+    eval_every: int = 50  # Training steps between two evaluations
+    eval_num_steps: int = 10  # Denoising steps in an evaluation, which uses no noise
+
+    model: str = "checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
+    prompts: str = "data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
+    eval_prompts: str = "data/tiny-signs/eval.txt"  # Prompts of the evaluations
+    engine: Literal["diffusers"] = "diffusers"  # What samples: the embedded engine
+
+    algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
+    prompts_per_step: int = 32  # Groups in a training step, over all ranks
+    group_size: int = 16  # Samples of a group
+    batch_size: int = (
+        16  # Samples per forward on a rank, in rollout and update alike: the same shape gives the same bits
+    )
+    height: int = 512  # Pixels
+    width: int = 512  # Pixels
+    num_steps: int = 10  # Denoising steps of a rollout
+    guidance_scale: float = 1.0  # Classifier-free guidance; 1 is off
+    noise_level: float = 0.7  # Strength of the injected noise, as the algorithm's step defines it
+    window_size: int | None = None  # Stochastic steps of a rollout; all but the last by default
+    window_low: int = 0  # First step that may be stochastic
+    window_high: int | None = None  # One past the last step that may be stochastic
+    window_iters: int = 1  # Training steps that share a window
+    window_stride: int = 1  # Steps that a sliding window moves at a time
+    clip_range: float = 1e-4  # Half-width of the ratio's free range around 1
+    adv_clip_max: float = 5.0  # Bound on advantages
+    adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
+    kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
+
+    updates_per_step: int = 1  # Optimizer steps per rollout
+    lr: float = 3e-4  # Learning rate of AdamW
+    warmup_steps: int = 0  # Training steps over which the learning rate rises
+    weight_decay: float = 1e-4  # Of AdamW
+    max_grad_norm: float = 1.0  # Gradients with a larger norm are scaled down
+    lora_rank: int = 0  # 0 trains all weights of the transformer
+    lora_alpha: int = 128  # LoRA's scale is alpha / rank
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = (
+        "auto"  # How weights lie over ranks; auto is ddp for LoRA and fsdp2 for full weights on several ranks
+    )
+
+
+PRESETS = {
+    "tiny-signs": Args(
+        name="tiny-signs",
+        prompts_per_step=4,
+        group_size=8,
+        height=32,
+        width=96,
+        lr=3e-5,
+        clip_range=1e-3,
+        weight_decay=0.0,
+        steps=200,
+    ),
+    "qwen-image-ocr-lora": Args(
+        name="qwen-image-ocr-lora",
+        model="Qwen/Qwen-Image",
+        dtype="bfloat16",
+        prompts="data/ocr/train.txt",
+        eval_prompts="data/ocr/test.txt",
+        guidance_scale=4.0,
+        noise_level=1.2,
+        window_size=2,
+        window_high=5,
+        updates_per_step=2,
+        lora_rank=64,
+        gradient_checkpointing=True,
+        eval_every=30,
+        eval_num_steps=50,
+    ),
+}
+
+
+def check_args(args: Args) -> None:
+    """Raises ValueError when settings do not fit together."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world
+    if not args.scorer_url:
+        raise ValueError("--scorer-url must be the URL of a reward server, got none")
+    if args.group_size < 2:
+        raise ValueError(f"--group-size must be >= 2, as advantages compare samples of a group, got {args.group_size}")
+    if args.batch_size < 1 or samples % per_round:
+        raise ValueError(
+            f"--batch-size times the number of ranks ({per_round}) must divide the samples of a step, "
+            f"--prompts-per-step times --group-size ({samples})"
+        )
+    if args.updates_per_step < 1 or samples // per_round % args.updates_per_step:
+        raise ValueError(
+            f"--updates-per-step must divide a rank's batches ({samples // per_round}), got {args.updates_per_step}"
+        )
+    if args.kl_coef and not args.lora_rank:
+        raise ValueError("--kl-coef needs --lora-rank > 0: the reference is the model without its adapter, got 0")
+    if args.shard == "none" and world > 1:
+        raise ValueError(f"--shard none keeps ranks apart, so it takes 1 rank, got {world}")
+    if args.eval_every < 1 or args.steps < 0:
+        raise ValueError(f"--eval-every must be >= 1 and --steps >= 0, got {args.eval_every} and {args.steps}")
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, PRESETS, check_args, sys.argv[1:], description=__doc__)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 2. Algorithms. One more is one more line.
+
+import torch  # noqa: E402
+from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics  # noqa: E402
+from omni_reward import RewardClient, Score  # noqa: E402
+from omni_rollout import Prompt, SamplingParams, Trajectory  # noqa: E402
+from omni_rollout.diffusers_engine import DiffusersEngine  # noqa: E402
+from omni_rollout.models import qwen_image  # noqa: E402
+from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window  # noqa: E402
+from omni_train.data import PromptSampler, load_prompts, sample_seed  # noqa: E402
+from omni_train.device import memory  # noqa: E402
+from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown  # noqa: E402
+from omni_train.log import RunLog  # noqa: E402
+from omni_train.lora import add_lora, reference  # noqa: E402
+from omni_train.optim import build_adamw, optimizer_step, warmup_lr  # noqa: E402
+from omni_train.shard import reduce_gradients, shard  # noqa: E402
+from omni_train.weights import save_weights  # noqa: E402
+from sample import contact_sheet  # noqa: E402
+
+
+@dataclass(frozen=True)
+class Algo:
+    """A stochastic step, the strategy of its window, a loss."""
+
+    step: Callable[..., Transition]
+    window: Literal["random", "sliding", "subset"]
+    loss: Callable[..., LossOutput]
+
+
+ALGOS = {
+    "flowgrpo": Algo(sde_step, "random", grpo_loss),
+    "flowgrpo-cps": Algo(cps_step, "random", grpo_loss),
+    "dancegrpo": Algo(dance_step, "subset", grpo_loss),
+    "mixgrpo": Algo(sde_step, "sliding", grpo_loss),
+}
+Scores = Future[list[Score]]
+RATIO_TOLERANCE = {"diffusers": 0.0}  # engine -> largest |ratio - 1| before the first update
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 3. Set-up
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part of a step needs."""
+
+    args: Args
+    algo: Algo
+    dist: Dist
+    client: RewardClient
+    sampler: PromptSampler
+    eval_prompts: list[Prompt]
+    net: torch.nn.Module
+    engine: DiffusersEngine
+    mode: Literal["none", "ddp", "fsdp2"]
+    params: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    folder: Path
+    log: RunLog
+
+
+def setup(args: Args) -> Run:
+    """Joins the ranks, then checks the cheap things before it loads the model."""
+    dist = init_distributed()
+    token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
+    client = RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s)
+    client.check()
+    sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    eval_prompts = [  # seeds that neither the run's seed nor its steps touch
+        Prompt(record.text, group=i, seed=sample_seed(0, -1, i, 0), negative=record.negative, meta=dict(record.meta))
+        for i, record in enumerate(load_prompts(args.eval_prompts))
+    ]
+    model = qwen_image.load(args.model, device=dist.device, dtype=getattr(torch, args.dtype))
+    net = model.transformer
+    mode = args.shard
+    if mode == "auto":
+        mode = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    if args.lora_rank:
+        add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
+    else:
+        net.float().requires_grad_(True)
+    if args.gradient_checkpointing:
+        net.enable_gradient_checkpointing()
+    shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES)
+    params = [p for p in net.parameters() if p.requires_grad]
+    optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
+    folder = Path("runs") / args.name
+    columns = ("reward/mean", "eval/reward", "policy/clip_fraction", "policy/grad_norm")
+    log = RunLog(folder, is_main=dist.is_main, total_steps=args.steps, columns=columns)
+    if dist.is_main:
+        (folder / "config.toml").write_text(to_toml(args))
+    engine = DiffusersEngine(qwen_image, model)
+    return Run(
+        args, ALGOS[args.algo], dist, client, sampler, eval_prompts, net, engine, mode, params, optimizer, folder, log
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 4. Rollout and score
+
+
+def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[Scores]]:
+    """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
+    prompts = [
+        Prompt(r.text, g, sample_seed(run.args.seed, step, r.index, i), r.negative, meta=dict(r.meta))
+        for g, r in enumerate(run.sampler.at(step))
+        for i in range(run.args.group_size)
+    ]
+    return draw(run, prompts, params_at(run, step))
+
+
+def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[Trajectory], list[Scores]]:
+    """This rank's share of `prompts`, in batches, each sent to the scorer as soon as it is drawn."""
+    local, size = len(prompts) // run.dist.world_size, run.args.batch_size
+    mine = prompts[run.dist.rank * local :][:local]
+    batches, scores = [], []
+    for i in range(0, local, size):
+        batch = run.engine.generate(mine[i : i + size], params)
+        images = batch.media.permute(0, 2, 3, 1).cpu().numpy()
+        scores.append(
+            run.client.submit({"image": images}, [p.text for p in batch.prompts], [p.meta for p in batch.prompts])
+        )
+        batches.append(batch)
+    return batches, scores
+
+
+def params_at(run: Run, step: int) -> SamplingParams:
+    """How a training step samples; its window is the same on every rank."""
+    args = run.args
+    steps = sde_window(
+        args.num_steps,
+        args.window_size,
+        low=args.window_low,
+        high=args.window_high,
+        strategy=run.algo.window,
+        iteration=step,
+        seed=args.seed,
+        iters_per_group=args.window_iters,
+        stride=args.window_stride,
+    )
+    size = args.num_steps, args.height, args.width
+    return SamplingParams(
+        *size,
+        guidance_scale=args.guidance_scale,
+        step=run.algo.step,
+        noise_level=args.noise_level,
+        sde_steps=steps,
+    )
+
+
+def rewards_of(scores: list[Score]) -> torch.Tensor:
+    """Rewards [n], float32; NaN where the scorer abstained, which keeps the sample out of everything."""
+    return torch.tensor([math.nan if score.value is None else score.value for score in scores])
+
+
+def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
+    """The advantages [n] of this rank's samples, and what the rewards of all ranks look like."""
+    rewards = gather_floats(run.dist, rewards_of(scores))
+    if rewards.isnan().all():
+        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
+    groups = torch.arange(run.args.prompts_per_step).repeat_interleave(run.args.group_size)
+    advantages = group_advantages(rewards, groups, std=run.args.adv_std)
+    metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
+    metrics |= {
+        "advantage/mean": advantages.mean().item(),
+        "advantage/min": advantages.min().item(),
+        "advantage/max": advantages.max().item(),
+    }
+    return advantages.view(run.dist.world_size, -1)[run.dist.rank], metrics
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 5. Update
+
+
+def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Tensor) -> dict[str, float]:
+    """Optimizer steps on this step's samples; the metrics are means over batches, kept steps and ranks."""
+    args = run.args
+    seen: list[dict[str, torch.Tensor]] = []
+    norms, num_skipped = [], 0
+    per_update = len(batches) // args.updates_per_step
+    num_kept = batches[0].x.shape[1]
+    lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps)
+    for first in range(0, len(batches), per_update):
+        for i in range(first, first + per_update):
+            batch = batches[i]
+            batch_advantages = advantages[i * args.batch_size :][: args.batch_size].to(run.dist.device)
+            for k in range(num_kept):
+                move, kl = rescore(run, batch, k)
+                out = run.algo.loss(
+                    move.log_prob,
+                    batch.rollout_log_prob[:, k],
+                    batch_advantages,
+                    clip_range=args.clip_range,
+                    adv_clip_max=args.adv_clip_max,
+                )
+                loss = out.loss + args.kl_coef * kl
+                # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
+                (loss / (per_update * num_kept * run.dist.world_size)).backward()
+                seen.append(out.metrics | {"loss": loss.detach(), "kl": kl.detach()})
+        if first == 0:
+            first_deviation = check_ratio(run, step, seen)
+        reduce_gradients(run.params, run.dist.mesh, mode=run.mode)
+        result = optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=run.dist)
+        norms.append(result.grad_norm)
+        num_skipped += result.skipped
+    means = mean_metrics(run.dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
+    return {f"policy/{name}": value for name, value in means.items()} | {
+        "policy/first_ratio_max_dev": first_deviation,
+        "policy/grad_norm": sum(norms) / len(norms),
+        "policy/skipped_updates": num_skipped,
+        "policy/lr": lr,
+    }
+
+
+def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tensor]:
+    """The k-th kept step of every sample under the weights of now, and the mean KL to the reference."""
+    args, sigma = run.args, batch.sigma(k)
+
+    def score() -> Transition:
+        x = batch.x[:, k]
+        velocity = qwen_image.predict_velocity(
+            run.net, x, sigma.to(x.device), batch.cond, guidance_scale=args.guidance_scale
+        )
+        return run.algo.step(
+            velocity, x, sigma, batch.sigma_next(k), noise_level=args.noise_level, x_next=batch.x_next[:, k]
+        )
+
+    kl = torch.zeros((), device=run.dist.device)
+    if args.kl_coef:
+        with torch.no_grad(), reference(run.net):
+            ref_mean = score().mean
+    move = score()
+    if args.kl_coef:
+        kl = gaussian_kl(move.mean, ref_mean, move.std).mean()
+    return move, kl
+
+
+def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> float:
+    """The largest |ratio - 1| of all ranks before the step's first update; stops the run where it is too large."""
+    local = torch.stack([metrics["ratio_max_dev"] for metrics in seen]).max()
+    worst = gather_floats(run.dist, local.view(1)).max().item()
+    tolerance = RATIO_TOLERANCE[run.args.engine]
+    if not worst <= tolerance:  # NaN stops the run too
+        by_batch = [f"{metrics['ratio_max_dev'].item():.3g}" for metrics in seen]
+        raise RuntimeError(
+            f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}. "
+            f"The update does not compute what the {run.args.engine} engine sampled with: look for other weights (a "
+            "missed sync), another batch shape, dtype or attention kernel, or another sigma, window or guidance. "
+            f"Deviation by batch and kept step on rank {run.dist.rank}: {', '.join(by_batch)}"
+        )
+    return worst
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 6. Evaluation and the loop
+
+
+def evaluate(run: Run, step: int) -> dict[str, float]:
+    """The mean reward on fixed prompts and seeds without injected noise; rank 0 writes its images to runs/NAME/eval."""
+    wanted = len(run.eval_prompts)
+    per_round = run.args.batch_size * run.dist.world_size
+    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
+    prompts = [run.eval_prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
+    params = replace(params_at(run, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
+    batches, pending = draw(run, prompts, params)
+    scores = [score for future in pending for score in future.result()]
+    rewards = gather_floats(run.dist, rewards_of(scores))[:wanted]
+    if run.dist.is_main:
+        path = run.folder / "eval" / f"{step:06}.png"
+        path.parent.mkdir(exist_ok=True)
+        labels = [f"{s.details.get('read', '')}   {s.value}" if s.abstained is None else "no score" for s in scores]
+        contact_sheet(torch.cat([batch.media for batch in batches])[:wanted], labels[:wanted]).save(path)
+    return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
+
+
+def train_step(run: Run, step: int) -> dict[str, float]:
+    """One training step: rollout, score, advantages, update, sync."""
+    busy_s = run.client.busy_s
+    with run.log.phase("rollout"):
+        batches, pending = rollout(run, step)
+    with run.log.phase("reward_wait"):
+        scores = [score for future in pending for score in future.result()]
+    advantages, metrics = grade(run, scores)
+    with run.log.phase("update"):
+        metrics |= update(run, step, batches, advantages)
+    with run.log.phase("sync"):
+        run.engine.load_weights((), version=step + 1)  # the engine samples with `run.net` itself: nothing moves
+    used = memory(run.dist.device)
+    return metrics | {
+        "reward/busy_s": run.client.busy_s - busy_s,
+        "perf/memory_mb": used.current_mb,
+        "perf/peak_memory_mb": used.peak_mb,
+    }
+
+
+def main(args: Args) -> None:
+    """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
+    run = setup(args)
+    local_images = args.prompts_per_step * args.group_size // run.dist.world_size
+    for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
+        metrics = train_step(run, step - 1) if step else {}
+        if step % args.eval_every == 0 or step == args.steps:
+            with run.log.phase("eval"):
+                metrics |= evaluate(run, step)
+            if step:
+                save_weights(run.net, run.folder / "weights", run.dist)
+        run.log.log(step, metrics, num_images=local_images if step else 0)
+    run.log.close()
+    run.client.close()
+    shutdown(run.dist)
+
+
+if __name__ == "__main__":
+    main(ARGS)

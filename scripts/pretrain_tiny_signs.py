@@ -1,0 +1,291 @@
+"""Pretrains the checkpoint that the repository ships: a QwenImagePipeline of three million parameters that draws signs.
+
+    python scripts/pretrain_tiny_signs.py --out checkpoints/tiny-signs-qwen-image      # 15 minutes on two CPU cores
+
+It is a real diffusers folder (tokenizer, text encoder, VAE, transformer, scheduler), only narrow: the structure that
+the pipeline hard-wires (latent channels, strides, packing, the 34 template tokens) is that of Qwen-Image. Pretraining
+stops early on purpose: the base spells about 0.6 of its letters right, so that reinforcement learning has work to do.
+
+1. tokenizer: byte-level BPE trained on the template alone, hence one token per letter of a word
+2. VAE: the latent code is the principal components of 8 x 8 patches; decoder and encoder are fitted to it
+3. transformer and text encoder: the flow-matching loss |v - (noise - data)|^2, one prompt in ten left empty
+"""
+
+import argparse
+import json
+import math
+import random
+import time
+from pathlib import Path
+
+import numpy as np
+import tiny_signs
+import torch
+from diffusers import (
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+)
+from omni_rollout.models import qwen_image
+from torch import Tensor, nn
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+]
+TEXT_WIDTH = 64
+LATENT_CHANNELS = 16
+EMPTY_PROMPT = " "
+
+
+def build_tokenizer() -> Qwen2Tokenizer:
+    """Byte-level BPE with Qwen2's pre-tokenizer in which each word of the template is one token."""
+    from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    bpe = Tokenizer(models.BPE())
+    bpe.normalizer = normalizers.NFC()
+    split = pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), behavior="isolated", invert=False)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(vocab_size=1400, initial_alphabet=alphabet, show_progress=False)
+    words = "a " + " ".join(tiny_signs.COLORS) + " sign that says"
+    bpe.train_from_iterator([qwen_image.TEMPLATE, words], trainer)
+    model = json.loads(bpe.to_str())["model"]
+    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, padding_side="right")
+    tokenizer.add_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS[1:]], special_tokens=True)
+    prefix = tokenizer(qwen_image.TEMPLATE.split("{}")[0]).input_ids
+    assert len(prefix) == qwen_image.TEMPLATE_TOKENS, len(prefix)
+    return tokenizer
+
+
+def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
+    """A two-layer Qwen2.5-VL of width 64."""
+    token = tokenizer.convert_tokens_to_ids
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": TEXT_WIDTH,
+            "intermediate_size": 2 * TEXT_WIDTH,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 1e6},
+            "bos_token_id": token("<|endoftext|>"),
+            "eos_token_id": token("<|im_end|>"),
+            "pad_token_id": token("<|endoftext|>"),
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": TEXT_WIDTH,
+            "fullatt_block_indexes": [0],
+            "window_size": 112,
+            "patch_size": 14,
+            "spatial_merge_size": 2,
+        },
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def draw_signs(rng: random.Random, count: int) -> tuple[list[str], Tensor]:
+    """`count` training prompts and their pictures, uint8 [count, 3, H, W]."""
+    prompts, images = [], []
+    for _ in range(count):
+        prompt, color, word = tiny_signs.draw_prompt(rng)
+        prompts.append(prompt)
+        images.append(tiny_signs.render(rng, color, word))
+    return prompts, torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2)
+
+
+def to_float(images: Tensor) -> Tensor:
+    """uint8 [N, 3, H, W] -> float32 in [-1, 1]."""
+    return images.float() / 127.5 - 1
+
+
+def cosine(step: int, steps: int, warmup: int = 50) -> float:
+    """The factor on the learning rate: linear warm-up, then a cosine to zero."""
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def principal_code(images: Tensor) -> tuple[Tensor, Tensor]:
+    """The basis [192, 16] and mean [192] that turn each 8 x 8 color patch of `images` into 16 numbers, most power first.
+
+    The code is scaled half way to white: coarse features keep more power than fine ones, overall variance is 1.
+    """
+    patches = to_patches(images)
+    mean = patches.mean(dim=0)
+    _, values, basis = torch.linalg.svd((patches - mean)[:100_000], full_matrices=False)
+    std = values[:LATENT_CHANNELS] / min(len(patches), 100_000) ** 0.5
+    return basis[:LATENT_CHANNELS].T / (std * std.mean()).sqrt(), mean
+
+
+def to_patches(images: Tensor) -> Tensor:
+    """uint8 [N, 3, H, W] -> [N * H/8 * W/8, 192], float32."""
+    N, _, H, W = images.shape
+    return to_float(images).view(N, 3, H // 8, 8, W // 8, 8).permute(0, 2, 4, 1, 3, 5).reshape(-1, 192)
+
+
+def to_latents(images: Tensor, basis: Tensor, mean: Tensor) -> Tensor:
+    """The latents [N, 16, H/8, W/8] of uint8 images [N, 3, H, W]."""
+    N, _, H, W = images.shape
+    return (
+        ((to_patches(images) - mean) @ basis).view(N, H // 8, W // 8, LATENT_CHANNELS).permute(0, 3, 1, 2).contiguous()
+    )
+
+
+def train_vae(images: Tensor, latents: Tensor, *, steps: int, lr: float = 3e-3, batch: int = 16) -> nn.Module:
+    """A narrow AutoencoderKLQwenImage whose encoder and decoder are fitted to the pairs (image, latent)."""
+    vae = AutoencoderKLQwenImage(
+        base_dim=8,
+        z_dim=LATENT_CHANNELS,
+        dim_mult=[1, 2, 4, 4],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
+        latents_mean=[0.0] * LATENT_CHANNELS,
+        latents_std=[1.0] * LATENT_CHANNELS,
+    )
+    decoder = [*vae.decoder.parameters(), *vae.post_quant_conv.parameters()]
+    encoder = [*vae.encoder.parameters(), *vae.quant_conv.parameters()]
+
+    def decode_error(x: Tensor, z: Tensor) -> Tensor:
+        noisy = z + 0.05 * torch.randn_like(z)  # sampled latents are never perfect
+        error = vae.decode(noisy[:, :, None], return_dict=False)[0][:, :, 0] - x
+        return error.abs().mean() + error.square().mean()
+
+    def encode_error(x: Tensor, z: Tensor) -> Tensor:
+        posterior = vae.encode(x[:, :, None]).latent_dist
+        return (posterior.mean[:, :, 0] - z).square().mean() + 1e-3 * posterior.logvar.square().mean()
+
+    for name, params, error, count in (
+        ("decoder", decoder, decode_error, steps),
+        ("encoder", encoder, encode_error, steps // 4),
+    ):
+        optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
+        start = time.time()
+        for step in range(count):
+            rows = torch.randint(len(images), (batch,))
+            loss = error(to_float(images[rows]), latents[rows])
+            descend(optimizer, params, loss, lr * cosine(step, count))
+            report(f"vae {name}", step, count, loss, start)
+    return vae.eval().requires_grad_(False)
+
+
+def descend(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], loss: Tensor, lr: float) -> None:
+    """One clipped step of the optimizer down `loss`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(params, 1.0)
+    optimizer.step()
+
+
+def report(name: str, step: int, steps: int, loss: Tensor, start: float) -> None:
+    """A progress line, every hundred steps."""
+    if step % 100 == 0 or step == steps - 1:
+        print(f"{name} {step}/{steps} loss {loss.item():.4f} {time.time() - start:.0f} s", flush=True)
+
+
+def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
+    """Text features of many prompts at once, padded: `embeds` [B, T, D] and `mask` [B, T]."""
+    tokens = tokenizer([qwen_image.TEMPLATE.format(p) for p in prompts], padding=True, return_tensors="pt")
+    hidden = text_encoder(**tokens, output_hidden_states=True).hidden_states[-1]
+    drop = qwen_image.TEMPLATE_TOKENS
+    return {"embeds": hidden[:, drop:], "mask": tokens.attention_mask[:, drop:].bool()}
+
+
+def train_flow(
+    transformer: nn.Module,
+    text_encoder: nn.Module,
+    tokenizer: Qwen2Tokenizer,
+    prompts: list[str],
+    latents: Tensor,
+    *,
+    steps: int,
+    lr: float = 1e-3,
+    batch: int = 64,
+) -> None:
+    """Trains transformer and text encoder together with the flow-matching loss (arXiv 2210.02747)."""
+    params = [*transformer.parameters(), *text_encoder.model.language_model.parameters()]
+    optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
+    start = time.time()
+    for step in range(steps):
+        rows = torch.randint(len(latents), (batch,)).tolist()
+        texts = [EMPTY_PROMPT if i % 10 == 0 else prompts[row] for i, row in enumerate(rows)]
+        x0 = latents[rows]
+        noise, sigma = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
+        s = sigma.view(-1, 1, 1, 1)
+        cond = encode_batch(text_encoder, tokenizer, texts)
+        velocity = qwen_image.predict_velocity(transformer, (1 - s) * x0 + s * noise, sigma, cond)
+        loss = (velocity - (noise - x0)).square().mean()
+        descend(optimizer, params, loss, lr * cosine(step, steps))
+        report("flow", step, steps, loss, start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny-signs-qwen-image"))
+    parser.add_argument("--vae", type=Path, help="take the VAE of this pipeline folder instead of training one")
+    parser.add_argument("--vae-steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--signs", type=int, default=20000, help="number of rendered pictures")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(2)
+    prompts, images = draw_signs(random.Random(args.seed), args.signs)
+    latents = to_latents(images, *principal_code(images))
+    torch.manual_seed(args.seed)
+    if args.vae:
+        vae = AutoencoderKLQwenImage.from_pretrained(args.vae, subfolder="vae")
+    else:
+        vae = train_vae(images, latents, steps=args.vae_steps)
+    torch.manual_seed(args.seed + 1)
+    tokenizer = build_tokenizer()
+    text_encoder = build_text_encoder(tokenizer)
+    transformer = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=4,
+        attention_head_dim=32,
+        num_attention_heads=4,
+        joint_attention_dim=TEXT_WIDTH,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 12, 12),
+    )
+    train_flow(transformer, text_encoder, tokenizer, prompts, latents, steps=args.steps)
+    scheduler = FlowMatchEulerDiscreteScheduler(  # the released Qwen-Image configuration
+        use_dynamic_shifting=True,
+        base_shift=0.5,
+        max_shift=0.9,
+        base_image_seq_len=256,
+        max_image_seq_len=8192,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+    )
+    pipe = QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+    pipe.save_pretrained(args.out)
+    print(f"saved {args.out}")
+
+
+if __name__ == "__main__":
+    main()

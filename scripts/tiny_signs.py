@@ -1,0 +1,73 @@
+"""Street signs with two to four characters: words, prompts and pictures for the tiny-signs checkpoint.
+
+Words come from an alphabet without the look-alikes 0/O and 1/I. A word belongs to the evaluation set when its
+hash says so, hence the two sets are disjoint whoever draws from them and in whatever order.
+"""
+
+import hashlib
+import random
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+HEIGHT, WIDTH = 32, 96
+ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+COLORS = {  # name -> (board, ink)
+    "white": ((238, 238, 232), (30, 30, 34)),
+    "yellow": ((245, 205, 60), (30, 30, 34)),
+    "green": ((30, 120, 70), (245, 245, 240)),
+    "blue": ((35, 80, 165), (245, 245, 240)),
+    "red": ((185, 40, 45), (245, 245, 240)),
+    "black": ((38, 38, 42), (240, 240, 235)),
+}
+FONT_SIZES = (24, 26, 28)
+
+
+def is_eval_word(word: str) -> bool:
+    """True for the eighth of all words that only evaluation may use."""
+    return hashlib.blake2b(word.encode(), digest_size=1).digest()[0] % 8 == 0
+
+
+def draw_word(rng: random.Random, *, evaluation: bool = False) -> str:
+    """A random word of 2 to 4 characters from the training set, or from the evaluation set."""
+    while True:
+        word = "".join(rng.choice(ALPHABET) for _ in range(rng.randint(2, 4)))
+        if is_eval_word(word) == evaluation:
+            return word
+
+
+def draw_prompt(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str, str]:
+    """A random (prompt, color, word)."""
+    color, word = rng.choice(list(COLORS)), draw_word(rng, evaluation=evaluation)
+    return f'a {color} sign that says "{word}"', color, word
+
+
+def render(rng: random.Random, color: str, word: str) -> np.ndarray:
+    """A picture of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and place."""
+    board, ink = (tuple(c + rng.randint(-8, 8) for c in rgb) for rgb in COLORS[color])
+    image = Image.new("RGB", (WIDTH, HEIGHT), board)
+    draw = ImageDraw.Draw(image)
+    font = ImageFont.load_default(size=rng.choice(FONT_SIZES))
+    left, top, right, bottom = draw.textbbox((0, 0), word, font=font)
+    x = (WIDTH - (right - left)) // 2 - left + rng.randint(-3, 3)
+    y = (HEIGHT - (bottom - top)) // 2 - top + rng.randint(-1, 1)
+    draw.text((x, y), word, font=font, fill=ink)
+    return np.asarray(image)
+
+
+def write_prompts(path: Path, *, count: int, evaluation: bool) -> None:
+    """A prompt file of `count` different words."""
+    rng = random.Random(f"tiny-signs {path.stem}")
+    prompts: dict[str, str] = {}
+    while len(prompts) < count:
+        prompt, _, word = draw_prompt(rng, evaluation=evaluation)
+        prompts.setdefault(word, prompt)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{prompt}\n" for prompt in prompts.values()))
+
+
+if __name__ == "__main__":
+    folder = Path(__file__).parent.parent / "data" / "tiny-signs"
+    write_prompts(folder / "train.txt", count=2048, evaluation=False)
+    write_prompts(folder / "eval.txt", count=96, evaluation=True)
