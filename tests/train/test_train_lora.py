@@ -226,8 +226,9 @@ def test_errors_name_the_argument(run_ranks):
         add_lora(make_net("default"), ["up"], rank=2, alpha=1, seed=0)
     with pytest.raises(ValueError, match="nowhere"):
         add_lora(Net(), ["nowhere"], rank=2, alpha=1, seed=0)
-    with pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"), adapter(
-        make_net("default"), "old"
+    with (
+        pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"),
+        adapter(make_net("default"), "old"),
     ):
         pass
     with pytest.raises(ValueError, match="got none"), reference(Net()):

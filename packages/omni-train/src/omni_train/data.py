@@ -82,8 +82,8 @@ def _permutation(seed: int, epoch: int, num: int) -> list[int]:
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
     """The seed of one sample's noise, in [0, 2**63): BLAKE2b over the four numbers.
 
-    Each number enters as 8 bytes, little-endian, signed; the digest is 8 bytes, little-endian, top bit cleared. Nothing
-    else enters, so neither the number of ranks nor the batch size changes what a sample looks like.
+    Each number, in [-2**63, 2**63), enters as 8 bytes, little-endian, signed; the digest is 8 bytes, little-endian, top
+    bit cleared. Nothing else enters, so neither the number of ranks nor the batch size changes a sample.
     """
     return _hash(run_seed, step, prompt_index, sample_index)
 

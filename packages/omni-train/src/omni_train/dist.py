@@ -122,7 +122,7 @@ def mean_metrics(dist: Dist, metrics: Mapping[str, float | Tensor]) -> dict[str,
         raise ValueError(f"metrics must have the same names on every rank, got {names_by_rank} in rank order")
     if not names:
         return {}
-    values = torch.tensor([float(metrics[name]) for name in names], dtype=torch.float32)
+    values = torch.tensor([torch.as_tensor(metrics[name]).item() for name in names], dtype=torch.float32)
     means = gather_floats(dist, values).view(dist.world_size, -1).mean(dim=0)
     return dict(zip(names, means.tolist(), strict=True))
 
@@ -135,6 +135,6 @@ def any_rank(dist: Dist, flag: bool) -> bool:
 
 
 def _gather(dist: Dist, values: Tensor) -> Tensor:
-    out = values.new_empty(dist.world_size * len(values))
-    torch_dist.all_gather_into_tensor(out, values)
-    return out
+    rows = values.new_empty(dist.world_size, len(values))
+    torch_dist.all_gather(list(rows.unbind()), values)
+    return rows.flatten()

@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Self
+
+from torch import Tensor
 
 from omni_train.device import synchronize
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -73,15 +72,18 @@ class RunLog:
             synchronize()
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
 
-    def log(self, step: int, metrics: Mapping[str, "float | Tensor"]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
         """Report one step, counted from 0: write its line, call the sinks, move the progress on."""
         if not self._is_main:
             return
         now = time.perf_counter()
         times = {f"time/{name}_s": seconds for name, seconds in self._phases.items()}
         times["time/step_s"] = now - self._step_start
+        if num_images:
+            per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in self._phases.items()}
+            times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
         self._phases, self._step_start = {}, now
-        values = {name: float(value) for name, value in metrics.items()}
+        values = {name: _number(value) for name, value in metrics.items()}
         taken = sorted(({"step"} | set(times)) & set(values))
         if taken:
             raise ValueError(f"metrics must not use the names the log adds itself, got {taken}")
@@ -124,8 +126,8 @@ class _Lines:
 
     def update(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         self._seconds = [*self._seconds[-19:], seconds]  # the last 20 steps tell more about the next than the first did
-        left_s = (self._total_steps - step - 1) * sum(self._seconds) / len(self._seconds)
-        parts = [f"step={step + 1}/{self._total_steps}", *(f"{name}={value:.4g}" for name, value in values.items())]
+        left_s = (self._total_steps - step) * sum(self._seconds) / len(self._seconds)
+        parts = [f"step={step}/{self._total_steps}", *(f"{name}={value:.4g}" for name, value in values.items())]
         print(*parts, f"step_s={seconds:.1f}", f"eta={_clock(left_s)}", flush=True)
 
     def close(self) -> None:
@@ -146,10 +148,14 @@ class _Bar:
 
     def update(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         text = " ".join(f"{name}={value:.4g}" for name, value in values.items())
-        self._bar.update(self._task, completed=step + 1, values=text)
+        self._bar.update(self._task, completed=step, values=text)
 
     def close(self) -> None:
         self._bar.stop()
+
+
+def _number(value: float | Tensor) -> float:
+    return float(value.item() if isinstance(value, Tensor) else value)
 
 
 def _progress(total_steps: int, tty: bool) -> _Lines | _Bar:

@@ -12,13 +12,15 @@ from pathlib import Path
 import torch
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
 from omni_train.lora import adapter_params, factors, lora_layers
+
+FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
 
 
 @torch.no_grad()
@@ -80,14 +82,33 @@ def save_weights(module: nn.Module, folder: str | Path, dist: Dist, *, adapter: 
     """
     if lora_layers(module):
         tensors = _on_main(((f"transformer.{name}", t) for name, t in named_adapter(module, adapter)), dist)
-        files = {"pytorch_lora_weights.safetensors": tensors}
+        files = {LORA_FILE: tensors}
         config = None
     else:
         config = _config(module)
-        files = {"diffusion_pytorch_model.safetensors": _on_main(named_weights(module), dist)}
+        files = {FULL_FILE: _on_main(named_weights(module), dist)}
     error = _write(Path(folder), files, config) if dist.is_main else None
     if any_rank(dist, error is not None):
         raise OSError(f"rank 0 could not write {folder}: {error}") from error
+
+
+@torch.no_grad()
+def load_weights(module: nn.Module, folder: str | Path) -> None:
+    """Puts what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a LoRA adapter.
+
+    Raises:
+        ValueError: the folder holds neither, or weights that do not fit the module.
+    """
+    lora, full = Path(folder) / LORA_FILE, Path(folder) / FULL_FILE
+    if lora.is_file():
+        module.load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix="transformer")
+        return
+    if not full.is_file():
+        raise ValueError(f"folder must hold {LORA_FILE} or {FULL_FILE}, got {folder}")
+    try:
+        module.load_state_dict(load_file(full), strict=True)
+    except (RuntimeError, SafetensorError) as exc:
+        raise ValueError(f"folder must hold weights of {type(module).__name__}, got {folder}: {exc}") from exc
 
 
 def _full(value: Tensor) -> Tensor:

@@ -1,0 +1,93 @@
+"""The CPU as a device, and an accelerator played by a stand-in."""
+
+import pytest
+import torch
+from omni_train import device as devices
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def no_accelerator(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+
+
+@pytest.fixture
+def accelerator(monkeypatch):
+    """Two devices of a kind torch knows by name; the calls made to them are kept in order."""
+    calls = []
+
+    def record(name, answer=None):
+        def call(*args):
+            calls.append((name, *args))
+            return answer
+
+        monkeypatch.setattr(torch.accelerator, name, call)
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    record("set_device_index")
+    record("synchronize")
+    record("empty_cache")
+    record("memory_allocated", 3 * 2**20)
+    record("max_memory_allocated", 5 * 2**20)
+    record("reset_peak_memory_stats")
+    return calls
+
+
+def test_without_an_accelerator_every_rank_uses_the_cpu(no_accelerator):
+    assert devices.local_device(0) == devices.local_device(7) == CPU
+    devices.synchronize()
+    devices.empty_cache()
+    devices.reset_peak_memory(CPU)
+
+
+def test_a_rank_gets_its_own_accelerator_and_makes_it_current(accelerator):
+    assert devices.local_device(1) == torch.device("xpu", 1)
+    assert accelerator == [("set_device_index", 1)]
+
+
+@pytest.mark.parametrize("local_rank", [-1, 2])
+def test_more_ranks_than_accelerators_is_an_error(accelerator, local_rank):
+    with pytest.raises(ValueError, match=rf"local_rank must be .*\(2\), got {local_rank}"):
+        devices.local_device(local_rank)
+
+
+def test_waiting_and_emptying_reach_the_accelerator(accelerator):
+    devices.synchronize()
+    devices.empty_cache()
+    assert accelerator == [("synchronize",), ("empty_cache",)]
+
+
+def test_accelerator_memory_is_in_mb(accelerator):
+    device = torch.device("xpu", 1)
+    assert devices.memory(device) == devices.Memory(current_mb=3.0, peak_mb=5.0)
+    devices.reset_peak_memory(device)
+    assert accelerator[-1] == ("reset_peak_memory_stats", device)
+
+
+def test_cpu_memory_is_the_resident_set():
+    before = devices.memory(CPU)
+    held = torch.ones(32 * 2**20 // 4)
+    after = devices.memory(CPU)
+    assert 20 < after.current_mb - before.current_mb < 60
+    assert after.peak_mb >= after.current_mb * 0.9
+    assert held.sum() > 0
+
+
+@pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl")])
+def test_each_kind_of_device_has_its_backend(kind, backend):
+    assert devices.process_group_backend(torch.device(kind)) == backend
+
+
+def test_a_device_kind_added_by_a_plugin_has_the_backend_it_registered(monkeypatch):
+    backends = torch.distributed.Backend.default_device_backend_map
+    monkeypatch.setitem(backends, "privateuseone", "hccl")
+    assert devices.process_group_backend(torch.device("privateuseone", 0)) == "hccl"
+
+
+def test_compute_dtype_is_float32_on_a_cpu_only():
+    assert devices.default_compute_dtype(CPU) == torch.float32
+    assert devices.default_compute_dtype(torch.device("xpu", 0)) == torch.bfloat16

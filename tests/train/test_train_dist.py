@@ -1,0 +1,91 @@
+"""Small gathers: rank order, clear errors, and the same code without ranks."""
+
+import math
+
+import pytest
+import torch
+from omni_train.dist import any_rank, barrier, gather_floats, gather_json, init_distributed, mean_metrics, shutdown
+
+
+@pytest.fixture
+def alone():
+    return init_distributed()
+
+
+def test_without_torchrun_there_is_one_rank_and_no_group(alone):
+    assert (alone.rank, alone.world_size, alone.mesh, alone.is_main) == (0, 1, None, True)
+    assert not torch.distributed.is_initialized()
+    barrier(alone)
+    shutdown(alone)
+
+
+def test_ranks_know_their_place(run_ranks):
+    def work(dist):
+        return [dist.rank, dist.world_size, dist.local_rank, dist.is_main, dist.mesh.size(), dist.mesh.ndim]
+
+    assert run_ranks(work) == [[0, 2, 0, True, 2, 1], [1, 2, 1, False, 2, 1]]
+
+
+def test_values_come_in_rank_order(run_ranks):
+    def work(dist):
+        values = torch.tensor([10.0 * dist.rank, math.nan, 0.5], dtype=torch.float64)
+        return repr(gather_floats(dist, values).tolist())
+
+    assert run_ranks(work) == ["[0.0, nan, 0.5, 10.0, nan, 0.5]"] * 2
+
+
+def test_gathering_nothing_gives_nothing(run_ranks, alone):
+    assert gather_floats(alone, torch.tensor([])).shape == (0,)
+    assert run_ranks(lambda dist: gather_floats(dist, torch.tensor([])).tolist()) == [[], []]
+
+
+def test_different_lengths_are_an_error_on_every_rank(run_ranks):
+    def work(dist):
+        with pytest.raises(ValueError, match=r"same length on every rank, got \[1, 2\]"):
+            gather_floats(dist, torch.zeros(dist.rank + 1))
+        return gather_floats(dist, torch.zeros(1)).tolist()  # and the group still works
+
+    assert run_ranks(work) == [[0.0, 0.0]] * 2
+
+
+def test_values_must_be_flat(alone):
+    with pytest.raises(ValueError, match=r"1-D, got shape \(2, 2\)"):
+        gather_floats(alone, torch.zeros(2, 2))
+
+
+def test_json_values_may_differ_in_length_and_type(run_ranks, alone):
+    values = [["sign that says \u00fc\u4e2d", None], {"score": 1.5, "tags": []}]
+    assert run_ranks(lambda dist: gather_json(dist, values[dist.rank])) == [values, values]
+    assert gather_json(alone, values) == [values]
+
+
+def test_metrics_are_averaged_by_name(run_ranks, alone):
+    def work(dist):
+        metrics = {"a": 1.0 + dist.rank, "b": torch.tensor(4.0)}
+        return mean_metrics(dist, metrics if dist.is_main else dict(reversed(metrics.items())))
+
+    assert run_ranks(work) == [{"a": 1.5, "b": 4.0}] * 2
+    assert mean_metrics(alone, {"a": 1.0}) == {"a": 1.0}
+    assert mean_metrics(alone, {}) == {}
+
+
+def test_different_names_are_an_error_on_every_rank(run_ranks):
+    def work(dist):
+        with pytest.raises(ValueError, match=r"same names on every rank, got \[\['m0'\], \['m1'\]\]"):
+            mean_metrics(dist, {f"m{dist.rank}": 0.0})
+
+    run_ranks(work)
+
+
+@pytest.mark.parametrize("flags", [(False, False), (False, True), (True, True)])
+def test_any_rank_gives_all_ranks_one_answer(run_ranks, alone, flags):
+    assert run_ranks(lambda dist: any_rank(dist, flags[dist.rank])) == [any(flags)] * 2
+    assert any_rank(alone, flags[0]) is flags[0]
+
+
+def test_shutdown_ends_the_group(run_ranks):
+    def work(dist):
+        shutdown(dist)
+        return torch.distributed.is_initialized()
+
+    assert run_ranks(work) == [False, False]

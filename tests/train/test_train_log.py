@@ -1,0 +1,169 @@
+"""One JSON line a step that survives crashes, and progress a person can read."""
+
+import json
+import math
+import sys
+import time
+import warnings
+
+import pytest
+import torch
+from omni_train.log import RunLog, load_metrics
+
+
+@pytest.fixture
+def open_log(tmp_path):
+    """Open the log of one folder, as plain lines unless told otherwise."""
+
+    def open_log(**options):
+        return RunLog(tmp_path, **({"is_main": True, "total_steps": 4, "tty": False} | options))
+
+    return open_log
+
+
+@pytest.fixture
+def lines(tmp_path):
+    return lambda: (tmp_path / "metrics.jsonl").read_text().splitlines()
+
+
+def test_a_step_is_one_json_line_under_the_callers_names(open_log, lines):
+    with open_log() as log:
+        log.log(0, {"reward/mean": 0.5, "loss": torch.tensor(0.25)})
+        assert len(lines()) == 1  # already there, before the log is closed
+    entry = json.loads(lines()[0])
+    assert entry.pop("time/step_s") >= 0
+    assert entry == {"step": 0, "reward/mean": 0.5, "loss": 0.25}
+
+
+def test_phases_add_up_within_a_step_and_start_again(open_log, lines):
+    with open_log() as log:
+        for _ in range(2):
+            with log.phase("rollout"):
+                time.sleep(0.02)
+        with log.phase("update"):
+            pass
+        log.log(0, {})
+        log.log(1, {})
+    first, second = map(json.loads, lines())
+    assert 0.04 <= first["time/rollout_s"] < 1.0
+    assert first["time/rollout_s"] + first["time/update_s"] <= first["time/step_s"]
+    assert set(second) == {"step", "time/step_s"}
+
+
+def test_a_phase_that_fails_still_counts(open_log, lines):
+    with open_log() as log:
+        with pytest.raises(KeyError), log.phase("score"):
+            raise KeyError
+        log.log(0, {})
+    assert "time/score_s" in json.loads(lines()[0])
+
+
+def test_the_device_is_waited_for_at_both_ends_of_a_phase(open_log, monkeypatch):
+    events = []
+    monkeypatch.setattr("omni_train.log.synchronize", lambda: events.append("wait"))
+    with open_log() as log, log.phase("update"):
+        events.append("work")
+    assert events == ["wait", "work", "wait"]
+
+
+def test_numbers_json_cannot_hold_are_null_with_one_warning_a_name(open_log, lines, tmp_path):
+    seen = []
+    with open_log(sinks=[lambda step, metrics: seen.append(metrics["loss"])]) as log:
+        with pytest.warns(UserWarning, match="loss is nan at step 0"):
+            log.log(0, {"loss": math.nan})
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            log.log(1, {"loss": math.inf})
+    assert [json.loads(line, parse_constant=pytest.fail)["loss"] for line in lines()] == [None, None]
+    assert math.isnan(seen[0])
+    assert seen[1] == math.inf
+    assert all(math.isnan(entry["loss"]) for entry in load_metrics(tmp_path / "metrics.jsonl"))
+
+
+def test_sinks_get_what_the_file_gets(open_log, lines):
+    seen = []
+    with open_log(sinks=[lambda *args: seen.append(args)]) as log:
+        log.log(3, {"loss": 1.0})
+    step, metrics = seen[0]
+    assert {"step": step} | metrics == json.loads(lines()[0])
+
+
+def test_other_ranks_write_and_print_nothing(tmp_path, capsys):
+    seen = []
+    with RunLog(tmp_path / "x", is_main=False, total_steps=1, sinks=[lambda *args: seen.append(args)]) as log:
+        with log.phase("update"):
+            pass
+        log.log(0, {"loss": 1.0})
+    assert not (tmp_path / "x").exists()
+    assert seen == []
+    assert capsys.readouterr().out == ""
+
+
+def test_names_of_the_log_itself_are_refused(open_log):
+    with open_log() as log, pytest.raises(ValueError, match=r"got \['step', 'time/step_s'\]"):
+        log.log(0, {"step": 1.0, "time/step_s": 2.0, "loss": 3.0})
+
+
+def test_resuming_appends_and_drops_a_torn_line(open_log, tmp_path):
+    with open_log() as log:
+        log.log(0, {"loss": 1.0})
+        log.log(1, {"loss": 2.0})
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 2, "lo')
+    assert [entry["loss"] for entry in load_metrics(path)] == [1.0, 2.0]
+    with open_log() as log:
+        log.log(2, {"loss": 3.0})
+    assert [entry["loss"] for entry in load_metrics(path)] == [1.0, 2.0, 3.0]
+
+
+def test_a_step_logged_again_counts_as_logged_last(open_log, tmp_path):
+    for losses in ([1.0, 2.0, 3.0], [20.0]):
+        with open_log() as log:
+            for step, loss in enumerate(losses, start=len(losses) == 1):
+                log.log(step, {"loss": loss})
+    entries = load_metrics(tmp_path / "metrics.jsonl")
+    assert [(entry["step"], entry["loss"]) for entry in entries] == [(0, 1.0), (1, 20.0), (2, 3.0)]
+
+
+def test_a_malformed_line_inside_the_file_is_an_error(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"st\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 2: not valid JSON"):
+        load_metrics(path)
+
+
+def test_plain_progress_is_one_line_a_step_with_the_time_left(open_log, capsys):
+    with open_log(columns=["loss", "reward"]) as log:
+        time.sleep(0.05)
+        log.log(0, {"reward": 0.123456, "loss": 1.0, "hidden": 5.0})
+        log.log(3, {"reward": 1.0})
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("step=1/4 loss=1 reward=0.1235 step_s=")
+    assert "hidden" not in first
+    assert "eta=0:00:00" in last
+
+
+def test_the_time_left_follows_the_seconds_of_a_step(open_log, capsys, monkeypatch):
+    clock = iter([0.0, 60.0, 120.0])
+    monkeypatch.setattr("omni_train.log.time.perf_counter", lambda: next(clock))
+    with open_log(total_steps=100) as log:
+        log.log(0, {})
+        log.log(1, {})
+    assert [line.split("eta=")[1] for line in capsys.readouterr().out.splitlines()] == ["1:39:00", "1:38:00"]
+
+
+def test_a_terminal_gets_a_bar_with_the_columns(open_log, capsys):
+    with open_log(tty=True, columns=["loss"]) as log:
+        log.log(0, {"loss": 0.5, "hidden": 5.0})
+        log.log(1, {"loss": 0.25})
+    out = capsys.readouterr().out
+    assert "2/4" in out
+    assert "loss=0.25" in out
+    assert "hidden" not in out
+
+
+def test_without_rich_a_terminal_gets_lines(open_log, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    with open_log(tty=True) as log:
+        log.log(0, {"loss": 0.5})
+    assert capsys.readouterr().out.startswith("step=1/4 loss=0.5")

@@ -1,0 +1,141 @@
+"""One step that all ranks take or skip together."""
+
+import math
+
+import pytest
+import torch
+from omni_train.dist import init_distributed
+from omni_train.optim import build_adamw, global_norm, optimizer_step, warmup_lr
+from omni_train.shard import reduce_gradients, shard
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+@pytest.fixture
+def alone():
+    return init_distributed()
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+
+X = torch.tensor([[1.0, -2.0, 0.5], [0.3, 0.1, -1.0]])
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def param_with_gradient(*gradient):
+    param = nn.Parameter(torch.zeros(len(gradient)))
+    param.grad = torch.tensor(gradient)
+    return param
+
+
+def test_a_small_gradient_is_not_scaled(alone):
+    param = param_with_gradient(0.3, 0.4)
+    result = optimizer_step(torch.optim.SGD([param], lr=0), [param], lr=2.0, max_grad_norm=1.0, dist=alone)
+    assert result.grad_norm == pytest.approx(0.5)
+    assert not result.skipped
+    torch.testing.assert_close(param.detach(), torch.tensor([-0.6, -0.8]))
+    assert param.grad is None
+
+
+def test_a_large_gradient_is_scaled_to_the_limit(alone):
+    params = [param_with_gradient(30.0), param_with_gradient(40.0)]
+    result = optimizer_step(torch.optim.SGD(params, lr=0), params, lr=1.0, max_grad_norm=0.5, dist=alone)
+    assert result.grad_norm == pytest.approx(50.0)
+    torch.testing.assert_close(torch.cat([p.detach() for p in params]), torch.tensor([-0.3, -0.4]))
+
+
+def test_infinity_never_scales(alone):
+    param = param_with_gradient(30.0)
+    optimizer_step(torch.optim.SGD([param], lr=0), [param], lr=1.0, max_grad_norm=math.inf, dist=alone)
+    assert param.item() == -30.0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
+    param = param_with_gradient(1.0)
+    optimizer = build_adamw([param], lr=0.1)
+    optimizer_step(optimizer, [param], lr=0.1, max_grad_norm=1.0, dist=alone)
+    before = param.item(), {key: value.clone() for key, value in optimizer.state[param].items()}
+    param.grad = torch.tensor([bad])
+    result = optimizer_step(optimizer, [param], lr=0.1, max_grad_norm=1.0, dist=alone)
+    assert result.skipped
+    assert not math.isfinite(result.grad_norm)
+    assert param.grad is None
+    assert param.item() == before[0]
+    assert all(torch.equal(optimizer.state[param][key], value) for key, value in before[1].items())
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks_step_like_one(run_ranks, alone, mode):
+    def train(dist, mode, x):
+        net = shard(make_net(), dist.mesh, mode=mode)
+        optimizer = build_adamw(net, lr=0.1, weight_decay=0.01)
+        norms = []
+        for _ in range(3):
+            (net(x).square().sum() / len(X)).backward()
+            reduce_gradients(net, dist.mesh, mode=mode)
+            result = optimizer_step(optimizer, list(net.parameters()), lr=0.1, max_grad_norm=0.1, dist=dist)
+            norms.append(result.grad_norm)
+        return norms, [full(p).flatten().tolist() for p in net.parameters()]
+
+    norms, params = train(alone, "none", X)
+    assert norms[0] > 0.1  # so that the steps are scaled
+    for got_norms, got_params in run_ranks(lambda dist: train(dist, mode, X[dist.rank : dist.rank + 1])):
+        assert got_norms == pytest.approx(norms, rel=1e-5)
+        for got, expected in zip(got_params, params, strict=True):
+            assert got == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_nan_on_one_rank_skips_on_both(run_ranks, mode):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode)
+        before = [full(p).clone() for p in net.parameters()]
+        optimizer = build_adamw(net, lr=0.1)
+        net(X).sum().backward()
+        if dist.rank == 1:
+            grad = net[0].weight.grad
+            (grad.to_local() if isinstance(grad, DTensor) else grad).fill_(math.nan)
+        result = optimizer_step(optimizer, list(net.parameters()), lr=0.1, max_grad_norm=1.0, dist=dist)
+        after = [full(p) for p in net.parameters()]
+        return result.skipped, all(map(torch.equal, before, after)), len(optimizer.state)
+
+    assert run_ranks(work) == [[True, True, 0], [True, True, 0]]
+
+
+def test_the_norm_of_sharded_gradients_counts_every_slice_once(run_ranks):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode="fsdp2")
+        return global_norm(list(net.parameters()), dist)
+
+    expected = nn.utils.get_total_norm(list(make_net().parameters())).item()
+    assert run_ranks(work) == pytest.approx([expected, expected], rel=1e-6)
+
+
+def test_warmup_rises_in_equal_parts_and_stays():
+    rates = [warmup_lr(step, lr=1.0, warmup_steps=3) for step in range(6)]
+    assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
+    assert warmup_lr(0, lr=0.3, warmup_steps=0) == 0.3
+
+
+def test_only_float32_parameters_are_trained():
+    with pytest.raises(ValueError, match=r"torch.float32, got \['torch.bfloat16'\]"):
+        build_adamw(make_net().bfloat16(), lr=1.0)
+    net = make_net()
+    net[2].bfloat16().requires_grad_(False)
+    assert len(build_adamw(net, lr=1.0).param_groups[0]["params"]) == 2
+    with pytest.raises(ValueError, match="at least one trainable"):
+        build_adamw(net.requires_grad_(False), lr=1.0)
+
+
+def test_max_grad_norm_must_be_positive(alone):
+    param = param_with_gradient(1.0)
+    for value in (0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="max_grad_norm must be > 0"):
+            optimizer_step(torch.optim.SGD([param]), [param], lr=1.0, max_grad_norm=value, dist=alone)
