@@ -31,15 +31,15 @@ def group_advantages(
         groups: [N], integer ids; equal ids form a group, the ids' order and size mean nothing.
         std: "batch" divides by the standard deviation of all scored rewards, "group" by the group's own, "none" by
             nothing (Dr. GRPO, arXiv 2503.20783).
-        eps: added to the standard deviation, in units of the reward.
-        correction: 1 divides squares by n - 1, 0 by n.
+        eps: added to the standard deviation, in units of the reward, > 0.
+        correction: the standard deviation divides squares by n - correction, 0 or 1.
 
     Raises:
         ValueError: shapes or dtypes do not fit, a reward is infinite, or an option is out of range.
 
-    Source: the group-relative advantage of Flow-GRPO (arXiv 2505.05470), after DeepSeekMath (arXiv 2402.03300). Released
-    code differs: flow_grpo divides squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1, which makes
-    advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
+    Source: the group-relative advantage of Flow-GRPO (arXiv 2505.05470), after DeepSeekMath (arXiv 2402.03300).
+    Released code differs: flow_grpo divides squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1, which
+    makes advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
     """
     _check(rewards, groups, std, eps, correction)
     rewards = rewards.detach().float()
@@ -111,7 +111,7 @@ def _check(rewards: Tensor, groups: Tensor, std: str, eps: float, correction: in
         raise ValueError(f"rewards must be finite, or NaN where there is none, got {rewards.isinf().sum()} infinite")
     if std not in get_args(Std):
         raise ValueError(f"std must be one of {get_args(Std)}, got {std!r}")
-    if eps < 0:
-        raise ValueError(f"eps must be >= 0, got {eps}")
+    if not eps > 0:
+        raise ValueError(f"eps must be > 0, got {eps}")
     if correction not in (0, 1):
         raise ValueError(f"correction must be 0 or 1, got {correction}")

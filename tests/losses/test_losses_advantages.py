@@ -1,0 +1,131 @@
+"""Advantages: worked examples, and what must not change them."""
+
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omni_losses import group_advantages
+
+torch.set_num_threads(1)
+
+REWARDS = torch.tensor([1.0, 3.0, 10.0, 14.0, 18.0])
+GROUPS = torch.tensor([7, 7, -2, -2, -2])
+CENTERED = [-1.0, 1.0, -4.0, 0.0, 4.0]
+
+
+def advantages(rewards, groups, **options):
+    return group_advantages(torch.tensor(rewards), torch.tensor(groups), **options)
+
+
+def test_none_subtracts_the_mean_of_the_group():
+    assert group_advantages(REWARDS, GROUPS, std="none").tolist() == CENTERED
+
+
+@pytest.mark.parametrize(("correction", "stds"), [(1, (2**0.5, 4.0)), (0, (1.0, (32 / 3) ** 0.5))])
+def test_group_divides_by_the_groups_own_deviation(correction, stds):
+    got = group_advantages(REWARDS, GROUPS, std="group", eps=1e-4, correction=correction)
+    expected = [c / (stds[0 if i < 2 else 1] + 1e-4) for i, c in enumerate(CENTERED)]
+    assert got.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(("correction", "deviation"), [(1, statistics.stdev), (0, statistics.pstdev)])
+def test_batch_divides_by_the_deviation_of_all_rewards(correction, deviation):
+    got = group_advantages(REWARDS, GROUPS, std="batch", eps=1e-4, correction=correction)
+    scale = deviation(REWARDS.tolist()) + 1e-4
+    assert got.tolist() == pytest.approx([c / scale for c in CENTERED], rel=1e-6)
+
+
+def test_two_conventions_differ_by_the_known_factor():
+    rewards, groups = torch.rand(24, generator=torch.Generator().manual_seed(0)), torch.zeros(24, dtype=torch.long)
+    by_n, by_n_minus_1 = (group_advantages(rewards, groups, eps=1e-12, correction=c) for c in (0, 1))
+    torch.testing.assert_close(by_n / by_n_minus_1, torch.full((24,), math.sqrt(24 / 23)))
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+def test_a_group_of_equal_rewards_gets_exactly_zero(std):
+    """0.1 seven times: its float32 sum divided by 7 is not 0.1."""
+    got = advantages([0.1] * 7 + [1.0, 2.0], [0] * 7 + [1, 1], std=std)
+    assert got[:7].tolist() == [0.0] * 7
+    assert got[7] < 0 < got[8]
+    assert advantages([0.1] * 7, [0] * 7, std=std, eps=1e-30).tolist() == [0.0] * 7
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+@pytest.mark.parametrize("correction", [0, 1])
+def test_a_sample_alone_gets_zero(std, correction):
+    assert advantages([5.0, 2.0], [0, 1], std=std, correction=correction).tolist() == [0.0, 0.0]
+    assert advantages([5.0], [0], std=std, correction=correction).tolist() == [0.0]
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+def test_unscored_samples_get_zero_and_change_no_other(std):
+    nan = math.nan
+    got = advantages([nan, 1.0, 3.0, nan, 10.0, 14.0, nan], [7, 7, 7, -2, -2, -2, 9], std=std)
+    expected = advantages([1.0, 3.0, 10.0, 14.0], [7, 7, -2, -2], std=std)
+    assert got[[1, 2, 4, 5]].tolist() == expected.tolist()
+    assert got[[0, 3, 6]].tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize("std", ["batch", "group", "none"])
+def test_nothing_scored_gives_zeros(std):
+    assert advantages([math.nan] * 3, [0, 0, 1], std=std).tolist() == [0.0] * 3
+    assert group_advantages(torch.tensor([]), torch.tensor([], dtype=torch.long), std=std).shape == (0,)
+
+
+samples = st.lists(st.tuples(st.integers(-64, 64), st.sampled_from([-5, 0, 3, 10**12])), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(samples, st.randoms(use_true_random=False), st.sampled_from(["batch", "group", "none"]))
+def test_order_does_not_matter(samples, random, std):
+    order = random.sample(range(len(samples)), len(samples))
+    rewards, groups = (torch.tensor(column) for column in zip(*samples, strict=True))
+    rewards = rewards / 8
+    straight = group_advantages(rewards, groups, std=std)
+    shuffled = group_advantages(rewards[order], groups[order], std=std)
+    torch.testing.assert_close(shuffled, straight[order])
+
+
+@settings(deadline=None)
+@given(samples, st.integers(-1000, 1000), st.sampled_from([0.25, 2.0, 64.0]))
+def test_shift_and_scale_of_rewards_do_not_matter(samples, shift, scale):
+    rewards, groups = (torch.tensor(column) for column in zip(*samples, strict=True))
+    for std in ("batch", "group"):
+        plain = group_advantages(rewards, groups, std=std, eps=1e-9)
+        moved = group_advantages(rewards * scale + shift, groups, std=std, eps=1e-9)
+        torch.testing.assert_close(moved, plain, rtol=1e-3, atol=1e-3)
+
+
+@settings(deadline=None)
+@given(samples)
+def test_each_group_sums_to_zero(samples):
+    rewards, groups = (torch.tensor(column) for column in zip(*samples, strict=True))
+    for std in ("batch", "group", "none"):
+        got = group_advantages(rewards, groups, std=std)
+        for group in groups.unique():
+            assert abs(got[groups == group].sum()) < 1e-3
+
+
+def test_integer_and_float64_rewards_give_float32():
+    for rewards in (torch.tensor([1, 2]), torch.tensor([1.0, 2.0], dtype=torch.float64)):
+        assert group_advantages(rewards, torch.tensor([0, 0])).dtype == torch.float32
+
+
+def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match=r"\[N\] alike, got shapes \(2,\) and \(3,\)"):
+        advantages([1.0, 2.0], [0, 0, 0])
+    with pytest.raises(ValueError, match=r"\[N\] alike"):
+        group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"groups must hold integers, got torch.float32"):
+        advantages([1.0, 2.0], [0.0, 0.0])
+    with pytest.raises(ValueError, match="finite, or NaN where there is none, got 1 infinite"):
+        advantages([1.0, math.inf], [0, 0])
+    with pytest.raises(ValueError, match=r"std must be one of .* got 'global'"):
+        advantages([1.0], [0], std="global")
+    with pytest.raises(ValueError, match="eps must be > 0, got 0"):
+        advantages([1.0], [0], eps=0.0)
+    with pytest.raises(ValueError, match="correction must be 0 or 1, got 2"):
+        advantages([1.0], [0], correction=2)
