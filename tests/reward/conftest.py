@@ -12,8 +12,17 @@ from omni_reward.wire import ScoreFn
 from reward.reward_helpers import Misbehaving
 
 
+@pytest.fixture(scope="session")
+def stopping() -> Iterator[list[threading.Thread]]:
+    """Threads of servers that were told to stop; only the end of the session waits for them."""
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join(10)
+
+
 @pytest.fixture
-def serve() -> Iterator[Callable[..., str]]:
+def serve(stopping: list[threading.Thread]) -> Iterator[Callable[..., str]]:
     """Function of a score function and create_app's options that serves it for real and returns the URL."""
     with contextlib.ExitStack() as stack:
 
@@ -22,7 +31,7 @@ def serve() -> Iterator[Callable[..., str]]:
             sock = socket.create_server(("127.0.0.1", 0))
             server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
-            stack.callback(thread.join)
+            stack.callback(stopping.append, thread)
             stack.callback(setattr, server, "should_exit", True)
             url = f"http://127.0.0.1:{sock.getsockname()[1]}"
             thread.start()

@@ -10,6 +10,7 @@ Letters: N samples, H height, W width.
 """
 
 import threading
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,8 @@ class RewardClient:
         self._timeout_s = timeout_s
         self._places = threading.BoundedSemaphore(max_in_flight)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
+        self._clock = threading.Lock()
+        self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._local = threading.local()  # one transport per worker thread
         self._transports: list[Transport] = []
 
@@ -75,13 +78,23 @@ class RewardClient:
         request = _build_request(media, prompts, meta)
         header = request.header()
         self._places.acquire()
+        self._count(+1)
         try:
             future = self._workers.submit(self._score, request, header)
         except RuntimeError:
-            self._places.release()
+            self._release()
             raise
-        future.add_done_callback(lambda _: self._places.release())
+        future.add_done_callback(lambda _: self._release())
         return future
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which at least one request was under way, since the client was made.
+
+        Less what a caller waited for, it is the scoring time that other work has hidden.
+        """
+        with self._clock:
+            return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
 
     def info(self) -> dict[str, Any]:
         """What the server says of itself: scorer, version, protocol, media kinds, limits.
@@ -117,6 +130,19 @@ class RewardClient:
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _release(self) -> None:
+        self._count(-1)
+        self._places.release()
+
+    def _count(self, change: int) -> None:
+        """Keeps the number of requests under way, and the clock that runs while there are any."""
+        with self._clock:
+            now = time.perf_counter()
+            if self._num_under_way:
+                self._busy_s += now - self._busy_since
+            self._busy_since = now
+            self._num_under_way += change
 
     def _score(self, request: ScoreRequest, header: str) -> list[Score]:
         """Scores of one request; runs in a worker thread."""

@@ -232,7 +232,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which announces its URL once it answers there."""
+    """uvicorn's server, which announces its URL once it answers there and leaves no connection open when it stops."""
 
     def __init__(self, config: uvicorn.Config, url_file: Path | None) -> None:
         super().__init__(config)
@@ -246,6 +246,19 @@ class _Server(uvicorn.Server):
         if self._url_file is not None:
             _write_atomically(self._url_file, url)
         print(f"scorer ready at {url}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        closing = asyncio.create_task(self._close_late_connections())
+        await super().shutdown(sockets)
+        closing.cancel()
+
+    async def _close_late_connections(self) -> None:
+        # uvicorn tells the connections it has to close after their reply, then waits until none is left. One that was
+        # accepted in the same moment would be kept alive instead, and the process with it.
+        while True:
+            await asyncio.sleep(0.1)
+            for connection in list(self.server_state.connections):
+                connection.shutdown()
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,0 +1,119 @@
+"""The server as a process: ready when it says so, careful with its port, and it finishes what it has accepted."""
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omni_reward import RewardClient, RewardConnectError, Score
+from omni_reward.server import main
+
+SLOW = """
+import time
+from omni_reward import server
+
+def score(media, prompts, meta):
+    print("scoring", flush=True)
+    time.sleep(0.5)
+    return [1.0] * len(prompts)
+
+server.SCORERS["slow"] = lambda threads: score
+server.main()
+"""
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+    """Function of a command line that starts a server and returns it with its URL, once it has one."""
+    with ExitStack() as stack:
+
+        def start(*command: str) -> tuple[subprocess.Popen[str], str]:
+            url_file = tmp_path / "url"
+            process = stack.enter_context(
+                subprocess.Popen(
+                    [sys.executable, *command, "--port", "0", "--url-file", str(url_file)],
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            stack.callback(process.kill)
+            deadline = time.monotonic() + 60
+            while not url_file.exists() and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return process, url_file.read_text()
+
+        yield start
+
+
+def test_sigterm_finishes_the_accepted_requests(
+    launch: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path
+) -> None:
+    (tmp_path / "token").write_text("s3cret\n")
+    process, url = launch("-c", SLOW, "--scorer", "slow", "--token-file", str(tmp_path / "token"))
+    with RewardClient(url, token="s3cret") as client:
+        client.check()
+        accepted = client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"])
+        assert [process.stdout.readline() for _ in range(2)] == [f"scorer ready at {url}\n", "scoring\n"]
+        late = [client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"]) for _ in range(4)]
+        process.terminate()
+        assert accepted.result(20) == [Score(1.0)]
+        assert all(isinstance(future.exception(20), RewardConnectError | None) for future in late)
+        assert process.wait(20) == 0  # while the client still holds its connections
+    assert process.communicate()[1] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: --scorer"),
+        (["--scorer", "spam"], "argument --scorer: invalid choice: 'spam'"),
+        (["--scorer", "ocr", "--port", "x"], "argument --port: invalid int value: 'x'"),
+        (["--scorer", "ocr", "--port", "70000"], "--port must be 0 to 65535, got 70000"),
+        (["--scorer", "ocr", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),
+        (["--scorer", "ocr", "--host", "::"], "--host :: can be reached from other machines"),
+        (["--scorer", "ocr", "--host", "256.0.0.1"], "--host must be an address of this machine, got '256.0.0.1'"),
+        (["--scorer", "ocr", "--token-file", "{tmp}/none"], "No such file or directory: '{tmp}/none'"),
+        (["--scorer", "ocr", "--token-file", "{tmp}/empty"], "token must be printable ASCII"),
+        (["--scorer", "ocr", "--url-file", "{tmp}/no/url"], "--url-file must lie in a folder that exists"),
+        (["--scorer", "ocr", "--threads", "0"], "threads must be >= 1, got 0"),
+    ],
+)
+def test_bad_arguments_are_one_clear_line(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").write_text("\n")
+    with pytest.raises(SystemExit) as caught:
+        main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments])
+    assert caught.value.code == 2
+    err = capsys.readouterr().err
+    assert message.replace("{tmp}", str(tmp_path)) in err
+    assert err.startswith("omni_reward.server: error: ")
+    assert err.count("\n") == 1
+
+
+def test_a_taken_port_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit):
+        main(["--scorer", "ocr", "--port", str(taken.getsockname()[1])])
+    assert "Address already in use" in capsys.readouterr().err
+
+
+def test_help_is_quick_and_needs_no_scorer() -> None:
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-m", "omni_reward.server", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "--token-file" in done.stdout
+    assert time.monotonic() - start < 10
+
+
+def test_importing_the_client_is_light() -> None:
+    code = "import sys, omni_reward; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    roots = {module.partition(".")[0] for module in modules}
+    assert roots.isdisjoint({"torch", "starlette", "uvicorn", "rapidocr", "onnxruntime", "cv2", "PIL"})
+    assert "omni_reward.server" not in modules

@@ -1,0 +1,86 @@
+"""The code that the documents show, run as it stands."""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from omni_reward import RewardClient, Score
+from omni_reward.wire import decode_reply
+from reward.reward_helpers import draw_sign
+
+ROOT = Path(__file__).parents[2]
+PROTOCOL_PAGE = (ROOT / "docs/reward-protocol.md").read_text()
+README = (ROOT / "packages/omni-reward/README.md").read_text()
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+
+
+def test_the_plain_client_of_the_protocol_page_works(serve: Callable[..., str]) -> None:
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        means = media["image"].mean(axis=(1, 2, 3)).tolist()
+        return [mean if prompt else float("nan") for mean, prompt in zip(means, prompts, strict=True)]
+
+    [code] = blocks(PROTOCOL_PAGE, "python")
+    assert code.count("\n") <= 31
+    names: dict = {}
+    exec(code, names)
+    images = [bytes([value]) * (4 * 5 * 3) for value in (7, 9, 200)]
+    url = serve(score, token="s3cret")
+    assert names["score"](url, images, 4, 5, ["a", "", "\u00fc"], "s3cret") == [7.0, None, 200.0]
+
+
+def test_the_reply_of_the_protocol_page_is_one() -> None:
+    reply = blocks(PROTOCOL_PAGE, "json")[0]
+    right, none = decode_reply(reply.encode(), request_id="step-7-rank-0", count=2)
+    assert right.value == 0.75
+    assert none.abstained
+
+
+@pytest.fixture(scope="module")
+def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the scorer that the README's command starts, on a free port."""
+    url_file = tmp_path_factory.mktemp("readme") / "url"
+    [command] = blocks(README, "bash")
+    arguments = shlex.split(command.replace("--port 8100", f"--port 0 --url-file {url_file}"))
+    assert arguments[0] == "python"
+    with subprocess.Popen([sys.executable, *arguments[1:]], stdout=subprocess.DEVNULL) as process:
+        try:
+            while not url_file.exists() and process.poll() is None:
+                time.sleep(0.01)
+            yield url_file.read_text()
+        finally:
+            process.terminate()
+
+
+def test_the_readme_asks_the_server_that_it_starts(readme_server: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = blocks(README, "python")[0]
+    assert "http://127.0.0.1:8100" in ask
+    exec(ask.replace("http://127.0.0.1:8100", readme_server), {})
+    assert capsys.readouterr().out == "1.0\n"
+
+
+def test_a_real_scorer_process_scores_signs(readme_server: str) -> None:
+    with RewardClient(readme_server) as client:
+        assert client.info()["scorer"] == "ocr"
+        images = np.stack([draw_sign("K7QX")] * 3)
+        prompts = ['a sign that says "K7QX"', 'a sign that says "K7AB"', "a sign"]
+        right, wrong, none = client.submit({"image": images}, prompts).result(60)
+    assert right == Score(1.0, details={"read": "K7QX"})
+    assert wrong == Score(0.5, details={"read": "K7QX"})
+    assert none.value is None
+
+
+def test_the_readme_s_own_scorer_is_a_score_function(serve: Callable[..., str]) -> None:
+    names: dict = {"__name__": "readme"}
+    exec(blocks(README, "python")[1], names)
+    images = np.stack([np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)])
+    with RewardClient(serve(names["brightness"])) as client:
+        assert client.submit({"image": images}, ["a", "b"]).result(10) == [Score(0.0), Score(1.0)]
