@@ -72,8 +72,12 @@ class RunLog:
             synchronize()
             self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
 
-    def log(self, step: int, metrics: Mapping[str, float | Tensor]) -> None:
-        """Report one step, counted from 0: write its line, call the sinks, move the progress on."""
+    def log(self, step: int, metrics: Mapping[str, float | Tensor], *, num_images: int = 0) -> None:
+        """Report after `step` finished steps: write the line, call the sinks, move the progress on.
+
+        Line 0 speaks of the model as it was given. With `num_images`, the images of this rank's step, every phase is
+        also given in ms per image, and the step in images per second and device.
+        """
         if not self._is_main:
             return
         now = time.perf_counter()
