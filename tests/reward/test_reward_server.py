@@ -103,7 +103,7 @@ def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
         "protocol": 1,
         "scorer": "h",
         "media": ["image"],
-        "limits": {"max_body_bytes": 3 * 2**20, "max_batch": 5, "max_waiting": 16},
+        "limits": {"max_body_bytes": 3 * 2**20, "max_batch": 5, "max_waiting": 64},
     }
 
 

@@ -40,9 +40,8 @@ class RewardClient:
     """
 
     def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0, max_in_flight: int = 8) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise ValueError(f"url must be http(s)://host[:port][/path] without a user name, got {url!r}")
+        if not _is_base_url(url):
+            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         wire.check_token(token)
@@ -167,6 +166,16 @@ class RewardClient:
             return transport.exchange("GET", path, timeout_s=self._timeout_s)
         finally:
             transport.close()
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_plain = parts.username is None and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # a port that is no number, a host that no resolver takes
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and is_plain
 
 
 def _build_request(

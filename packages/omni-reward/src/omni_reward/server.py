@@ -9,7 +9,6 @@ answers while a slow scorer works. Requests wait in a bounded queue; once it is 
 import argparse
 import asyncio
 import hmac
-import ipaddress
 import logging
 import os
 import signal
@@ -30,6 +29,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from omni_reward import wire
+from omni_reward.transport import is_loopback
 from omni_reward.wire import Score, ScoreFn, ScoreRequest
 
 MB = 2**20
@@ -66,7 +66,7 @@ def create_app(
     token: str | None = None,
     max_body_mb: int = 256,
     max_batch: int = 1024,
-    max_waiting: int = 16,
+    max_waiting: int = 64,
 ) -> Starlette:
     """ASGI app that answers `POST /score`, `GET /info` and `GET /healthz`.
 
@@ -173,18 +173,16 @@ class _Service:
 
 async def _read_body(request: Request, max_bytes: int) -> bytes:
     """Body of a request, refused as soon as it is known to be too long, whatever its Content-Length says."""
+    too_large = HTTPException(413, f"the body must be at most {max_bytes} bytes")
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    chunks = []
-    if size <= max_bytes:
-        size = 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > max_bytes:
-                break
-    if size > max_bytes:
-        raise HTTPException(413, f"the body must be at most {max_bytes} bytes")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise too_large
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > max_bytes:
+            raise too_large
+        chunks.append(chunk)
     return b"".join(chunks)
 
 
@@ -275,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--token-file", type=Path, help="file with the bearer token that clients must send")
     parser.add_argument("--url-file", type=Path, help="file to write the URL to once the server answers")
-    parser.add_argument("--threads", type=int, default=1, help="cores that one request may use")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only"
+    )
     return parser
 
 
@@ -295,7 +295,7 @@ def _bind(host: str, port: int, *, has_token: bool) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as exc:
         raise ValueError(f"--host must be an address of this machine, got {host!r}: {exc}") from exc
-    if not has_token and not ipaddress.ip_address(address[0]).is_loopback:
+    if not has_token and not is_loopback(str(address[0])):
         raise ValueError(f"--host {host} can be reached from other machines: give --token-file too")
     sock = socket.socket(family, kind, protocol)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

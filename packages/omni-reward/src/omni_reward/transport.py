@@ -15,22 +15,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import requests
-import urllib3
 from requests.adapters import HTTPAdapter
-from urllib3.connection import HTTPConnection
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
 
 MAX_REPLY_BYTES = 16 * 2**20
 
-_CLIENT_ERRORS = (requests.RequestException, urllib3.exceptions.HTTPError)  # requests lets a few of urllib3's through
 
-
-def error_class(exc: Exception) -> type[RewardError]:
-    """The class of ours that a caller sees for an exception of requests or urllib3."""
-    if isinstance(exc, (requests.Timeout, urllib3.exceptions.TimeoutError)):  # before its other base, ConnectionError
+def error_class(exc: requests.RequestException) -> type[RewardError]:
+    """The class of ours that a caller sees for an exception of requests."""
+    if isinstance(exc, requests.Timeout):  # asked first: a connect timeout is a ConnectionError too
         return RewardTimeoutError
-    if isinstance(exc, (requests.exceptions.ContentDecodingError, urllib3.exceptions.DecodeError)):
+    if isinstance(exc, requests.exceptions.ContentDecodingError):
         return RewardFormatError
     return RewardConnectError
 
@@ -66,7 +62,7 @@ class Transport:
         try:
             with self._adapter.hang_up_after(timeout_s):
                 status, reply = self._send(method, path, body, timeout_s)
-        except _CLIENT_ERRORS as exc:
+        except requests.RequestException as exc:
             failure = exc
         if time.monotonic() >= deadline:  # without a failure too: a reply of unknown length looks whole when cut off
             raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s} s") from failure
@@ -124,7 +120,7 @@ class _Adapter(HTTPAdapter):
             pool.ConnectionCls = self._showing(pool.ConnectionCls)
         return pool
 
-    def _showing(self, base: Any) -> type[HTTPConnection]:
+    def _showing(self, base: Any) -> Any:
         adapter = self
 
         class Connection(base):
@@ -173,6 +169,6 @@ def _error_in(reply: bytes) -> tuple[str, str]:
     """Code and message of an error reply; the code is empty when it is not one of a scorer's."""
     try:
         error = json.loads(reply)["error"]
-        return str(error["code"]), str(error["message"])
+        return str(error["code"])[:80], str(error["message"])[:500]
     except (ValueError, KeyError, TypeError, RecursionError):
         return "", repr(reply[:200])

@@ -188,7 +188,7 @@ def decode_reply(body: bytes, *, request_id: str, count: int) -> list[Score]:
 def check_token(token: str | None) -> None:
     """Raises ValueError unless the token is None or fits a header; the message never shows it."""
     if token is not None and not re.fullmatch(r"[!-~]+", token):
-        raise ValueError(f"token must be printable ASCII without spaces, got {len(token)} characters that are not")
+        raise ValueError("token must be printable ASCII without spaces, at least one character; its value is not shown")
 
 
 def to_json(value: object) -> str:

@@ -28,7 +28,8 @@ def load_ocr(*, threads: int = 1) -> ScoreFn:
     """Score function for `image` [N, H, W, 3], uint8, RGB, with the text that was read in `details["read"]`.
 
     Args:
-        threads: cores that one recognition may use.
+        threads: cores that one recognition may use. Its threads spin while they wait, so more than 1 costs more than it
+            brings on cores that others use too.
 
     Raises:
         ValueError: threads is below 1.
