@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import group_advantages
+from omni_losses import group_advantages, reward_metrics
 
 torch.set_num_threads(1)
 
@@ -129,3 +129,19 @@ def test_errors_name_the_argument():
         advantages([1.0], [0], eps=0.0)
     with pytest.raises(ValueError, match="correction must be 0 or 1, got 2"):
         advantages([1.0], [0], correction=2)
+
+
+def test_reward_metrics_of_a_worked_batch():
+    rewards = torch.tensor([1.0, 3.0, 0.1, 0.1, 0.1, math.nan, 7.0, math.nan])
+    metrics = reward_metrics(rewards, torch.tensor([4, 4, 0, 0, 0, 0, 2, 3]))
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {
+            "mean": 11.3 / 6,
+            "min": 0.1,
+            "max": 7.0,
+            "group_std": 1 / 3,  # of 1, 0 and 0: the group without a score has none
+            "zero_variance_ratio": 2 / 3,
+            "abstained_ratio": 1 / 4,
+        },
+        abs=1e-6,
+    )

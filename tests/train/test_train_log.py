@@ -50,6 +50,22 @@ def test_phases_add_up_within_a_step_and_start_again(open_log, lines):
     assert set(second) == {"step", "time/step_s"}
 
 
+def test_times_per_image_are_those_of_the_step(open_log, lines, monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 5.0])
+    monkeypatch.setattr("omni_train.log.time.perf_counter", lambda: next(clock))
+    with open_log() as log:
+        with log.phase("rollout"):
+            pass
+        log.log(1, {}, num_images=8)
+    assert json.loads(lines()[0]) == {
+        "step": 1,
+        "time/rollout_s": 2.0,
+        "time/step_s": 5.0,
+        "time/rollout_ms_per_image": 250.0,
+        "perf/images_per_s_per_device": 1.6,
+    }
+
+
 def test_a_phase_that_fails_still_counts(open_log, lines):
     with open_log() as log:
         with pytest.raises(KeyError), log.phase("score"):
@@ -135,8 +151,8 @@ def test_a_malformed_line_inside_the_file_is_an_error(tmp_path):
 def test_plain_progress_is_one_line_a_step_with_the_time_left(open_log, capsys):
     with open_log(columns=["loss", "reward"]) as log:
         time.sleep(0.05)
-        log.log(0, {"reward": 0.123456, "loss": 1.0, "hidden": 5.0})
-        log.log(3, {"reward": 1.0})
+        log.log(1, {"reward": 0.123456, "loss": 1.0, "hidden": 5.0})
+        log.log(4, {"reward": 1.0})
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith("step=1/4 loss=1 reward=0.1235 step_s=")
     assert "hidden" not in first
@@ -147,15 +163,15 @@ def test_the_time_left_follows_the_seconds_of_a_step(open_log, capsys, monkeypat
     clock = iter([0.0, 60.0, 120.0])
     monkeypatch.setattr("omni_train.log.time.perf_counter", lambda: next(clock))
     with open_log(total_steps=100) as log:
-        log.log(0, {})
         log.log(1, {})
+        log.log(2, {})
     assert [line.split("eta=")[1] for line in capsys.readouterr().out.splitlines()] == ["1:39:00", "1:38:00"]
 
 
 def test_a_terminal_gets_a_bar_with_the_columns(open_log, capsys):
     with open_log(tty=True, columns=["loss"]) as log:
-        log.log(0, {"loss": 0.5, "hidden": 5.0})
-        log.log(1, {"loss": 0.25})
+        log.log(1, {"loss": 0.5, "hidden": 5.0})
+        log.log(2, {"loss": 0.25})
     out = capsys.readouterr().out
     assert "2/4" in out
     assert "loss=0.25" in out
@@ -165,5 +181,5 @@ def test_a_terminal_gets_a_bar_with_the_columns(open_log, capsys):
 def test_without_rich_a_terminal_gets_lines(open_log, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     with open_log(tty=True) as log:
-        log.log(0, {"loss": 0.5})
+        log.log(1, {"loss": 0.5})
     assert capsys.readouterr().out.startswith("step=1/4 loss=0.5")

@@ -7,7 +7,7 @@ import torch
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora, reference
 from omni_train.shard import shard
-from omni_train.weights import named_adapter, named_weights, save_weights
+from omni_train.weights import load_weights, named_adapter, named_weights, save_weights
 from safetensors.torch import load_file
 from torch import nn
 
@@ -117,6 +117,28 @@ def test_diffusers_opens_a_saved_model(run_ranks, tiny_qwen, tmp_path, mode):
     assert opened.config.num_layers == 2
     assert torch.equal(tiny_qwen.run(opened), tiny_qwen.run(plain))
     assert json.loads((folder / "config.json").read_text())["_class_name"] == "QwenImageTransformer2DModel"
+
+
+def test_saved_weights_load_into_a_fresh_model(tiny_qwen, tmp_path, alone):
+    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
+    save_weights(tiny_qwen.build(seed=1), tmp_path / "full", alone)
+    model = tiny_qwen.build()
+    load_weights(model, tmp_path / "adapter")
+    torch.testing.assert_close(tiny_qwen.run(model), tiny_qwen.run(with_lora(tiny_qwen)), rtol=1e-5, atol=1e-5)
+    model = tiny_qwen.build()
+    load_weights(model, tmp_path / "full")
+    assert torch.equal(tiny_qwen.run(model), tiny_qwen.run(tiny_qwen.build(seed=1)))
+
+
+def test_folders_without_fitting_weights_are_errors(tiny_qwen, tmp_path, alone):
+    save_weights(tiny_qwen.build(), tmp_path / "full", alone)
+    with pytest.raises(ValueError, match=r"must hold pytorch_lora_weights\.safetensors or"):
+        load_weights(tiny_qwen.build(), tmp_path)
+    with pytest.raises(ValueError, match="must hold weights of Linear"):
+        load_weights(nn.Linear(2, 2), tmp_path / "full")
+    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
+    with pytest.raises(ValueError, match=r"load_lora_adapter\(\).*got Linear"):
+        load_weights(nn.Linear(2, 2), tmp_path / "adapter")
 
 
 def test_saving_again_replaces_the_folder_and_leaves_nothing_beside_it(tiny_qwen, tmp_path, alone):

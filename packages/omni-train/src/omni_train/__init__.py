@@ -10,6 +10,7 @@ Import from the modules, in reading order:
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
+- `omni_train.config`: settings from a preset, a TOML file and the command line
 
 This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and
 the function `shard` never hides the module `shard`.

@@ -7,7 +7,8 @@ backward pass itself sums the gradients.
 Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together, and the
 gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
 
-In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do.
+In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do, and must
+not change a module's output in place: that would lose the hook that gathers parameters for the backward pass.
 """
 
 from collections.abc import Collection, Iterable

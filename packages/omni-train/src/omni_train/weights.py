@@ -97,11 +97,16 @@ def load_weights(module: nn.Module, folder: str | Path) -> None:
     """Puts what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a LoRA adapter.
 
     Raises:
-        ValueError: the folder holds neither, or weights that do not fit the module.
+        ValueError: the folder holds neither, or weights that do not fit the module; or the module takes no adapters.
     """
     lora, full = Path(folder) / LORA_FILE, Path(folder) / FULL_FILE
     if lora.is_file():
-        module.load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix="transformer")
+        load_adapter = getattr(module, "load_lora_adapter", None)
+        if load_adapter is None:
+            raise ValueError(
+                f"module must have load_lora_adapter(), as diffusers models do, got {type(module).__name__}"
+            )
+        load_adapter(str(folder), weight_name=LORA_FILE, prefix="transformer")
         return
     if not full.is_file():
         raise ValueError(f"folder must hold {LORA_FILE} or {FULL_FILE}, got {folder}")
