@@ -21,7 +21,8 @@ class RunLog:
     """Writes `<folder>/metrics.jsonl`, passes metrics on to sinks, shows progress; does nothing unless `is_main`.
 
     A line is `{"step": 3, "reward/mean": 0.5, ..., "time/rollout_s": 12.1, "time/step_s": 30.0}`. Names are the
-    caller's; the log adds only the `time/` ones. A run that resumes appends; a line torn by a crash is dropped first.
+    caller's; the log adds only times and `perf/images_per_s_per_device`. A run that resumes appends; a line torn by a
+    crash is dropped first.
     """
 
     def __init__(
