@@ -63,15 +63,15 @@ class TinyQwen:
             )
 
     @staticmethod
-    def run(model: Any, samples: slice = slice(0, 2)) -> torch.Tensor:
+    def run(model: Any, samples: slice = slice(0, 2), dtype: torch.dtype = torch.float32) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(2, 12, 64, generator=generator)[samples]
         text = torch.randn(2, 5, 32, generator=generator)[samples]
         timestep = torch.tensor([0.9993, 0.5013])[samples]
         return model(
-            hidden_states=x,
+            hidden_states=x.to(dtype),
             timestep=timestep,
-            encoder_hidden_states=text,
+            encoder_hidden_states=text.to(dtype),
             encoder_hidden_states_mask=None,
             img_shapes=[[(1, 2, 6)]] * len(x),
             return_dict=False,

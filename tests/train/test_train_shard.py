@@ -166,6 +166,20 @@ def test_compute_dtype_acts_on_parameters_and_leaves_inputs_alone(run_ranks):
         assert seen == ["torch.float32", "torch.bfloat16", "torch.float32", "torch.float32"]
 
 
+def test_gathering_in_bfloat16_gives_the_output_of_a_bfloat16_model(run_ranks, tiny_qwen):
+    def work(dist):
+        model = shard(
+            tiny_qwen.build(), dist.mesh, mode="fsdp2", block_names=tiny_qwen.block_names, compute_dtype=torch.bfloat16
+        )
+        with torch.no_grad():
+            return tiny_qwen.run(model, dtype=torch.bfloat16).float().tolist()
+
+    with torch.no_grad():
+        expected = tiny_qwen.run(tiny_qwen.build().to(torch.bfloat16), dtype=torch.bfloat16).float()
+    for got in run_ranks(work):
+        assert torch.equal(torch.tensor(got), expected)
+
+
 def test_transformer_with_lora_has_the_same_gradient_in_every_mode(run_ranks, tiny_qwen):
     def lora_gradients(dist_mode):
         def work(dist):
