@@ -26,7 +26,6 @@ from typing import Literal
 
 from omni_train.config import parse_cli, to_toml
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
@@ -52,9 +51,7 @@ class Args:
     algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
     prompts_per_step: int = 32  # Groups in a training step, over all ranks
     group_size: int = 16  # Samples of a group
-    batch_size: int = (
-        16  # Samples per forward on a rank, in rollout and update alike: the same shape gives the same bits
-    )
+    batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike: same shape, same bits
     height: int = 512  # Pixels
     width: int = 512  # Pixels
     num_steps: int = 10  # Denoising steps of a rollout
@@ -78,40 +75,18 @@ class Args:
     lora_rank: int = 0  # 0 trains all weights of the transformer
     lora_alpha: int = 128  # LoRA's scale is alpha / rank
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
-    shard: Literal["auto", "none", "ddp", "fsdp2"] = (
-        "auto"  # How weights lie over ranks; auto is ddp for LoRA and fsdp2 for full weights on several ranks
-    )
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
 
 
 PRESETS = {
     "tiny-signs": Args(
-        name="tiny-signs",
-        prompts_per_step=4,
-        group_size=8,
-        height=32,
-        width=96,
-        lr=3e-5,
-        clip_range=1e-3,
-        weight_decay=0.0,
-        steps=200,
-    ),
-    "qwen-image-ocr-lora": Args(
-        name="qwen-image-ocr-lora",
-        model="Qwen/Qwen-Image",
-        dtype="bfloat16",
-        prompts="data/ocr/train.txt",
-        eval_prompts="data/ocr/test.txt",
-        guidance_scale=4.0,
-        noise_level=1.2,
-        window_size=2,
-        window_high=5,
-        updates_per_step=2,
-        lora_rank=64,
-        gradient_checkpointing=True,
-        eval_every=30,
-        eval_num_steps=50,
-    ),
-}
+        name="tiny-signs", prompts_per_step=4, group_size=8, height=32, width=96, lr=3e-5, clip_range=1e-3,
+        weight_decay=0.0, steps=200),
+    "qwen-image-ocr-lora": Args(  # Flow-GRPO's OCR task as published for Qwen-Image; bring its prompts
+        name="qwen-image-ocr-lora", model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt",
+        eval_prompts="data/ocr/test.txt", guidance_scale=4.0, noise_level=1.2, window_size=2, window_high=5,
+        lora_rank=64, updates_per_step=2, gradient_checkpointing=True, eval_every=30, eval_num_steps=50),
+}  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -123,18 +98,16 @@ def check_args(args: Args) -> None:
     if args.group_size < 2:
         raise ValueError(f"--group-size must be >= 2, as advantages compare samples of a group, got {args.group_size}")
     if args.batch_size < 1 or samples % per_round:
-        raise ValueError(
-            f"--batch-size times the number of ranks ({per_round}) must divide the samples of a step, "
-            f"--prompts-per-step times --group-size ({samples})"
-        )
-    if args.updates_per_step < 1 or samples // per_round % args.updates_per_step:
-        raise ValueError(
-            f"--updates-per-step must divide a rank's batches ({samples // per_round}), got {args.updates_per_step}"
-        )
+        both = "--prompts-per-step times --group-size"
+        raise ValueError(f"--batch-size times the ranks ({per_round}) must divide {both} ({samples})")
+    if args.updates_per_step < 1 or (rounds := samples // per_round) % args.updates_per_step:
+        raise ValueError(f"--updates-per-step must divide a rank's batches ({rounds}), got {args.updates_per_step}")
     if args.kl_coef and not args.lora_rank:
         raise ValueError("--kl-coef needs --lora-rank > 0: the reference is the model without its adapter, got 0")
     if args.shard == "none" and world > 1:
         raise ValueError(f"--shard none keeps ranks apart, so it takes 1 rank, got {world}")
+    if args.dtype != "float32" and not args.lora_rank and args.shard != "fsdp2":
+        raise ValueError("--dtype bfloat16 with all weights trained needs --shard fsdp2, which keeps float32 masters")
     if args.eval_every < 1 or args.steps < 0:
         raise ValueError(f"--eval-every must be >= 1 and --steps >= 0, got {args.eval_every} and {args.steps}")
 
@@ -142,25 +115,24 @@ def check_args(args: Args) -> None:
 if __name__ == "__main__":
     ARGS = parse_cli(Args, PRESETS, check_args, sys.argv[1:], description=__doc__)
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 2. Algorithms. One more is one more line.
 
-import torch  # noqa: E402
-from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics  # noqa: E402
-from omni_reward import RewardClient, Score  # noqa: E402
-from omni_rollout import Prompt, SamplingParams, Trajectory  # noqa: E402
-from omni_rollout.diffusers_engine import DiffusersEngine  # noqa: E402
-from omni_rollout.models import qwen_image  # noqa: E402
-from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window  # noqa: E402
-from omni_train.data import PromptSampler, load_prompts, sample_seed  # noqa: E402
-from omni_train.device import memory  # noqa: E402
-from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown  # noqa: E402
-from omni_train.log import RunLog  # noqa: E402
-from omni_train.lora import add_lora, reference  # noqa: E402
-from omni_train.optim import build_adamw, optimizer_step, warmup_lr  # noqa: E402
-from omni_train.shard import reduce_gradients, shard  # noqa: E402
-from omni_train.weights import save_weights  # noqa: E402
-from sample import contact_sheet  # noqa: E402
+import torch
+from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics
+from omni_reward import RewardClient, Score
+from omni_rollout import Prompt, SamplingParams, Trajectory
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
+from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_seed
+from omni_train.device import memory
+from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown
+from omni_train.log import RunLog
+from omni_train.lora import add_lora, reference
+from omni_train.optim import build_adamw, optimizer_step, warmup_lr
+from omni_train.shard import reduce_gradients, shard
+from omni_train.weights import save_weights
+from sample import contact_sheet
 
 
 @dataclass(frozen=True)
@@ -178,10 +150,9 @@ ALGOS = {
     "dancegrpo": Algo(dance_step, "subset", grpo_loss),
     "mixgrpo": Algo(sde_step, "sliding", grpo_loss),
 }
-Scores = Future[list[Score]]
+Pending = Future[list[Score]]
 RATIO_TOLERANCE = {"diffusers": 0.0}  # engine -> largest |ratio - 1| before the first update
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 3. Set-up
 
 
@@ -190,8 +161,8 @@ class Run:
     """What every part of a step needs."""
 
     args: Args
-    algo: Algo
     dist: Dist
+    algo: Algo
     client: RewardClient
     sampler: PromptSampler
     eval_prompts: list[Prompt]
@@ -211,10 +182,7 @@ def setup(args: Args) -> Run:
     client = RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s)
     client.check()
     sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    eval_prompts = [  # seeds that neither the run's seed nor its steps touch
-        Prompt(record.text, group=i, seed=sample_seed(0, -1, i, 0), negative=record.negative, meta=dict(record.meta))
-        for i, record in enumerate(load_prompts(args.eval_prompts))
-    ]
+    eval_prompts = samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
     model = qwen_image.load(args.model, device=dist.device, dtype=getattr(torch, args.dtype))
     net = model.transformer
     mode = args.shard
@@ -226,7 +194,8 @@ def setup(args: Args) -> Run:
         net.float().requires_grad_(True)
     if args.gradient_checkpointing:
         net.enable_gradient_checkpointing()
-    shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES)
+    compute_dtype = getattr(torch, args.dtype) if mode == "fsdp2" else None
+    shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
     folder = Path("runs") / args.name
@@ -236,35 +205,37 @@ def setup(args: Args) -> Run:
         (folder / "config.toml").write_text(to_toml(args))
     engine = DiffusersEngine(qwen_image, model)
     return Run(
-        args, ALGOS[args.algo], dist, client, sampler, eval_prompts, net, engine, mode, params, optimizer, folder, log
+        args, dist, ALGOS[args.algo], client, sampler, eval_prompts, net, engine, mode, params, optimizer, folder, log
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 4. Rollout and score
 
 
-def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[Scores]]:
-    """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
-    prompts = [
-        Prompt(r.text, g, sample_seed(run.args.seed, step, r.index, i), r.negative, meta=dict(r.meta))
-        for g, r in enumerate(run.sampler.at(step))
-        for i in range(run.args.group_size)
+def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
+    """`group_size` samples of each prompt, each with a seed of its own."""
+    return [
+        Prompt(r.text, group, sample_seed(seed, step, r.index, i), r.negative, meta=dict(r.meta))
+        for group, r in enumerate(records)
+        for i in range(group_size)
     ]
+
+
+def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[Pending]]:
+    """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
+    prompts = samples(run.sampler.at(step), run.args.group_size, seed=run.args.seed, step=step)
     return draw(run, prompts, params_at(run, step))
 
 
-def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[Trajectory], list[Scores]]:
+def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[Trajectory], list[Pending]]:
     """This rank's share of `prompts`, in batches, each sent to the scorer as soon as it is drawn."""
     local, size = len(prompts) // run.dist.world_size, run.args.batch_size
     mine = prompts[run.dist.rank * local :][:local]
     batches, scores = [], []
     for i in range(0, local, size):
         batch = run.engine.generate(mine[i : i + size], params)
-        images = batch.media.permute(0, 2, 3, 1).cpu().numpy()
-        scores.append(
-            run.client.submit({"image": images}, [p.text for p in batch.prompts], [p.meta for p in batch.prompts])
-        )
+        images, chunk = batch.media.permute(0, 2, 3, 1).cpu().numpy(), batch.prompts
+        scores.append(run.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk]))
         batches.append(batch)
     return batches, scores
 
@@ -272,25 +243,14 @@ def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[
 def params_at(run: Run, step: int) -> SamplingParams:
     """How a training step samples; its window is the same on every rank."""
     args = run.args
-    steps = sde_window(
-        args.num_steps,
-        args.window_size,
-        low=args.window_low,
-        high=args.window_high,
-        strategy=run.algo.window,
-        iteration=step,
-        seed=args.seed,
-        iters_per_group=args.window_iters,
-        stride=args.window_stride,
-    )
-    size = args.num_steps, args.height, args.width
+    window = sde_window(
+        args.num_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=run.algo.window,
+        iteration=step, seed=args.seed, iters_per_group=args.window_iters, stride=args.window_stride,
+    )  # fmt: skip
     return SamplingParams(
-        *size,
-        guidance_scale=args.guidance_scale,
-        step=run.algo.step,
-        noise_level=args.noise_level,
-        sde_steps=steps,
-    )
+        args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=run.algo.step,
+        noise_level=args.noise_level, sde_steps=window,
+    )  # fmt: skip
 
 
 def rewards_of(scores: list[Score]) -> torch.Tensor:
@@ -306,15 +266,10 @@ def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]
     groups = torch.arange(run.args.prompts_per_step).repeat_interleave(run.args.group_size)
     advantages = group_advantages(rewards, groups, std=run.args.adv_std)
     metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
-    metrics |= {
-        "advantage/mean": advantages.mean().item(),
-        "advantage/min": advantages.min().item(),
-        "advantage/max": advantages.max().item(),
-    }
+    metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     return advantages.view(run.dist.world_size, -1)[run.dist.rank], metrics
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 5. Update
 
 
@@ -322,9 +277,8 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
     """Optimizer steps on this step's samples; the metrics are means over batches, kept steps and ranks."""
     args = run.args
     seen: list[dict[str, torch.Tensor]] = []
-    norms, num_skipped = [], 0
-    per_update = len(batches) // args.updates_per_step
-    num_kept = batches[0].x.shape[1]
+    results = []
+    per_update, num_kept = len(batches) // args.updates_per_step, batches[0].x.shape[1]
     lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps)
     for first in range(0, len(batches), per_update):
         for i in range(first, first + per_update):
@@ -333,12 +287,9 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
             for k in range(num_kept):
                 move, kl = rescore(run, batch, k)
                 out = run.algo.loss(
-                    move.log_prob,
-                    batch.rollout_log_prob[:, k],
-                    batch_advantages,
-                    clip_range=args.clip_range,
-                    adv_clip_max=args.adv_clip_max,
-                )
+                    move.log_prob, batch.rollout_log_prob[:, k], batch_advantages,
+                    clip_range=args.clip_range, adv_clip_max=args.adv_clip_max,
+                )  # fmt: skip
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 (loss / (per_update * num_kept * run.dist.world_size)).backward()
@@ -346,39 +297,33 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
         if first == 0:
             first_deviation = check_ratio(run, step, seen)
         reduce_gradients(run.params, run.dist.mesh, mode=run.mode)
-        result = optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=run.dist)
-        norms.append(result.grad_norm)
-        num_skipped += result.skipped
+        results.append(
+            optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=run.dist)
+        )
     means = mean_metrics(run.dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
     return {f"policy/{name}": value for name, value in means.items()} | {
         "policy/first_ratio_max_dev": first_deviation,
-        "policy/grad_norm": sum(norms) / len(norms),
-        "policy/skipped_updates": num_skipped,
+        "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
+        "policy/skipped_updates": sum(r.skipped for r in results),
         "policy/lr": lr,
     }
 
 
 def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tensor]:
     """The k-th kept step of every sample under the weights of now, and the mean KL to the reference."""
-    args, sigma = run.args, batch.sigma(k)
+    scale, level = run.args.guidance_scale, run.args.noise_level
+    x, x_next, sigma, sigma_next = batch.x[:, k], batch.x_next[:, k], batch.sigma(k), batch.sigma_next(k)
 
     def score() -> Transition:
-        x = batch.x[:, k]
-        velocity = qwen_image.predict_velocity(
-            run.net, x, sigma.to(x.device), batch.cond, guidance_scale=args.guidance_scale
-        )
-        return run.algo.step(
-            velocity, x, sigma, batch.sigma_next(k), noise_level=args.noise_level, x_next=batch.x_next[:, k]
-        )
+        velocity = qwen_image.predict_velocity(run.net, x, sigma.to(x.device), batch.cond, guidance_scale=scale)
+        return run.algo.step(velocity, x, sigma, sigma_next, noise_level=level, x_next=x_next)
 
-    kl = torch.zeros((), device=run.dist.device)
-    if args.kl_coef:
-        with torch.no_grad(), reference(run.net):
-            ref_mean = score().mean
+    if not run.args.kl_coef:
+        return score(), torch.zeros((), device=x.device)
+    with torch.no_grad(), reference(run.net):
+        ref_mean = score().mean
     move = score()
-    if args.kl_coef:
-        kl = gaussian_kl(move.mean, ref_mean, move.std).mean()
-    return move, kl
+    return move, gaussian_kl(move.mean, ref_mean, move.std).mean()
 
 
 def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> float:
@@ -387,17 +332,15 @@ def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> flo
     worst = gather_floats(run.dist, local.view(1)).max().item()
     tolerance = RATIO_TOLERANCE[run.args.engine]
     if not worst <= tolerance:  # NaN stops the run too
-        by_batch = [f"{metrics['ratio_max_dev'].item():.3g}" for metrics in seen]
         raise RuntimeError(
             f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}. "
             f"The update does not compute what the {run.args.engine} engine sampled with: look for other weights (a "
             "missed sync), another batch shape, dtype or attention kernel, or another sigma, window or guidance. "
-            f"Deviation by batch and kept step on rank {run.dist.rank}: {', '.join(by_batch)}"
+            f"By batch and kept step on rank {run.dist.rank}: {[m['ratio_max_dev'].item() for m in seen]}"
         )
     return worst
 
 
-# ---------------------------------------------------------------------------------------------------------------------
 # 6. Evaluation and the loop
 
 
@@ -432,27 +375,28 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with run.log.phase("sync"):
         run.engine.load_weights((), version=step + 1)  # the engine samples with `run.net` itself: nothing moves
     used = memory(run.dist.device)
-    return metrics | {
-        "reward/busy_s": run.client.busy_s - busy_s,
-        "perf/memory_mb": used.current_mb,
-        "perf/peak_memory_mb": used.peak_mb,
-    }
+    metrics |= {"perf/memory_mb": used.current_mb, "perf/peak_memory_mb": used.peak_mb}
+    return metrics | {"reward/busy_s": run.client.busy_s - busy_s}
 
 
 def main(args: Args) -> None:
     """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
     run = setup(args)
     local_images = args.prompts_per_step * args.group_size // run.dist.world_size
+    scores = []
     for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
         metrics = train_step(run, step - 1) if step else {}
         if step % args.eval_every == 0 or step == args.steps:
             with run.log.phase("eval"):
                 metrics |= evaluate(run, step)
+            scores.append(metrics["eval/reward"])
             if step:
                 save_weights(run.net, run.folder / "weights", run.dist)
         run.log.log(step, metrics, num_images=local_images if step else 0)
     run.log.close()
     run.client.close()
+    if run.dist.is_main:
+        print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; images, weights and metrics in {run.folder}")
     shutdown(run.dist)
 
 

@@ -25,7 +25,7 @@ def main() -> None:
         if ACCELERATOR.match(requirement.name):
             continue
         if requirement.marker is None or requirement.marker.evaluate(ENVIRONMENT):
-            version = str(requirement.specifier).partition("+")[0]  # +cpu: which build lies at hand is the machine's own
+            version = str(requirement.specifier).partition("+")[0]  # +cpu: the build is the machine's own affair
             print(f"{requirement.name}{version}")
 
 

@@ -13,15 +13,17 @@ from PIL import Image, ImageDraw, ImageFont
 
 HEIGHT, WIDTH = 32, 96
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
-COLORS = {  # name -> (board, ink)
-    "white": ((238, 238, 232), (30, 30, 34)),
-    "yellow": ((245, 205, 60), (30, 30, 34)),
-    "green": ((30, 120, 70), (245, 245, 240)),
-    "blue": ((35, 80, 165), (245, 245, 240)),
-    "red": ((185, 40, 45), (245, 245, 240)),
-    "black": ((38, 38, 42), (240, 240, 235)),
+COLORS = {  # name -> board
+    "white": (240, 240, 236),
+    "yellow": (250, 214, 92),
+    "green": (158, 214, 150),
+    "blue": (150, 200, 240),
+    "pink": (248, 182, 196),
+    "orange": (250, 178, 110),
 }
-FONT_SIZES = (24, 26, 28)
+INK = (28, 28, 34)
+FONT_SIZES = (26, 28)
+CELL = 22  # pixels from letter to letter, as on a number plate
 
 
 def is_eval_word(word: str) -> bool:
@@ -45,14 +47,13 @@ def draw_prompt(rng: random.Random, *, evaluation: bool = False) -> tuple[str, s
 
 def render(rng: random.Random, color: str, word: str) -> np.ndarray:
     """A picture of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and place."""
-    board, ink = (tuple(c + rng.randint(-8, 8) for c in rgb) for rgb in COLORS[color])
-    image = Image.new("RGB", (WIDTH, HEIGHT), board)
+    image = Image.new("RGB", (WIDTH, HEIGHT), tuple(c + rng.randint(-6, 6) for c in COLORS[color]))
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(size=rng.choice(FONT_SIZES))
-    left, top, right, bottom = draw.textbbox((0, 0), word, font=font)
-    x = (WIDTH - (right - left)) // 2 - left + rng.randint(-3, 3)
-    y = (HEIGHT - (bottom - top)) // 2 - top + rng.randint(-1, 1)
-    draw.text((x, y), word, font=font, fill=ink)
+    x = (WIDTH - CELL * (len(word) - 1)) / 2 + rng.randint(-2, 2)
+    y = HEIGHT / 2 + rng.randint(-1, 1)
+    for i, letter in enumerate(word):
+        draw.text((x + CELL * i, y), letter, font=font, fill=INK, anchor="mm")
     return np.asarray(image)
 
 

@@ -14,7 +14,7 @@ Velocity = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]  # (x, sigma [B
 def check_engine(engine: Engine, params: SamplingParams, velocity: Velocity, *, tolerance: float = 0.0) -> None:
     """Raises AssertionError unless `engine` keeps the contract.
 
-    params: at least two kept steps in a row. velocity: the trainer's prediction, on the weights the engine samples with.
+    params: at least two kept steps in a row. velocity: the trainer's prediction, on the weights that the engine has.
     tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit for bit.
     """
     prompts = [Prompt(f'a red sign that says "{word}"', group=i // 2, seed=100 + i) for i, word in enumerate("ABCD")]

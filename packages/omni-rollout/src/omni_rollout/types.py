@@ -6,7 +6,7 @@ Shapes: B samples, S denoising steps, K stochastic (trained) steps. `sigma` is t
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from omni_sched import Transition, sde_step
@@ -31,7 +31,7 @@ class SamplingParams:
     """How all samples of one call are drawn.
 
     num_steps: S. height, width: pixels. guidance_scale: classifier-free guidance, off at 1.
-    step: the stochastic step function of omni_sched, taken at the step indices `sde_steps`; every other step is Euler's.
+    step: the stochastic step function of omni_sched, taken at the step indices `sde_steps`; the others are Euler's.
     noise_level: strength of the injected noise, as that function defines it. keep_mean: also store the steps' means.
     """
 
@@ -120,8 +120,8 @@ class Trajectory:
         whole["prompts"] = tuple(prompt for p in parts for prompt in p.prompts)
         return Trajectory(**whole)
 
-    def _map(self, change: Callable[[Tensor], Tensor], **others: object) -> "Trajectory":
-        changed = {
+    def _map(self, change: Callable[[Tensor], Tensor], **others: Any) -> "Trajectory":
+        changed: dict[str, Any] = {
             f.name: change(getattr(self, f.name))
             for f in fields(self)
             if isinstance(getattr(self, f.name), Tensor) and f.name not in others

@@ -1,4 +1,5 @@
 """One file per model. A module is the interface; nothing here knows of an algorithm.
 
-Each file offers `load`, `sigmas`, `latent_shape`, `encode`, `predict_velocity`, `decode`, `LORA_TARGETS` and `BLOCK_NAMES`.
+Each file offers `load`, `sigmas`, `latent_shape`, `encode`, `predict_velocity`, `decode`, `LORA_TARGETS` and
+`BLOCK_NAMES`.
 """

@@ -61,7 +61,7 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.d
     """The parts of a diffusers QwenImagePipeline folder or hub id, in eval mode, with no gradients wanted."""
     from diffusers import QwenImagePipeline
 
-    pipe = QwenImagePipeline.from_pretrained(path, torch_dtype=dtype)
+    pipe = QwenImagePipeline.from_pretrained(path, dtype=dtype)
     for part in (pipe.transformer, pipe.text_encoder, pipe.vae):
         part.to(device).eval().requires_grad_(False)
     return QwenImage(pipe.transformer, pipe.text_encoder, pipe.tokenizer, pipe.vae, pipe.scheduler)

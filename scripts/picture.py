@@ -1,0 +1,77 @@
+"""Draws what the README shows of a run: the same prompts and seeds before and after, and the curve of the scores.
+
+python scripts/picture.py runs/tiny-signs docs/images
+"""
+
+import argparse
+from pathlib import Path
+
+from omni_train.log import load_metrics
+from PIL import Image, ImageDraw, ImageFont
+
+ROWS = 4  # of the evaluation's contact sheets
+WIDTH, HEIGHT, MARGIN = 640, 300, 44
+
+
+def before_and_after(run: Path) -> Image.Image:
+    """The first rows of the first and of the last evaluation's contact sheet, one above the other."""
+    sheets = sorted((run / "eval").glob("*.png"))
+    pictures = [Image.open(path).convert("RGB") for path in (sheets[0], sheets[-1])]
+    row = (64 + 4 + 16) * ROWS + 4  # as contact_sheet lays out signs of 32 x 96 pixels, enlarged twice
+    title = 28
+    picture = Image.new("RGB", (pictures[0].width, 2 * (row + title)), "white")
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=18)
+    for i, (name, sheet) in enumerate(zip(("before", "after"), pictures, strict=True)):
+        draw.text((6, i * (row + title) + 4), name, font=font, fill="black")
+        picture.paste(sheet.crop((0, 0, sheet.width, row)), (0, i * (row + title) + title))
+    return picture
+
+
+def curve(run: Path) -> str:
+    """An SVG of the held-out score and of the training reward over the steps."""
+    steps = load_metrics(run / "metrics.jsonl")
+    last = max(step["step"] for step in steps)
+
+    def place(step: float, score: float) -> str:
+        x = MARGIN + step / last * (WIDTH - 2 * MARGIN)
+        return f"{x:.1f},{HEIGHT - MARGIN - score * (HEIGHT - 2 * MARGIN):.1f}"
+
+    def line(name: str, color: str, width: float) -> str:
+        points = [place(s["step"], s[name]) for s in steps if name in s]
+        return f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="{width}"/>'
+
+    held_out = [(s["step"], s["eval/reward"]) for s in steps if "eval/reward" in s]
+    grid = "".join(
+        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y}" y2="{y}" stroke="#ddd"/>'
+        f'<text x="{MARGIN - 6}" y="{y + 4}" text-anchor="end">{score:.1f}</text>'
+        for score in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+        for y in [HEIGHT - MARGIN - score * (HEIGHT - 2 * MARGIN)]
+    )
+    dots = "".join(
+        f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="4" fill="#c2410c"/>'
+        f'<text x="{p.split(",")[0]}" y="{float(p.split(",")[1]) - 10:.1f}" text-anchor="middle">{score:.2f}</text>'
+        for step, score in held_out
+        for p in [place(step, score)]
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{grid}'
+        f"{line('reward/mean', '#94a3b8', 1)}{line('eval/reward', '#c2410c', 2)}{dots}"
+        f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">training steps (0 to {last:.0f})</text>'
+        f'<text x="{MARGIN}" y="24"><tspan fill="#c2410c">held-out OCR score</tspan>'
+        f'<tspan fill="#64748b" dx="16">reward of the training samples</tspan></text></svg>\n'
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    before_and_after(args.run).save(args.out / "before_after.png", optimize=True)
+    (args.out / "curve.svg").write_text(curve(args.run))
+
+
+if __name__ == "__main__":
+    main()

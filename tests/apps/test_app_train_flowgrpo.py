@@ -1,0 +1,228 @@
+"""The FlowGRPO trainer: the gate, ranks, overlap, algorithms, learning, its command line."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import train_flowgrpo as app
+from helpers import CHECKPOINT, REPO
+from omni_reward import Score
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_train.config import base_config, to_toml
+from omni_train.data import PromptSampler
+from omni_train.dist import Dist
+from omni_train.log import load_metrics
+
+TINY = replace(
+    app.PRESETS["tiny-signs"],
+    model=str(CHECKPOINT),
+    prompts=str(REPO / "data" / "tiny-signs" / "train.txt"),
+    eval_prompts=str(REPO / "data" / "tiny-signs" / "eval.txt"),
+    prompts_per_step=2,
+    group_size=4,
+    batch_size=4,
+    num_steps=4,
+    eval_num_steps=2,
+    steps=2,
+    eval_every=2,
+)
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eval.txt").write_text('a red sign that says "AB"\na blue sign that says "CD"\n')
+    return tmp_path
+
+
+def train(bright_url, **changes):
+    args = replace(TINY, scorer_url=bright_url, eval_prompts="eval.txt", **changes)
+    app.check_args(args)
+    app.main(args)
+    return load_metrics(Path("runs") / args.name / "metrics.jsonl")
+
+
+def launch(tmp_path, flags, ranks, name):
+    """The trainer as a user starts it; the metrics of its run."""
+    command = [sys.executable, str(REPO / "apps" / "train_flowgrpo.py")]
+    if ranks > 1:
+        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*runner, *command[1:]]
+    config = tmp_path / f"{name}.toml"
+    config.write_text(to_toml(replace(TINY, name=name, eval_prompts="eval.txt", batch_size=2)))
+    # One thread each: torchrun's own default, and sums in another order would be other numbers.
+    subprocess.run(
+        [*command, "--config", str(config), *flags], check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    return load_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+
+
+@pytest.mark.timeout(600)
+def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp, ocr_flags):
+    runs = {
+        "single": launch(in_tmp, ocr_flags, 1, "single"),
+        "fsdp2": launch(in_tmp, [*ocr_flags, "--shard", "fsdp2"], 2, "fsdp2"),
+        "ddp": launch(in_tmp, [*ocr_flags, "--shard", "ddp"], 2, "ddp"),
+    }
+    for name, lines in runs.items():
+        assert [line["step"] for line in lines] == [0, 1, 2]
+        assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0], name
+        assert lines[0]["eval/reward"] == runs["single"][0]["eval/reward"]
+        for key in ("reward/mean", "reward/min", "reward/max", "reward/group_std", "advantage/max"):
+            assert lines[1][key] == runs["single"][1][key], (name, key)
+        # After an update, sums over ranks have rounded in another order than sums over batches.
+        assert lines[1]["policy/grad_norm"] == pytest.approx(runs["single"][1]["policy/grad_norm"], rel=1e-4)
+
+
+def world(rank, world_size):
+    """A run that can sample, as one of `world_size` ranks, without the others and without a scorer."""
+    model = qwen_image.load(CHECKPOINT)
+    return SimpleNamespace(
+        args=replace(TINY, batch_size=2),
+        dist=Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None),
+        algo=app.ALGOS["flowgrpo"],
+        sampler=PromptSampler(TINY.prompts, prompts_per_step=2, seed=0),
+        engine=DiffusersEngine(qwen_image, model),
+        client=SimpleNamespace(submit=lambda media, prompts, meta: None),
+    )
+
+
+def test_trajectories_do_not_depend_on_the_number_of_ranks():
+    alone, _ = app.rollout(world(0, 1), step=3)
+    shared = [batch for rank in range(2) for batch in app.rollout(world(rank, 2), step=3)[0]]
+    assert len(alone) == len(shared) == 4
+    for a, b in zip(alone, shared, strict=True):
+        assert a.prompts == b.prompts
+        for name in ("x", "x_next", "rollout_log_prob", "x0", "media"):
+            assert torch.equal(getattr(a, name), getattr(b, name)), name
+
+
+def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
+    run, events = world(0, 1), []
+    generate = run.engine.generate
+    run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
+    run.client.submit = lambda media, prompts, meta: events.append("submit")
+    app.rollout(run, step=0)
+    assert events == ["draw", "submit"] * 4
+
+
+@pytest.mark.parametrize("algo", sorted(app.ALGOS))
+def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo):
+    lines = train(bright_url, algo=algo, noise_level=0.5, window_size=2)
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
+    assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "diffusion_pytorch_model.safetensors").exists()
+
+
+def test_training_raises_a_reward_that_can_be_raised(in_tmp, bright_url):
+    lines = train(bright_url, steps=12, eval_every=12, lr=3e-4, group_size=8, batch_size=8)
+    assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.02
+
+
+def test_lora_with_a_reference_and_several_updates(in_tmp, bright_url):
+    lines = train(
+        bright_url, lora_rank=4, lora_alpha=8, kl_coef=0.1, updates_per_step=2, lr=1e-2, gradient_checkpointing=True
+    )
+    assert lines[1]["policy/first_ratio_max_dev"] == 0.0
+    assert lines[1]["policy/ratio_max_dev"] > 0  # the second update sees weights that have moved
+    assert lines[2]["policy/kl"] > lines[1]["policy/kl"] > 0
+    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "pytorch_lora_weights.safetensors").exists()
+
+
+def test_guidance_keeps_the_ratio_at_one(in_tmp, bright_url):
+    assert train(bright_url, guidance_scale=3.0, steps=1)[1]["policy/first_ratio_max_dev"] == 0.0
+
+
+def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, bright_url, monkeypatch):
+    rollout = app.rollout
+
+    def rollout_then_change(run, step):
+        result = rollout(run, step)
+        with torch.no_grad():
+            run.params[0].add_(1e-3)
+        return result
+
+    monkeypatch.setattr(app, "rollout", rollout_then_change)
+    with pytest.raises(RuntimeError, match=r"step 0: before the first update the ratio must be 1 within 0.0, but is"):
+        train(bright_url)
+
+
+def test_samples_without_a_score_take_no_part():
+    run = SimpleNamespace(
+        args=replace(TINY, prompts_per_step=2, group_size=2),
+        dist=Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None),
+    )
+    scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
+    advantages, metrics = app.grade(run, scores)
+    assert advantages[:2].tolist() == [0.0, 0.0]
+    assert advantages[3] == -advantages[2] > 0
+    assert metrics["reward/mean"] == pytest.approx(0.5)
+    assert metrics["reward/abstained_ratio"] == 0.25
+    with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
+        app.grade(run, [Score(None, abstained="broken")] * 4)
+
+
+def run_cli(*flags):
+    script = str(REPO / "apps" / "train_flowgrpo.py")
+    return subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, cwd=REPO)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lrr", "1"], "--lr"),
+        (["--algo", "ppo"], "flowgrpo"),
+        (["--preset", "tiny-sings"], "did you mean 'tiny-signs'?"),
+        (["--preset"], "--preset needs a value"),
+        (["--config", "no-such-file.toml"], "--config must be a readable TOML file, got no-such-file.toml"),
+        ([], "--scorer-url must be the URL of a reward server"),
+        (["--scorer-url", "http://x", "--group-size", "1"], "--group-size must be >= 2"),
+        (["--scorer-url", "http://x", "--batch-size", "7"], "--batch-size times the ranks (7) must divide"),
+        (["--scorer-url", "http://x", "--updates-per-step", "3"], "--updates-per-step must divide a rank's batches"),
+        (["--scorer-url", "http://x", "--kl-coef", "0.1"], "--kl-coef needs --lora-rank > 0"),
+        (["--scorer-url", "http://x", "--dtype", "bfloat16"], "--dtype bfloat16 with all weights trained"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_code_2(flags, message):
+    result = run_cli(*flags)
+    assert result.returncode == 2, result.stderr
+    assert message in result.stderr + result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_run_can_be_repeated_from_its_own_config(tmp_path):
+    path = tmp_path / "config.toml"
+    path.write_text(to_toml(replace(TINY, window_size=3, name='a "quoted" name')))
+    assert base_config(app.Args(), {}, path=str(path)) == replace(TINY, window_size=3, name='a "quoted" name')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("lrr = 1.0", "unknown key 'lrr'; did you mean 'lr'"), ('lr = "fast"', "lr must be a float, got 'fast'")],
+)
+def test_a_mistake_in_a_config_file_is_named(tmp_path, text, message):
+    path = tmp_path / "config.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        base_config(app.Args(), {}, path=str(path))
+
+
+def test_the_published_preset_is_the_published_one():
+    preset = app.PRESETS["qwen-image-ocr-lora"]
+    assert (preset.height, preset.width, preset.num_steps, preset.guidance_scale) == (512, 512, 10, 4.0)
+    assert (preset.group_size, preset.prompts_per_step, preset.lr, preset.lora_rank) == (16, 32, 3e-4, 64)
+    assert (preset.window_size, preset.window_low, preset.window_high, preset.clip_range) == (2, 0, 5, 1e-4)
+
+
+def test_evaluation_words_are_not_trained_on():
+    def words(path):
+        return {line.split('"')[1] for line in Path(path).read_text().splitlines()}
+
+    assert not words(TINY.prompts) & words(TINY.eval_prompts)
