@@ -1,0 +1,260 @@
+"""Who may import whom, where a device may be named, and what no file may hold.
+
+Each rule is a function from a file's place and source to its faults. It is run over the tree, where it must find none,
+and over small bad sources, where it must find one: a rule that cannot fail holds nothing.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+
+import pytest
+from helpers import REPO
+
+# A place is a path below packages/*/src, as omni_sched/steps.py, or below the repository, as apps/sample.py.
+SIBLINGS = {"omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"}
+MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names them
+    "omni_sched/*": {"torch"},
+    "omni_losses/*": {"torch"},
+    "omni_reward/*": {"requests", "urllib3", "numpy", "PIL", "safetensors"},
+    "omni_reward/server.py": {"starlette", "uvicorn"},
+    "omni_reward/scorers/ocr.py": {"rapidocr", "rapidfuzz"},
+    "omni_rollout/*": {"torch", "omni_sched"},
+    "omni_rollout/models/*": {"diffusers", "transformers"},
+    "omni_rollout/diffusers_engine.py": {"diffusers", "transformers"},
+    "omni_rollout/vllm_omni_engine.py": {"vllm", "vllm_omni"},
+    "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
+}
+MAY_IMPORT_LAZILY = {"omni_train/config.py": {"tyro"}, "omni_train/log.py": {"rich"}}  # inside a function
+MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
+    "omni_reward/*": ("safetensors.torch",),
+    "omni_sched/*": ("torch.distributed",),
+    "omni_losses/*": ("torch.distributed",),
+    "omni_rollout/*": ("torch.distributed",),
+}
+MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/vllm_omni_engine.py")
+DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")
+UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
+UNSAFE_NAMES = {  # object collectives unpickle what arrives; the others import what a string names
+    "all_gather_object",
+    "gather_object",
+    "broadcast_object_list",
+    "scatter_object_list",
+    "send_object_list",
+    "recv_object_list",
+    "import_module",
+    "entry_points",
+}
+SAFE_KEYWORDS = {"weights_only": "True", "allow_pickle": "False"}  # where one is given at all
+HOSTS = [  # in pieces, as no file may hold them, this one included
+    ".".join(pieces)
+    for pieces in (
+        ("pypi", "org"),
+        ("pypi", "python", "org"),
+        ("files", "pythonhosted", "org"),
+        ("download", "pytorch", "org"),
+        ("pypi", "nvidia", "com"),
+        ("conda", "anaconda", "org"),
+        ("pypi", "tuna", "tsinghua", "edu", "cn"),
+        ("mirrors", "aliyun", "com"),
+    )
+]
+INDEX = re.compile(r"index[-_]url\W{1,4}\w+://|\[\[(tool\.uv\.)?index\]\]")
+
+
+def imports(source: str) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether the line stands inside a function) of all imports; relative ones stay in their package."""
+    tree = ast.parse(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inner = {id(node) for function in functions for node in ast.walk(function)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in inner) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from ((f"{node.module}.{alias.name}", id(node) in inner) for alias in node.names)
+
+
+def allowed(place: str, table: dict[str, set[str]]) -> set[str]:
+    """What all lines of the table that fit the place allow together."""
+    return set().union(*(names for pattern, names in table.items() if fnmatch(place, pattern)))
+
+
+def attributes(source: str) -> Iterator[str]:
+    """All attributes, each with what it is taken from: torch.distributed.barrier and torch.distributed."""
+    return (ast.unparse(node) for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute))
+
+
+def floor_faults(place: str, source: str) -> list[str]:
+    """Libraries and siblings that the floors do not allow at this place."""
+    package = place.partition("/")[0]
+    free = allowed(place, MAY_IMPORT) | {package} | sys.stdlib_module_names
+    lazy = free | allowed(place, MAY_IMPORT_LAZILY)
+    barred = [name for pattern, names in MUST_NOT_IMPORT.items() if fnmatch(place, pattern) for name in names]
+    found = list(imports(source))
+    faults = [name for name, inside in found if name.partition(".")[0] not in (lazy if inside else free)]
+    for name in {*(name for name, _ in found), *attributes(source)}:
+        faults += [name for module in barred if f"{name}.".startswith(f"{module}.")]
+    return [f"{place} must not use {name}" for name in faults]
+
+
+def device_faults(place: str, source: str) -> list[str]:
+    """Names of devices in imports, attributes and strings; docstrings may speak of them."""
+    if place in MAY_NAME_DEVICES:
+        return []
+    tree = ast.parse(source)
+    statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    names = [name for name, _ in imports(source)]
+    names += [name.rpartition(".")[2] for name in attributes(source)]
+    names += [
+        node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in statements
+    ]
+    return [f"{place} must not name a device: {name}" for name in names if DEVICE.search(name)]
+
+
+def safety_faults(place: str, source: str) -> list[str]:
+    """Whatever runs code that came in as data, or imports by string."""
+    faults = [name for name, _ in imports(source) if UNSAFE_MODULES & set(name.split("."))]
+    faults += [name for name, _ in imports(source) if name.rpartition(".")[2] in UNSAFE_NAMES]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in UNSAFE_NAMES:
+            faults.append(node.attr)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+            faults.append(f"{node.func.id}()")
+        elif isinstance(node, ast.keyword) and SAFE_KEYWORDS.get(node.arg or "") not in (None, ast.unparse(node.value)):
+            faults.append(f"{node.arg}={ast.unparse(node.value)}")
+    return [f"{place} must not use {fault}" for fault in faults]
+
+
+def tracked_faults(place: str, source: str) -> list[str]:
+    """Lock files, which record where packages came from, and addresses of package registries."""
+    faults = [f"{place} names {host}" for host in HOSTS if host in source]
+    if INDEX.search(source):
+        faults.append(f"{place} sets the address of a package index")
+    if place.rpartition("/")[2] == "uv.lock":
+        faults.append(f"{place} must not be tracked")
+    return faults
+
+
+def package_sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(REPO.glob("packages/*/src/**/*.py")):
+        yield path.relative_to(REPO).as_posix().split("/src/")[1], path.read_text(encoding="utf-8")
+
+
+def app_sources() -> Iterator[tuple[str, str]]:
+    for path in sorted((REPO / "apps").glob("*.py")):
+        yield path.relative_to(REPO).as_posix(), path.read_text(encoding="utf-8")
+
+
+def tracked_files() -> Iterator[tuple[str, str]]:
+    names = subprocess.run(["git", "ls-files", "-z"], cwd=REPO, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, names.split("\0")):
+        path = REPO / name
+        if path.is_file():
+            yield name, path.read_bytes().decode("latin-1")
+
+
+def all_sources() -> Iterator[tuple[str, str]]:
+    yield from package_sources()
+    yield from app_sources()
+
+
+Sources = Callable[[], Iterator[tuple[str, str]]]
+Rule = Callable[[str, str], list[str]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sources"),
+    [
+        (floor_faults, package_sources),
+        (device_faults, package_sources),
+        (safety_faults, all_sources),
+        (tracked_faults, tracked_files),
+    ],
+    ids=["floors", "devices", "safety", "tracked"],
+)
+def test_the_tree_keeps_the_rule(rule: Rule, sources: Sources):
+    places = dict(sources())
+    assert places
+    assert [fault for place, source in places.items() for fault in rule(place, source)] == []
+
+
+def test_every_package_has_its_line_and_its_sources_are_found():
+    assert {place.partition("/")[0] for place, _ in package_sources()} == SIBLINGS
+    assert {pattern.partition("/")[0] for pattern in MAY_IMPORT} == SIBLINGS
+    assert "apps/train_flowgrpo.py" in dict(app_sources())
+
+
+BAD = [
+    (floor_faults, "omni_sched/steps.py", "import numpy as np"),
+    (floor_faults, "omni_sched/steps.py", "from omni_losses import grpo_loss"),
+    (floor_faults, "omni_losses/policy.py", "from omni_rollout import Trajectory"),
+    (floor_faults, "omni_losses/policy.py", "import torch.distributed as dist"),
+    (floor_faults, "omni_losses/policy.py", "from torch import distributed"),
+    (floor_faults, "omni_losses/policy.py", "torch.distributed.all_reduce(x)"),
+    (floor_faults, "omni_reward/client.py", "def f():\n    import torch"),
+    (floor_faults, "omni_reward/client.py", "import starlette"),
+    (floor_faults, "omni_reward/client.py", "from rapidfuzz.distance import Levenshtein"),
+    (floor_faults, "omni_reward/wire.py", "from safetensors.torch import load"),
+    (floor_faults, "omni_reward/wire.py", "from safetensors import torch"),
+    (floor_faults, "omni_reward/wire.py", "import safetensors.torch"),
+    (floor_faults, "omni_reward/scorers/clip.py", "import rapidocr"),
+    (floor_faults, "omni_rollout/types.py", "if TYPE_CHECKING:\n    import diffusers"),
+    (floor_faults, "omni_rollout/models/qwen_image.py", "import vllm_omni"),
+    (floor_faults, "omni_rollout/diffusers_engine.py", "from omni_train.device import memory"),
+    (floor_faults, "omni_rollout/diffusers_engine.py", "from omni_reward import Score"),
+    (floor_faults, "omni_train/weights.py", "from omni_rollout import Engine"),
+    (floor_faults, "omni_train/lora.py", "import diffusers"),
+    (floor_faults, "omni_train/config.py", "import tyro"),
+    (floor_faults, "omni_train/data.py", "def f():\n    import tyro"),
+    (floor_faults, "omni_train/log.py", "from rich.progress import Progress"),
+    (device_faults, "omni_sched/noise.py", "torch.cuda.synchronize()"),
+    (device_faults, "omni_sched/noise.py", "x.to('cuda:1')"),
+    (device_faults, "omni_sched/noise.py", "x.is_cuda"),
+    (device_faults, "omni_sched/noise.py", "f'cuda:{rank}'"),
+    (device_faults, "omni_rollout/types.py", "x.npu()"),
+    (device_faults, "omni_rollout/types.py", "kind = 'npu'"),
+    (device_faults, "omni_train/dist.py", "import torch_npu"),
+    (device_faults, "omni_train/dist.py", "from torch import cuda"),
+    (safety_faults, "omni_train/dist.py", "import pickle"),
+    (safety_faults, "omni_train/dist.py", "from cloudpickle import dumps"),
+    (safety_faults, "omni_train/dist.py", "import dill.source"),
+    (safety_faults, "omni_train/dist.py", "dist.all_gather_object(out, x)"),
+    (safety_faults, "omni_train/dist.py", "from torch.distributed import broadcast_object_list"),
+    (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=False)"),
+    (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=trusted)"),
+    (safety_faults, "omni_reward/wire.py", "np.load(file, allow_pickle=True)"),
+    (safety_faults, "apps/sample.py", "eval(sys.argv[1])"),
+    (safety_faults, "apps/sample.py", "exec(code, {})"),
+    (safety_faults, "apps/sample.py", "importlib.import_module(args.algo)"),
+    (tracked_faults, "packages/omni-sched/uv.lock", "version = 1"),
+    (tracked_faults, ".ci/run", f"pip install --index-url {'https:'}//example.invalid/simple torch"),
+    (tracked_faults, "pyproject.toml", "[[tool.uv." + 'index]]\nurl = "https://example.invalid"'),
+    *((tracked_faults, "docs/install.md", f"{'https:'}//{host}/simple") for host in HOSTS),
+]
+
+
+@pytest.mark.parametrize(("rule", "place", "source"), BAD)
+def test_the_rule_can_fail(rule: Rule, place: str, source: str):
+    assert rule(place, source)
+
+
+@pytest.mark.parametrize(
+    ("rule", "place", "source"),
+    [
+        (floor_faults, "omni_rollout/types.py", "from omni_sched import Transition\nfrom . import testing"),
+        (floor_faults, "omni_reward/wire.py", "import json\nimport safetensors.numpy\nfrom safetensors import x"),
+        (floor_faults, "omni_train/config.py", "def f():\n    import tyro"),
+        (device_faults, "omni_train/device.py", "torch.cuda.is_available()"),
+        (device_faults, "omni_train/dist.py", 'def f():\n    """On cuda and npu."""\n    input_ids = num_inputs = 1'),
+        (safety_faults, "omni_rollout/types.py", "net.eval()\nre.compile(x)\nnet.compile()"),
+        (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=True)"),
+    ],
+)
+def test_the_rule_lets_pass_what_is_allowed(rule: Rule, place: str, source: str):
+    assert rule(place, source) == []

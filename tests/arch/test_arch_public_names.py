@@ -1,0 +1,207 @@
+"""The public names stand where a user finds them, with the parameters they promise, and the packages move together."""
+
+import ast
+import importlib
+import inspect
+import tomllib
+from dataclasses import fields, is_dataclass
+from typing import get_args, get_type_hints
+
+import pytest
+from helpers import REPO
+from packaging.requirements import Requirement
+
+PACKAGES = ("omni-losses", "omni-reward", "omni-rollout", "omni-sched", "omni-train")
+
+# Parameters as in a `def`. `= ...` is a default that is not promised; `**others` stands for further parameters.
+STEP = "velocity, x, sigma, sigma_next, *, noise_level, noise=None, x_next=None"
+SIGNATURES = {
+    "omni_sched.linear_sigmas": "num_steps",
+    "omni_sched.shift_sigmas": "sigmas, shift",
+    "omni_sched.exponential_shift_sigmas": "sigmas, mu",
+    "omni_sched.resolution_mu": "num_tokens, *, base_tokens=256, max_tokens=4096, base_mu=0.5, max_mu=1.15",
+    "omni_sched.Transition": "x_next, mean, std, log_prob",
+    "omni_sched.euler_step": "velocity, x, sigma, sigma_next",
+    "omni_sched.sde_step": f"{STEP}, sigma_max=None",
+    "omni_sched.cps_step": STEP,
+    "omni_sched.dance_step": STEP,
+    "omni_sched.sde_window": "num_steps, size=None, *, low=0, high=None, strategy='random', iteration=0, seed=0, "
+    "iters_per_group=1, stride=1",
+    "omni_sched.step_noise": "seeds, step, shape",
+    "omni_losses.LossOutput": "loss, metrics",
+    "omni_losses.group_advantages": "rewards, groups, *, std='batch', eps=1e-4, correction=1",
+    "omni_losses.grpo_loss": "log_prob, old_log_prob, advantages, *, clip_range, adv_clip_max=5.0, weights=None",
+    "omni_losses.gaussian_kl": "mean, ref_mean, std",
+    "omni_rollout.Prompt": "text, group, seed, negative='', image=None, meta=...",
+    "omni_rollout.SamplingParams": "num_steps, height, width, num_frames=1, guidance_scale=..., step=..., "
+    "noise_level=..., sde_steps=..., **others",
+    "omni_rollout.Trajectory": "x, x_next, sde_steps, sigmas, rollout_log_prob, rollout_mean, cond, x0, media, "
+    "prompts, weight_version",
+    "omni_rollout.Trajectory.to": "self, device",
+    "omni_rollout.Trajectory.select": "self, indices",
+    "omni_rollout.Trajectory.split": "self, size",
+    "omni_rollout.Trajectory.cat": "parts",
+    "omni_rollout.Engine.generate": "self, prompts, params",
+    "omni_rollout.Engine.load_weights": "self, tensors, *, version",
+    "omni_rollout.Engine.sleep": "self",
+    "omni_rollout.Engine.wake": "self",
+    "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=...",
+    "omni_reward.RewardClient.submit": "self, media, prompts, meta=None",
+    "omni_reward.Score": "value, abstained=None, **others",
+    "omni_reward.server.create_app": "score_fn, **others",
+    "omni_train.device.local_device": "local_rank=0",
+    "omni_train.device.process_group_backend": "device",
+    "omni_train.device.memory": "device",
+    "omni_train.dist.init_distributed": "**others",
+    "omni_train.shard.shard": "module, mesh, *, mode, **others",
+    "omni_train.lora.add_lora": "module, targets, **others",
+    "omni_train.lora.adapter": "module, name",
+    "omni_train.lora.reference": "module",
+    "omni_train.lora.ema_update": "module, src, dst, decay",
+    "omni_train.weights.named_weights": "module, **others",
+    "omni_train.data.PromptSampler": "path, **others",
+    "omni_train.data.PromptSampler.at": "self, step",
+    "omni_train.log.RunLog": "folder, **others",
+    "omni_train.log.RunLog.log": "self, step, metrics, **others",
+}
+CHOICES = {  # of a parameter that takes one of several words
+    "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},
+    "omni_losses.group_advantages.std": {"batch", "group", "none"},
+    "omni_train.shard.shard.mode": {"none", "ddp", "fsdp2"},
+}
+MODEL_NAMES = ("load", "sigmas", "encode", "predict_velocity", "decode", "LORA_TARGETS", "BLOCK_NAMES")
+
+
+def find(name: str) -> object:
+    """What a dotted name stands for: as many parts as possible are a module, the others attributes."""
+    parts = name.split(".")
+    for i in range(len(parts) - 1, 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:i]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[i:]:
+            found = getattr(found, part)
+        return found
+    raise ModuleNotFoundError(name)
+
+
+def promised(parameters: str) -> tuple[list[tuple[str, bool, str]], bool]:
+    """(name, whether by keyword alone, default) of each parameter, and whether others may follow."""
+    (function,) = ast.parse(f"def f({parameters}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    args = function.args
+    defaults = [None] * (len(args.args) - len(args.defaults)) + args.defaults + args.kw_defaults
+    return [
+        (arg.arg, arg in args.kwonlyargs, "" if default is None else repr(ast.literal_eval(default)))
+        for arg, default in zip(args.args + args.kwonlyargs, defaults, strict=True)
+    ], args.kwarg is not None
+
+
+def signature_fault(thing: object, parameters: str) -> str:
+    """How the parameters of a function or class differ from the promised ones; empty where they do not."""
+    wanted, others = promised(parameters)
+    given = inspect.signature(thing).parameters.values()  # type: ignore[arg-type]
+    have = [(p.name, p.kind is p.KEYWORD_ONLY, "" if p.default is p.empty else repr(p.default)) for p in given]
+    open_names = {name for name, _, default in wanted if default == repr(...)}
+    have = [
+        (name, by_keyword, repr(...) if default and name in open_names else default)
+        for name, by_keyword, default in have
+    ]
+    if others:
+        have = have[: len(wanted)]
+    return "" if have == wanted else f"has {have}, promises {wanted}"
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_the_name_takes_what_it_promises(name: str):
+    assert signature_fault(find(name), SIGNATURES[name]) == ""
+
+
+@pytest.mark.parametrize("parameters", ["x, *, y=2", "x, y=1", "x, *, z=1", "x, *, y", "x", "x=0, *, y=1", "*, x, y=1"])
+def test_another_signature_is_a_fault(parameters: str):
+    def thing(x, *, y=1): ...
+
+    assert signature_fault(thing, "x, *, y=1") == signature_fault(thing, "x, *, y=...") == ""
+    assert signature_fault(thing, "x, **others") == ""
+    assert signature_fault(thing, parameters)
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_parameter_takes_the_words_it_promises(name: str):
+    function, _, parameter = name.rpartition(".")
+    assert set(get_args(get_type_hints(find(function))[parameter])) >= CHOICES[name]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "omni_sched.Transition",
+        "omni_losses.LossOutput",
+        "omni_rollout.Prompt",
+        "omni_rollout.SamplingParams",
+        "omni_rollout.Trajectory",
+        "omni_reward.Score",
+    ],
+)
+def test_records_are_frozen(name: str):
+    record = find(name)
+    assert is_dataclass(record)
+    assert fields(record)
+    assert record.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def test_every_exported_name_exists_and_promised_names_are_exported():
+    for package in ("omni_sched", "omni_losses", "omni_reward", "omni_rollout"):
+        module = importlib.import_module(package)
+        assert [name for name in module.__all__ if not hasattr(module, name)] == []
+        promised_names = {parts[1] for name in SIGNATURES if (parts := name.split("."))[0] == package}
+        assert promised_names - {"server"} <= set(module.__all__)
+
+
+def test_reward_errors_are_one_family():
+    import omni_reward
+
+    assert issubclass(omni_reward.RewardError, Exception)
+    for kind in ("Timeout", "Connect", "HTTP", "Format"):
+        assert issubclass(getattr(omni_reward, f"Reward{kind}Error"), omni_reward.RewardError)
+
+
+def test_every_model_file_has_the_whole_interface():
+    files = [path for path in REPO.glob("packages/omni-rollout/src/omni_rollout/models/*.py") if path.stem[0] != "_"]
+    assert files
+    for path in files:
+        model = importlib.import_module(f"omni_rollout.models.{path.stem}")
+        assert [name for name in MODEL_NAMES if not hasattr(model, name)] == []
+
+
+def project(folder: str) -> dict:
+    return tomllib.loads((REPO / folder / "pyproject.toml").read_text("utf-8"))["project"]
+
+
+def test_the_five_packages_and_the_root_have_one_version():
+    assert sorted(path.name for path in (REPO / "packages").iterdir() if path.is_dir()) == sorted(PACKAGES)
+    version = project(".")["version"]
+    major, minor, _ = version.split(".")
+    bound = Requirement(f"x>={version},<{major}.{int(minor) + 1}").specifier
+    named = []
+    for folder in (".", *(f"packages/{name}" for name in PACKAGES)):
+        assert project(folder)["version"] == version
+        extras = project(folder).get("optional-dependencies", {})
+        for text in [*project(folder)["dependencies"], *(text for extra in extras.values() for text in extra)]:
+            requirement = Requirement(text)
+            if requirement.name.startswith("omni-"):
+                assert requirement.specifier == bound, f"{folder}: {text}"
+                named.append((folder, requirement.name))
+    assert sorted(name for folder, name in named if folder == ".") == sorted(PACKAGES)
+    assert [pair for pair in named if pair[0] != "."] == [("packages/omni-rollout", "omni-sched")]
+
+
+@pytest.mark.parametrize("name", [".", *(f"packages/{name}" for name in PACKAGES)])
+def test_each_project_says_its_licence_and_python(name: str):
+    fields = project(name)
+    assert fields["name"] == (name.rpartition("/")[2] if name != "." else "omni-rl")
+    assert fields["license"] == "Apache-2.0"
+    assert fields["requires-python"] == ">=3.11"
+    assert (REPO / name / fields["readme"]).is_file()
+    assert (REPO / "LICENSE").read_text("utf-8").split()[:2] == ["Apache", "License"]
