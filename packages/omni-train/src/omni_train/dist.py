@@ -34,6 +34,7 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
+        """True on rank 0, which alone writes and prints."""
         return self.rank == 0
 
 
