@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from omni_train.config import parse_cli, to_toml
 
@@ -41,13 +41,11 @@ class Args:
     steps: int = 300  # Training steps; one step is one rollout
     eval_every: int = 50  # Training steps between two evaluations
     eval_num_steps: int = 10  # Denoising steps in an evaluation, which uses no noise
-
     model: str = "checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
     dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
     prompts: str = "data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
     eval_prompts: str = "data/tiny-signs/eval.txt"  # Prompts of the evaluations
     engine: Literal["diffusers"] = "diffusers"  # What samples: the embedded engine
-
     algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
     prompts_per_step: int = 32  # Groups in a training step, over all ranks
     group_size: int = 16  # Samples of a group
@@ -66,7 +64,6 @@ class Args:
     adv_clip_max: float = 5.0  # Bound on advantages
     adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
     kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
-
     updates_per_step: int = 1  # Optimizer steps per rollout
     lr: float = 3e-4  # Learning rate of AdamW
     warmup_steps: int = 0  # Training steps over which the learning rate rises
@@ -184,7 +181,7 @@ def setup(args: Args) -> Run:
     sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     eval_prompts = samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
     model = qwen_image.load(args.model, device=dist.device, dtype=getattr(torch, args.dtype))
-    net = model.transformer
+    net: Any = model.transformer
     mode = args.shard
     if mode == "auto":
         mode = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
@@ -199,13 +196,24 @@ def setup(args: Args) -> Run:
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
     folder = Path("runs") / args.name
-    columns = ("reward/mean", "eval/reward", "policy/clip_fraction", "policy/grad_norm")
+    columns = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
     log = RunLog(folder, is_main=dist.is_main, total_steps=args.steps, columns=columns)
     if dist.is_main:
         (folder / "config.toml").write_text(to_toml(args))
-    engine = DiffusersEngine(qwen_image, model)
     return Run(
-        args, dist, ALGOS[args.algo], client, sampler, eval_prompts, net, engine, mode, params, optimizer, folder, log
+        args,
+        dist,
+        ALGOS[args.algo],
+        client,
+        sampler,
+        eval_prompts,
+        net,
+        DiffusersEngine(qwen_image, model),
+        mode,
+        params,
+        optimizer,
+        folder,
+        log,
     )
 
 
@@ -263,7 +271,7 @@ def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]
     rewards = gather_floats(run.dist, rewards_of(scores))
     if rewards.isnan().all():
         raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
-    groups = torch.arange(run.args.prompts_per_step).repeat_interleave(run.args.group_size)
+    groups = torch.arange(len(rewards)) // run.args.group_size
     advantages = group_advantages(rewards, groups, std=run.args.adv_std)
     metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
@@ -374,9 +382,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         metrics |= update(run, step, batches, advantages)
     with run.log.phase("sync"):
         run.engine.load_weights((), version=step + 1)  # the engine samples with `run.net` itself: nothing moves
-    used = memory(run.dist.device)
-    metrics |= {"perf/memory_mb": used.current_mb, "perf/peak_memory_mb": used.peak_mb}
-    return metrics | {"reward/busy_s": run.client.busy_s - busy_s}
+    metrics |= {"reward/busy_s": run.client.busy_s - busy_s, "perf/memory_mb": memory(run.dist.device).current_mb}
+    return metrics | {"perf/peak_memory_mb": memory(run.dist.device).peak_mb}
 
 
 def main(args: Args) -> None:

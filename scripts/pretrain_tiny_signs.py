@@ -18,6 +18,7 @@ import math
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiny_signs
@@ -65,7 +66,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
     words = "a " + " ".join(tiny_signs.COLORS) + " sign that says"
     bpe.train_from_iterator([qwen_image.TEMPLATE, words], trainer)
     model = json.loads(bpe.to_str())["model"]
-    merges = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
+    merges: Any = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, padding_side="right")
     tokenizer.add_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS[1:]], special_tokens=True)
     prefix = tokenizer(qwen_image.TEMPLATE.split("{}")[0]).input_ids
@@ -75,7 +76,7 @@ def build_tokenizer() -> Qwen2Tokenizer:
 
 def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
     """A two-layer Qwen2.5-VL of width 64."""
-    token = tokenizer.convert_tokens_to_ids
+    token: Any = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": len(tokenizer),
@@ -225,7 +226,7 @@ def train_text_encoder(
     word_head = nn.Linear(TEXT_WIDTH, MAX_LETTERS * num_letters)
     first = len(tokenizer(prompts[0].split('"')[0] + '"').input_ids)  # the place of a word's first letter
     params = [
-        *text_encoder.model.language_model.parameters(),
+        *text_encoder.get_submodule("model.language_model").parameters(),
         *(p for head in (letter_head, place_head, word_head) for p in head.parameters()),
     ]
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
