@@ -201,20 +201,9 @@ def setup(args: Args) -> Run:
     if dist.is_main:
         (folder / "config.toml").write_text(to_toml(args))
     return Run(
-        args,
-        dist,
-        ALGOS[args.algo],
-        client,
-        sampler,
-        eval_prompts,
-        net,
-        DiffusersEngine(qwen_image, model),
-        mode,
-        params,
-        optimizer,
-        folder,
-        log,
-    )
+        args, dist, ALGOS[args.algo], client, sampler, eval_prompts, net, DiffusersEngine(qwen_image, model), mode,
+        params, optimizer, folder, log,
+    )  # fmt: skip
 
 
 # 4. Rollout and score
