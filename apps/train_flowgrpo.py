@@ -69,6 +69,7 @@ class Args:
     warmup_steps: int = 0  # Training steps over which the learning rate rises
     weight_decay: float = 1e-4  # Of AdamW
     max_grad_norm: float = 1.0  # Gradients with a larger norm are scaled down
+    ema_decay: float = 0.0  # Evaluate and save a moving average of the weights that keeps this share a step; 0 is off
     lora_rank: int = 0  # 0 trains all weights of the transformer
     lora_alpha: int = 128  # LoRA's scale is alpha / rank
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
@@ -124,6 +125,7 @@ from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
 from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_seed
 from omni_train.device import memory
 from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown
+from omni_train.ema import Ema
 from omni_train.log import RunLog
 from omni_train.lora import add_lora, reference
 from omni_train.optim import build_adamw, optimizer_step, warmup_lr
@@ -168,6 +170,7 @@ class Run:
     mode: Literal["none", "ddp", "fsdp2"]
     params: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
+    ema: Ema
     folder: Path
     log: RunLog
 
@@ -182,9 +185,8 @@ def setup(args: Args) -> Run:
     eval_prompts = samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
     model = qwen_image.load(args.model, device=dist.device, dtype=getattr(torch, args.dtype))
     net: Any = model.transformer
-    mode = args.shard
-    if mode == "auto":
-        mode = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    auto = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    mode: Any = auto if args.shard == "auto" else args.shard
     if args.lora_rank:
         add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
     else:
@@ -202,7 +204,7 @@ def setup(args: Args) -> Run:
         (folder / "config.toml").write_text(to_toml(args))
     return Run(
         args, dist, ALGOS[args.algo], client, sampler, eval_prompts, net, DiffusersEngine(qwen_image, model), mode,
-        params, optimizer, folder, log,
+        params, optimizer, Ema(params, decay=args.ema_decay), folder, log,
     )  # fmt: skip
 
 
@@ -331,8 +333,8 @@ def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> flo
     if not worst <= tolerance:  # NaN stops the run too
         raise RuntimeError(
             f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}. "
-            f"The update does not compute what the {run.args.engine} engine sampled with: look for other weights (a "
-            "missed sync), another batch shape, dtype or attention kernel, or another sigma, window or guidance. "
+            f"The update does not compute what the {run.args.engine} engine sampled with: other weights (a missed "
+            "sync), another batch shape, dtype or attention kernel, or another sigma, window or guidance. "
             f"By batch and kept step on rank {run.dist.rank}: {[m['ratio_max_dev'].item() for m in seen]}"
         )
     return worst
@@ -343,18 +345,16 @@ def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> flo
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
     """The mean reward on fixed prompts and seeds without injected noise; rank 0 writes its images to runs/NAME/eval."""
-    wanted = len(run.eval_prompts)
-    per_round = run.args.batch_size * run.dist.world_size
+    wanted, per_round = len(run.eval_prompts), run.args.batch_size * run.dist.world_size
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     prompts = [run.eval_prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
-    params = replace(params_at(run, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
-    batches, pending = draw(run, prompts, params)
+    batches, pending = draw(run, prompts, replace(params_at(run, 0), sde_steps=(), num_steps=run.args.eval_num_steps))
     scores = [score for future in pending for score in future.result()]
     rewards = gather_floats(run.dist, rewards_of(scores))[:wanted]
     if run.dist.is_main:
         path = run.folder / "eval" / f"{step:06}.png"
         path.parent.mkdir(exist_ok=True)
-        labels = [f"{s.details.get('read', '')}   {s.value}" if s.abstained is None else "no score" for s in scores]
+        labels = ["no score" if s.value is None else f"{s.details.get('read', '')}   {s.value:.2f}" for s in scores]
         contact_sheet(torch.cat([batch.media for batch in batches])[:wanted], labels[:wanted]).save(path)
     return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
 
@@ -369,6 +369,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     advantages, metrics = grade(run, scores)
     with run.log.phase("update"):
         metrics |= update(run, step, batches, advantages)
+        run.ema.update(step)
     with run.log.phase("sync"):
         run.engine.load_weights((), version=step + 1)  # the engine samples with `run.net` itself: nothing moves
     metrics |= {"reward/busy_s": run.client.busy_s - busy_s, "perf/memory_mb": memory(run.dist.device).current_mb}
@@ -378,17 +379,17 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 def main(args: Args) -> None:
     """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
     run = setup(args)
-    local_images = args.prompts_per_step * args.group_size // run.dist.world_size
     scores = []
     for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
         metrics = train_step(run, step - 1) if step else {}
         if step % args.eval_every == 0 or step == args.steps:
-            with run.log.phase("eval"):
+            with run.log.phase("eval"), run.ema.applied():
                 metrics |= evaluate(run, step)
+                if step:
+                    save_weights(run.net, run.folder / "weights", run.dist)
             scores.append(metrics["eval/reward"])
-            if step:
-                save_weights(run.net, run.folder / "weights", run.dist)
-        run.log.log(step, metrics, num_images=local_images if step else 0)
+        num_images = args.prompts_per_step * args.group_size // run.dist.world_size if step else 0
+        run.log.log(step, metrics, num_images=num_images)
     run.log.close()
     run.client.close()
     if run.dist.is_main:

@@ -1,0 +1,53 @@
+"""The moving average of weights."""
+
+import pytest
+import torch
+from omni_train.ema import Ema
+
+
+def test_the_average_follows_and_the_weights_come_back():
+    param = torch.nn.Parameter(torch.zeros(3))
+    ema = Ema([param], decay=0.5)
+    with torch.no_grad():
+        param.fill_(8.0)
+    ema.update(step=100)
+    with ema.applied():
+        assert param.tolist() == [4.0] * 3  # half of 0 and half of 8
+    assert param.tolist() == [8.0] * 3
+    ema.update(step=101)
+    with ema.applied():
+        assert param.tolist() == [6.0] * 3
+
+
+def test_the_first_steps_forget_the_start():
+    param = torch.nn.Parameter(torch.zeros(1))
+    ema = Ema([param], decay=0.99)
+    with torch.no_grad():
+        param.fill_(10.0)
+    ema.update(step=0)
+    with ema.applied():
+        assert param.item() == pytest.approx(9.0)  # (1 + 0) / (10 + 0) of the old
+
+
+def test_the_weights_come_back_after_an_error():
+    param = torch.nn.Parameter(torch.randn(5))
+    before = param.detach().clone()
+    ema = Ema([param], decay=0.9)
+    with torch.no_grad():
+        param.add_(1.0)
+    with pytest.raises(RuntimeError), ema.applied():
+        raise RuntimeError
+    assert torch.equal(param, before + 1.0)
+
+
+def test_decay_zero_keeps_no_copy():
+    param = torch.nn.Parameter(torch.ones(2))
+    ema = Ema([param], decay=0.0)
+    ema.update(step=0)
+    with ema.applied():
+        assert param.tolist() == [1.0, 1.0]
+
+
+def test_a_decay_that_never_moves_is_refused():
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1.0"):
+        Ema([], decay=1.0)
