@@ -4,8 +4,9 @@
 demo: ## Teaches the shipped Qwen-Image-shaped model to spell, on the CPU: ARGS="--steps 20" changes settings
 	scripts/env scripts/demo $(ARGS)
 
-demo-short: ## The same on two ranks, three steps
-	RANKS=2 scripts/env scripts/demo --name demo-short --steps 3 --eval-every 3 --prompts-per-step 4
+demo-short: ## The same, three steps
+	rm -rf runs/demo-short
+	scripts/env scripts/demo --name demo-short --steps 3 --eval-every 3
 
 test: ## All tests that need no accelerator
 	scripts/env pytest -q

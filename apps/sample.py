@@ -7,6 +7,7 @@ The same seed gives the same noise whatever the weights, so two sheets show what
 """
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,11 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+ROOT = Path(__file__).parents[1]
+
+
 @dataclass(frozen=True)
 class Args:
     """What to draw."""
 
-    model: str = "checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
+    model: str = f"{ROOT}/checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
     weights: str = (
         ""  # Folder that a trainer wrote: full weights or a LoRA adapter; empty draws with the model as it is
     )
@@ -69,31 +73,42 @@ def contact_sheet(images: "Tensor", labels: list[str], *, columns: int = 8, marg
     return sheet
 
 
+def write_sheet(path: Path, images: "Tensor", labels: list[str], *, limit: int = 64) -> None:
+    """Writes the contact sheet of the first `limit` images to `path`, whose folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    contact_sheet(images[:limit], labels[:limit]).save(path)
+
+
+def score_label(value: float | None, details: Mapping[str, object]) -> str:
+    """What stands below a scored image: what was wanted, what the scorer read, the score."""
+    if value is None:
+        return "no score"
+    return f"{details['target']} -> {details['read']}   {value:.2f}" if "target" in details else f"{value:.2f}"
+
+
 def main(args: Args) -> None:
     """Draws the images in batches and writes the sheet."""
     import torch
     from omni_rollout import Prompt, SamplingParams
     from omni_rollout.diffusers_engine import DiffusersEngine
     from omni_rollout.models import qwen_image
-    from omni_train.data import load_prompts, sample_seed
+    from omni_train.data import PromptRecord, load_prompts, sample_seed
     from omni_train.device import local_device
     from omni_train.weights import load_weights
 
-    texts = [args.prompts]
+    records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
-        texts = [record.text for record in load_prompts(args.prompts)]
+        records = load_prompts(args.prompts)
     model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
         load_weights(model.transformer, args.weights)
     engine = DiffusersEngine(qwen_image, model)
     params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
-    prompts = [
-        Prompt(texts[i % len(texts)], group=i, seed=sample_seed(args.seed, 0, i, 0)) for i in range(args.num_images)
-    ]
+    drawn = [records[i % len(records)] for i in range(args.num_images)]
+    prompts = [Prompt(r.text, i, sample_seed(args.seed, 0, i, 0), r.negative) for i, r in enumerate(drawn)]
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     images = torch.cat([engine.generate(batch, params).media for batch in batches])
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(images, [prompt.text for prompt in prompts]).save(args.out)
+    write_sheet(Path(args.out), images, [prompt.text for prompt in prompts], limit=len(images))
     print(f"{len(images)} images in {args.out}")
 
 

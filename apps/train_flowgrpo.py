@@ -11,7 +11,7 @@ better than its group makes its stochastic steps more likely, a worse one less (
 What differs from the released code of the papers:
 1. Before the first update of every step the ratio is checked to be exactly 1, and the run stops if it is not.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
-3. A sample without a score takes no part; it never counts as 0.
+3. A sample without a score never counts as 0: its advantage is 0, and it enters no mean.
 4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
 """
 
@@ -24,9 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omni_train.config import parse_cli, to_toml
+from omni_train.config import check_least, parse_cli, to_toml
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,10 @@ class Args:
     steps: int = 300  # Training steps; one step is one rollout
     eval_every: int = 50  # Training steps between two evaluations
     eval_num_steps: int = 10  # Denoising steps in an evaluation, which uses no noise
-    model: str = "checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
+    model: str = f"{ROOT}/checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
     dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
-    prompts: str = "data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
-    eval_prompts: str = "data/tiny-signs/eval.txt"  # Prompts of the evaluations
+    prompts: str = f"{ROOT}/data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
+    eval_prompts: str = f"{ROOT}/data/tiny-signs/eval.txt"  # Prompts of the evaluations
     engine: Literal["diffusers"] = "diffusers"  # What samples: the embedded engine
     algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
     prompts_per_step: int = 32  # Groups in a training step, over all ranks
@@ -66,6 +69,7 @@ class Args:
     kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
     updates_per_step: int = 1  # Optimizer steps per rollout
     lr: float = 3e-4  # Learning rate of AdamW
+    lr_decay: bool = False  # Whether it falls in a straight line to 0 at the last step
     warmup_steps: int = 0  # Training steps over which the learning rate rises
     weight_decay: float = 1e-4  # Of AdamW
     max_grad_norm: float = 1.0  # Gradients with a larger norm are scaled down
@@ -78,8 +82,9 @@ class Args:
 
 PRESETS = {
     "tiny-signs": Args(
-        name="tiny-signs", prompts_per_step=4, group_size=8, height=32, width=96, lr=3e-5, clip_range=1e-3,
-        weight_decay=0.0, steps=200),
+        name="tiny-signs", algo="flowgrpo-cps", noise_level=0.9, window_low=1, window_high=4, prompts_per_step=8,
+        group_size=8, height=32, width=96, lr=1.2e-4, lr_decay=True, ema_decay=0.95,
+        clip_range=1e-3, weight_decay=0.0, steps=320, eval_every=80, shard="ddp"),
     "qwen-image-ocr-lora": Args(  # Flow-GRPO's OCR task as published for Qwen-Image; bring its prompts
         name="qwen-image-ocr-lora", model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt",
         eval_prompts="data/ocr/test.txt", guidance_scale=4.0, noise_level=1.2, window_size=2, window_high=5,
@@ -87,27 +92,34 @@ PRESETS = {
 }  # fmt: skip
 
 
+LEAST = {  # setting -> least value
+    "steps": 0, "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1,
+    "height": 16, "width": 16, "guidance_scale": 1.0, "clip_range": 1e-12, "adv_clip_max": 1e-6, "kl_coef": 0.0,
+    "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12,
+    "lora_rank": 0, "lora_alpha": 1, "scorer_timeout_s": 1e-3,
+}  # fmt: skip
+
+
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
+    check_least(args, LEAST)
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world
-    if not args.scorer_url:
-        raise ValueError("--scorer-url must be the URL of a reward server, got none")
-    if args.group_size < 2:
-        raise ValueError(f"--group-size must be >= 2, as advantages compare samples of a group, got {args.group_size}")
-    if args.batch_size < 1 or samples % per_round:
-        both = "--prompts-per-step times --group-size"
-        raise ValueError(f"--batch-size times the ranks ({per_round}) must divide {both} ({samples})")
-    if args.updates_per_step < 1 or (rounds := samples // per_round) % args.updates_per_step:
-        raise ValueError(f"--updates-per-step must divide a rank's batches ({rounds}), got {args.updates_per_step}")
-    if args.kl_coef and not args.lora_rank:
-        raise ValueError("--kl-coef needs --lora-rank > 0: the reference is the model without its adapter, got 0")
-    if args.shard == "none" and world > 1:
-        raise ValueError(f"--shard none keeps ranks apart, so it takes 1 rank, got {world}")
-    if args.dtype != "float32" and not args.lora_rank and args.shard != "fsdp2":
-        raise ValueError("--dtype bfloat16 with all weights trained needs --shard fsdp2, which keeps float32 masters")
-    if args.eval_every < 1 or args.steps < 0:
-        raise ValueError(f"--eval-every must be >= 1 and --steps >= 0, got {args.eval_every} and {args.steps}")
+    rounds, wrong_shard = samples // per_round, "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
+    for holds, rule in (
+        (args.scorer_url, "--scorer-url must be the URL of a reward server"),
+        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
+        (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
+        (args.lora_rank or not args.kl_coef, "--kl-coef needs --lora-rank > 0: the reference is the model without it"),
+        (args.shard != wrong_shard, f"--shard {args.shard} does not fit {world} ranks"),
+        (args.lora_rank or args.dtype == "float32" or args.shard == "fsdp2",
+         "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (args.window_size or args.algo not in ("dancegrpo", "mixgrpo"), f"--window-size must be given for {args.algo}"),
+        (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
+        (args.ema_decay < 1, "--ema-decay must be < 1"),
+    ):  # fmt: skip
+        if not holds:
+            raise ValueError(rule)
 
 
 if __name__ == "__main__":
@@ -126,12 +138,13 @@ from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_se
 from omni_train.device import memory
 from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown
 from omni_train.ema import Ema
-from omni_train.log import RunLog
+from omni_train.gate import check_ratio
+from omni_train.log import RunLog, claim_folder
 from omni_train.lora import add_lora, reference
 from omni_train.optim import build_adamw, optimizer_step, warmup_lr
 from omni_train.shard import reduce_gradients, shard
 from omni_train.weights import save_weights
-from sample import contact_sheet
+from sample import score_label, write_sheet
 
 
 @dataclass(frozen=True)
@@ -161,7 +174,6 @@ class Run:
 
     args: Args
     dist: Dist
-    algo: Algo
     client: RewardClient
     sampler: PromptSampler
     eval_prompts: list[Prompt]
@@ -177,9 +189,12 @@ class Run:
 
 def setup(args: Args) -> Run:
     """Joins the ranks, then checks the cheap things before it loads the model."""
+    params_at(args, 0)  # raises where window or noise make no sense
     dist = init_distributed()
     token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
-    client = RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s)
+    folder = claim_folder(dist, Path("runs") / args.name)
+    in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
+    client = RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s, max_in_flight=in_flight)
     client.check()
     sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     eval_prompts = samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
@@ -197,18 +212,19 @@ def setup(args: Args) -> Run:
     shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
-    folder = Path("runs") / args.name
     columns = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
-    log = RunLog(folder, is_main=dist.is_main, total_steps=args.steps, columns=columns)
+    log = RunLog(
+        folder, is_main=dist.is_main, total_steps=args.steps, tty=None if dist.mesh is None else False, columns=columns
+    )
     if dist.is_main:
-        (folder / "config.toml").write_text(to_toml(args))
+        (folder / "config.toml").write_text(to_toml(replace(args, scorer_url="", scorer_token_file="")))
     return Run(
-        args, dist, ALGOS[args.algo], client, sampler, eval_prompts, net, DiffusersEngine(qwen_image, model), mode,
+        args, dist, client, sampler, eval_prompts, net, DiffusersEngine(qwen_image, model), mode,
         params, optimizer, Ema(params, decay=args.ema_decay), folder, log,
     )  # fmt: skip
 
 
-# 4. Rollout and score
+# 4. One training step: rollout, score, advantages, update
 
 
 def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
@@ -223,53 +239,51 @@ def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: in
 def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[Pending]]:
     """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
     prompts = samples(run.sampler.at(step), run.args.group_size, seed=run.args.seed, step=step)
-    return draw(run, prompts, params_at(run, step))
+    return draw(run, prompts, params_at(run.args, step))
 
 
 def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[Trajectory], list[Pending]]:
-    """This rank's share of `prompts`, in batches, each sent to the scorer as soon as it is drawn."""
-    local, size = len(prompts) // run.dist.world_size, run.args.batch_size
-    mine = prompts[run.dist.rank * local :][:local]
-    batches, scores = [], []
-    for i in range(0, local, size):
-        batch = run.engine.generate(mine[i : i + size], params)
+    """This rank's batches of `prompts`, dealt to the ranks in turn; each is with the scorer while the next is drawn."""
+    size, dist = run.args.batch_size, run.dist
+    batches, pending = [], []
+    for i in range(dist.rank * size, len(prompts), dist.world_size * size):
+        batch = run.engine.generate(prompts[i : i + size], params)
         images, chunk = batch.media.permute(0, 2, 3, 1).cpu().numpy(), batch.prompts
-        scores.append(run.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk]))
+        pending.append(run.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk]))
         batches.append(batch)
-    return batches, scores
+    return batches, pending
 
 
-def params_at(run: Run, step: int) -> SamplingParams:
+def gather_rewards(run: Run, scores: list[Score]) -> torch.Tensor:
+    """The rewards of all ranks, [N], in the order of the prompts; NaN where the scorer abstained."""
+    local = torch.tensor([math.nan if score.value is None else score.value for score in scores])
+    by_rank = gather_floats(run.dist, local).view(run.dist.world_size, -1, run.args.batch_size)
+    return by_rank.transpose(0, 1).flatten()
+
+
+def params_at(args: Args, step: int) -> SamplingParams:
     """How a training step samples; its window is the same on every rank."""
-    args = run.args
+    algo = ALGOS[args.algo]
     window = sde_window(
-        args.num_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=run.algo.window,
+        args.num_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=algo.window,
         iteration=step, seed=args.seed, iters_per_group=args.window_iters, stride=args.window_stride,
     )  # fmt: skip
     return SamplingParams(
-        args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=run.algo.step,
+        args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=algo.step,
         noise_level=args.noise_level, sde_steps=window,
     )  # fmt: skip
 
 
-def rewards_of(scores: list[Score]) -> torch.Tensor:
-    """Rewards [n], float32; NaN where the scorer abstained, which keeps the sample out of everything."""
-    return torch.tensor([math.nan if score.value is None else score.value for score in scores])
-
-
 def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
-    """The advantages [n] of this rank's samples, and what the rewards of all ranks look like."""
-    rewards = gather_floats(run.dist, rewards_of(scores))
+    """The advantages [batches, B] of this rank's samples, and what the rewards of all ranks look like."""
+    rewards = gather_rewards(run, scores)
     if rewards.isnan().all():
         raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
     groups = torch.arange(len(rewards)) // run.args.group_size
     advantages = group_advantages(rewards, groups, std=run.args.adv_std)
     metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    return advantages.view(run.dist.world_size, -1)[run.dist.rank], metrics
-
-
-# 5. Update
+    return advantages.view(-1, run.dist.world_size, run.args.batch_size)[:, run.dist.rank], metrics
 
 
 def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Tensor) -> dict[str, float]:
@@ -278,14 +292,14 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
     seen: list[dict[str, torch.Tensor]] = []
     results = []
     per_update, num_kept = len(batches) // args.updates_per_step, batches[0].x.shape[1]
-    lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps)
+    lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=args.steps * args.lr_decay)
     for first in range(0, len(batches), per_update):
         for i in range(first, first + per_update):
             batch = batches[i]
-            batch_advantages = advantages[i * args.batch_size :][: args.batch_size].to(run.dist.device)
+            batch_advantages = advantages[i].to(run.dist.device)
             for k in range(num_kept):
                 move, kl = rescore(run, batch, k)
-                out = run.algo.loss(
+                out = ALGOS[run.args.algo].loss(
                     move.log_prob, batch.rollout_log_prob[:, k], batch_advantages,
                     clip_range=args.clip_range, adv_clip_max=args.adv_clip_max,
                 )  # fmt: skip
@@ -294,18 +308,17 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
                 (loss / (per_update * num_kept * run.dist.world_size)).backward()
                 seen.append(out.metrics | {"loss": loss.detach(), "kl": kl.detach()})
         if first == 0:
-            first_deviation = check_ratio(run, step, seen)
+            deviation = check_ratio(run.dist, [m["ratio_max_dev"] for m in seen], RATIO_TOLERANCE[args.engine], step)
         reduce_gradients(run.params, run.dist.mesh, mode=run.mode)
         results.append(
             optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=run.dist)
         )
     means = mean_metrics(run.dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
     return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/first_ratio_max_dev": first_deviation,
+        "policy/first_ratio_max_dev": deviation, "policy/lr": lr,
         "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
         "policy/skipped_updates": sum(r.skipped for r in results),
-        "policy/lr": lr,
-    }
+    }  # fmt: skip
 
 
 def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tensor]:
@@ -314,8 +327,8 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tens
     x, x_next, sigma, sigma_next = batch.x[:, k], batch.x_next[:, k], batch.sigma(k), batch.sigma_next(k)
 
     def score() -> Transition:
-        velocity = qwen_image.predict_velocity(run.net, x, sigma.to(x.device), batch.cond, guidance_scale=scale)
-        return run.algo.step(velocity, x, sigma, sigma_next, noise_level=level, x_next=x_next)
+        velocity = qwen_image.predict_velocity(run.net, x, sigma, batch.cond, guidance_scale=scale)
+        return ALGOS[run.args.algo].step(velocity, x, sigma, sigma_next, noise_level=level, x_next=x_next)
 
     if not run.args.kl_coef:
         return score(), torch.zeros((), device=x.device)
@@ -325,22 +338,7 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tens
     return move, gaussian_kl(move.mean, ref_mean, move.std).mean()
 
 
-def check_ratio(run: Run, step: int, seen: list[dict[str, torch.Tensor]]) -> float:
-    """The largest |ratio - 1| of all ranks before the step's first update; stops the run where it is too large."""
-    local = torch.stack([metrics["ratio_max_dev"] for metrics in seen]).max()
-    worst = gather_floats(run.dist, local.view(1)).max().item()
-    tolerance = RATIO_TOLERANCE[run.args.engine]
-    if not worst <= tolerance:  # NaN stops the run too
-        raise RuntimeError(
-            f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}. "
-            f"The update does not compute what the {run.args.engine} engine sampled with: other weights (a missed "
-            "sync), another batch shape, dtype or attention kernel, or another sigma, window or guidance. "
-            f"By batch and kept step on rank {run.dist.rank}: {[m['ratio_max_dev'].item() for m in seen]}"
-        )
-    return worst
-
-
-# 6. Evaluation and the loop
+# 5. Evaluation and the loop
 
 
 def evaluate(run: Run, step: int) -> dict[str, float]:
@@ -348,14 +346,13 @@ def evaluate(run: Run, step: int) -> dict[str, float]:
     wanted, per_round = len(run.eval_prompts), run.args.batch_size * run.dist.world_size
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     prompts = [run.eval_prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
-    batches, pending = draw(run, prompts, replace(params_at(run, 0), sde_steps=(), num_steps=run.args.eval_num_steps))
+    params = replace(params_at(run.args, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
+    batches, pending = draw(run, prompts, params)
     scores = [score for future in pending for score in future.result()]
-    rewards = gather_floats(run.dist, rewards_of(scores))[:wanted]
+    rewards = gather_rewards(run, scores)[:wanted]
     if run.dist.is_main:
-        path = run.folder / "eval" / f"{step:06}.png"
-        path.parent.mkdir(exist_ok=True)
-        labels = ["no score" if s.value is None else f"{s.details.get('read', '')}   {s.value:.2f}" for s in scores]
-        contact_sheet(torch.cat([batch.media for batch in batches])[:wanted], labels[:wanted]).save(path)
+        images, labels = torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores]
+        write_sheet(run.folder / "eval" / f"{step:06}.png", images, labels)
     return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
 
 
@@ -380,21 +377,22 @@ def main(args: Args) -> None:
     """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
     run = setup(args)
     scores = []
-    for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
-        metrics = train_step(run, step - 1) if step else {}
-        if step % args.eval_every == 0 or step == args.steps:
-            with run.log.phase("eval"), run.ema.applied():
-                metrics |= evaluate(run, step)
-                if step:
-                    save_weights(run.net, run.folder / "weights", run.dist)
-            scores.append(metrics["eval/reward"])
-        num_images = args.prompts_per_step * args.group_size // run.dist.world_size if step else 0
-        run.log.log(step, metrics, num_images=num_images)
-    run.log.close()
-    run.client.close()
+    with run.log, run.client:
+        for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
+            metrics = train_step(run, step - 1) if step else {}
+            if step % args.eval_every == 0 or step == args.steps:
+                with run.log.phase("eval"), run.ema.applied():
+                    metrics |= evaluate(run, step)
+                    if step:
+                        save_weights(run.net, run.folder / "weights", run.dist)
+                scores.append(metrics["eval/reward"])
+            num_images = args.prompts_per_step * args.group_size // run.dist.world_size if step else 0
+            run.log.log(step, metrics, num_images=num_images)
     if run.dist.is_main:
         print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; images, weights and metrics in {run.folder}")
-    shutdown(run.dist)
+    dist = run.dist
+    del run  # sharded tensors must go before their process group does
+    shutdown(dist)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def render(rng: random.Random, color: str, word: str) -> np.ndarray:
 
 def write_prompts(path: Path, *, count: int, evaluation: bool) -> None:
     """A prompt file of `count` different words."""
-    rng = random.Random(f"tiny-signs {path.stem}")
+    rng = random.Random(f"tiny-signs words, {path.stem}")
     prompts: dict[str, str] = {}
     while len(prompts) < count:
         prompt, _, word = draw_prompt(rng, evaluation=evaluation)
@@ -71,4 +71,4 @@ def write_prompts(path: Path, *, count: int, evaluation: bool) -> None:
 if __name__ == "__main__":
     folder = Path(__file__).parent.parent / "data" / "tiny-signs"
     write_prompts(folder / "train.txt", count=2048, evaluation=False)
-    write_prompts(folder / "eval.txt", count=96, evaluation=True)
+    write_prompts(folder / "eval.txt", count=256, evaluation=True)

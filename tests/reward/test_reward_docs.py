@@ -73,8 +73,8 @@ def test_a_real_scorer_process_scores_signs(readme_server: str) -> None:
         images = np.stack([draw_sign("K7QX")] * 3)
         prompts = ['a sign that says "K7QX"', 'a sign that says "K7AB"', "a sign"]
         right, wrong, none = client.submit({"image": images}, prompts).result(60)
-    assert right == Score(1.0, details={"read": "K7QX"})
-    assert wrong == Score(0.5, details={"read": "K7QX"})
+    assert right == Score(1.0, details={"read": "K7QX", "target": "K7QX"})
+    assert wrong == Score(0.5, details={"read": "K7QX", "target": "K7AB"})
     assert none.value is None
 
 

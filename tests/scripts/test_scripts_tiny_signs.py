@@ -16,7 +16,7 @@ MB = 2**20
 
 
 def test_prompt_files_are_what_the_script_writes(tmp_path):
-    for name, count, evaluation in (("train", 2048, False), ("eval", 96, True)):
+    for name, count, evaluation in (("train", 2048, False), ("eval", 256, True)):
         tiny_signs.write_prompts(tmp_path / f"{name}.txt", count=count, evaluation=evaluation)
         shipped = REPO / "data" / "tiny-signs" / f"{name}.txt"
         assert (tmp_path / f"{name}.txt").read_text() == shipped.read_text()

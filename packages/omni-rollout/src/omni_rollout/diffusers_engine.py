@@ -48,10 +48,9 @@ class DiffusersEngine:
         x = step_noise(seeds, INITIAL_NOISE, shape).to(device)
         kept = []
         for i in range(params.num_steps):
-            sigma, sigma_next = (sigmas[j].expand(len(prompts)) for j in (i, i + 1))
-            velocity = self.family.predict_velocity(
-                self.net, x, sigma.to(device), cond, guidance_scale=params.guidance_scale
-            )
+            sigma, sigma_next = sigmas[i], sigmas[i + 1]  # on the host: no copy, no waiting for the device
+            levels = torch.full((len(prompts),), float(sigma), device=device)
+            velocity = self.family.predict_velocity(self.net, x, levels, cond, guidance_scale=params.guidance_scale)
             if i in params.sde_steps:
                 noise = step_noise(seeds, i, shape).to(device)
                 step = params.step(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
@@ -63,8 +62,8 @@ class DiffusersEngine:
         return Trajectory(
             x=_stack([before for before, _ in kept], (B, *shape), device),
             x_next=_stack([step.x_next for _, step in kept], (B, *shape), device),
-            sde_steps=torch.tensor(params.sde_steps, dtype=torch.long).expand(B, K),
-            sigmas=sigmas,
+            sde_steps=torch.tensor(params.sde_steps, dtype=torch.long, device=device).expand(B, K),
+            sigmas=sigmas.to(device),
             rollout_log_prob=_stack([step.log_prob for _, step in kept], (B,), device),
             rollout_mean=_stack([step.mean for _, step in kept], (B, *shape), device) if params.keep_mean else None,
             cond=cond,

@@ -60,7 +60,7 @@ def check_scores(trajectory: Trajectory, params: SamplingParams, velocity: Veloc
     for k in range(trajectory.x.shape[1]):
         x, sigma = trajectory.x[:, k], trajectory.sigma(k)
         with torch.no_grad():
-            predicted = velocity(x, sigma.to(x.device), trajectory.cond)
+            predicted = velocity(x, sigma, trajectory.cond)
         score = params.step(
             predicted,
             x,

@@ -6,10 +6,10 @@ Precedence: command line, then file, then preset, then the defaults of the datac
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 ConfigT = TypeVar("ConfigT")
 
@@ -38,6 +38,14 @@ def parse_cli(
         print(f"{Path(sys.argv[0]).name}: error: {exc}", file=sys.stderr)
         sys.exit(2)
     return config
+
+
+def check_least(config: Any, least: Mapping[str, float]) -> None:
+    """Raises ValueError when a setting is below its least value, or no number at all (NaN)."""
+    for name, bound in least.items():
+        value = getattr(config, name)
+        if not value >= bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be >= {bound:g}, got {value}")
 
 
 def split_config_flags(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
@@ -93,20 +101,25 @@ def _read_toml(path: Path, base: Any) -> dict[str, object]:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
         raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
-    known = {field.name: getattr(base, field.name) for field in fields(base)}
+    known = get_type_hints(type(base))
     for key, value in values.items():
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r}{suggest(key, known)}")
-        values[key] = _as_type_of(known[key], value, f"{path}: {key}")
+        values[key] = _checked(known[key], value, f"{path}: {key}")
     return values
 
 
-def _as_type_of(default: object, value: object, place: str) -> object:
-    """`value` if it has the type of `default`; an integer also where a float is wanted."""
-    if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
+def _checked(wanted: Any, value: object, place: str) -> object:
+    """`value` if it has the wanted type; an integer also where a float is wanted."""
+    if get_origin(wanted) is Literal:
+        if value not in get_args(wanted):
+            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}")
+        return value
+    kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
+    if float in kinds and type(value) is int:
         return float(value)
-    if default is not None and type(value) is not type(default):
-        raise ValueError(f"{place} must be a {type(default).__name__}, got {value!r}")
+    if type(value) not in kinds:
+        raise ValueError(f"{place} must be a {kinds[0].__name__}, got {value!r}")
     return value
 
 

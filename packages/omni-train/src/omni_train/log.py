@@ -13,6 +13,7 @@ from typing import Self
 from torch import Tensor
 
 from omni_train.device import synchronize
+from omni_train.dist import Dist, any_rank
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -176,6 +177,20 @@ def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def claim_folder(dist: Dist, folder: Path) -> Path:
+    """The folder of a new run, made by the first rank; one that holds a run already is refused on every rank.
+
+    Raises:
+        ValueError: `folder` has metrics, which a second run would continue as if they were its own.
+    """
+    taken = dist.is_main and (folder / "metrics.jsonl").exists()
+    if any_rank(dist, taken):
+        raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
+    if dist.is_main:
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def load_metrics(path: str | Path) -> list[dict[str, float]]:

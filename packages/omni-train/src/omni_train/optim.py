@@ -44,9 +44,13 @@ def build_adamw(
     return torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
 
 
-def warmup_lr(step: int, *, lr: float, warmup_steps: int) -> float:
-    """The learning rate of a step counted from 0: a straight rise to `lr` over the first `warmup_steps`, then `lr`."""
-    return lr * min(1.0, (step + 1) / (warmup_steps + 1))
+def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) -> float:
+    """The learning rate of a step counted from 0: a straight rise to `lr` over the first `warmup_steps`, then `lr`.
+
+    With `decay_steps`, it is also multiplied by a straight fall that would reach 0 at that step.
+    """
+    rise = min(1.0, (step + 1) / (warmup_steps + 1))
+    return lr * rise * (max(0.0, 1 - step / decay_steps) if decay_steps else 1.0)
 
 
 def optimizer_step(

@@ -25,7 +25,7 @@ _CURLY_QUOTES = dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f\uff02"), '"')
 
 
 def load_ocr(*, threads: int = 1) -> ScoreFn:
-    """Score function for `image` [N, H, W, 3], uint8, RGB, with the text that was read in `details["read"]`.
+    """Score function for `image` [N, H, W, 3], uint8, RGB, with what was read and what was wanted in `details`.
 
     Args:
         threads: cores that one recognition may use. Its threads spin while they wait, so more than 1 costs more than it
@@ -64,7 +64,7 @@ def _score_image(engine: Any, image: np.ndarray, prompt: str) -> Score:
         return Score(None, abstained=f"the image is more than {MAX_ASPECT} times as wide as high")
     bgr = np.ascontiguousarray(image[..., ::-1])
     read = "".join(engine(bgr).txts or ())
-    return Score(Levenshtein.normalized_similarity(target, normalize(read)), details={"read": read})
+    return Score(Levenshtein.normalized_similarity(target, normalize(read)), details={"read": read, "target": target})
 
 
 def target_text(prompt: str) -> str | None:
