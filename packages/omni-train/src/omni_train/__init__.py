@@ -7,6 +7,8 @@ Import from the modules, in reading order:
 - `omni_train.shard`: `shard(module, mesh, mode=...)` and `reduce_gradients`
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
+- `omni_train.ema`: a moving average of the weights, for evaluation
+- `omni_train.gate`: the check that an update starts from the policy that sampled
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
