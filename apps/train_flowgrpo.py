@@ -82,7 +82,7 @@ class Args:
 
 PRESETS = {
     "tiny-signs": Args(
-        name="tiny-signs", algo="flowgrpo-cps", noise_level=0.9, window_low=1, window_high=4, prompts_per_step=8,
+        name="tiny-signs", algo="flowgrpo-cps", noise_level=0.5, window_low=1, window_high=4, prompts_per_step=8,
         group_size=8, height=32, width=96, lr=1.2e-4, lr_decay=True, ema_decay=0.95,
         clip_range=1e-3, weight_decay=0.0, steps=320, eval_every=80, shard="ddp"),
     "qwen-image-ocr-lora": Args(  # Flow-GRPO's OCR task as published for Qwen-Image; bring its prompts

@@ -215,9 +215,12 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
     seen = []
     result = SimpleNamespace(grad_norm=1.0, skipped=False)
-    monkeypatch.setattr(
-        app, "optimizer_step", lambda *_, **__: seen.append([p.grad.clone() for p in run.params]) or result
-    )
+
+    def keep_gradients(*args, **kwargs):
+        seen.append([None if p.grad is None else p.grad.clone() for p in run.params])
+        return result
+
+    monkeypatch.setattr(app, "optimizer_step", keep_gradients)
     app.update(run, 0, batches, advantages)
     run.net.zero_grad()
     losses = [
@@ -226,8 +229,10 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
         for k in range(batch.x.shape[1])
     ]
     torch.stack(losses).mean().backward()  # at ratio 1 the loss has the gradient of -A log p
-    for ours, whole in zip(seen[0], run.params, strict=True):
-        torch.testing.assert_close(ours, whole.grad, rtol=1e-3, atol=1e-7)
+    pairs = [(ours, p.grad) for ours, p in zip(seen[0], run.params, strict=True) if ours is not None]
+    assert len(pairs) > 0.9 * len(run.params)  # the last block's text stream leads nowhere, and has no gradient
+    for ours, whole in pairs:
+        torch.testing.assert_close(ours, whole, rtol=1e-3, atol=1e-7)
 
 
 def test_samples_without_a_score_take_no_part():
