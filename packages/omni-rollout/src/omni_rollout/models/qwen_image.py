@@ -1,7 +1,8 @@
 """Qwen-Image (arXiv 2508.02324): text to image, a flow-matching transformer over the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
-`velocity = dx/dsigma = noise - data`; latents and velocities are float32, the transformer runs in the dtype of the text features.
+`velocity = dx/dsigma = noise - data`; latents and velocities are float32, the transformer runs in the dtype of the text
+features.
 
 Latents stay unpacked, [B, C, h, w], so that a tensor's shape tells the geometry; the 2 x 2 packing into tokens happens
 around the transformer call. `predict_velocity` is the one function that both sampling and training call.
