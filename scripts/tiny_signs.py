@@ -57,13 +57,15 @@ def render(rng: random.Random, color: str, word: str) -> np.ndarray:
     return np.asarray(image)
 
 
-def write_prompts(path: Path, *, count: int, evaluation: bool) -> None:
-    """A prompt file of `count` different words."""
+def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Path | None = None) -> None:
+    """A prompt file of `count` different words, none of which is in the file `avoid`."""
+    taken = {line.split('"')[1] for line in avoid.read_text().splitlines()} if avoid else set()
     rng = random.Random(f"tiny-signs words, {path.stem}")
     prompts: dict[str, str] = {}
     while len(prompts) < count:
         prompt, _, word = draw_prompt(rng, evaluation=evaluation)
-        prompts.setdefault(word, prompt)
+        if word not in taken:
+            prompts.setdefault(word, prompt)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(f"{prompt}\n" for prompt in prompts.values()))
 
@@ -72,3 +74,4 @@ if __name__ == "__main__":
     folder = Path(__file__).parent.parent / "data" / "tiny-signs"
     write_prompts(folder / "train.txt", count=2048, evaluation=False)
     write_prompts(folder / "eval.txt", count=256, evaluation=True)
+    write_prompts(folder / "test.txt", count=256, evaluation=True, avoid=folder / "eval.txt")

@@ -16,10 +16,24 @@ MB = 2**20
 
 
 def test_prompt_files_are_what_the_script_writes(tmp_path):
-    for name, count, evaluation in (("train", 2048, False), ("eval", 256, True)):
-        tiny_signs.write_prompts(tmp_path / f"{name}.txt", count=count, evaluation=evaluation)
+    shipped_eval = REPO / "data" / "tiny-signs" / "eval.txt"
+    files = (("train", 2048, False, None), ("eval", 256, True, None), ("test", 256, True, shipped_eval))
+    for name, count, evaluation, avoid in files:
+        tiny_signs.write_prompts(tmp_path / f"{name}.txt", count=count, evaluation=evaluation, avoid=avoid)
         shipped = REPO / "data" / "tiny-signs" / f"{name}.txt"
         assert (tmp_path / f"{name}.txt").read_text() == shipped.read_text()
+
+
+def test_the_score_script_scores_the_base_and_trained_weights_alike_when_they_are_the_same(tmp_path):
+    prompts = tmp_path / "few.txt"
+    prompts.write_text('a blue sign that says "YX"\na pink sign that says "FQT"\n')
+    command = [sys.executable, str(REPO / "scripts" / "score.py"), "--prompts", str(prompts)]
+    outputs = [
+        subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout
+        for more in ([], ["--weights", str(CHECKPOINT / "transformer")])
+    ]
+    assert outputs[0] == outputs[1]
+    assert 0 <= float(outputs[0].split()[1]) <= 1
 
 
 def test_words_of_the_two_sets_never_meet():

@@ -1,0 +1,49 @@
+"""Prints the mean OCR score of a model's signs, drawn without injected noise, and its standard error.
+
+    python scripts/score.py
+    python scripts/score.py --weights runs/tiny-signs/weights
+
+The words of data/tiny-signs/test.txt occur neither in training nor in the evaluations that a run logs.
+"""
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from omni_reward import Score
+from omni_reward.scorers.ocr import load_ocr
+from omni_rollout import Prompt, SamplingParams
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_train.data import load_prompts, sample_seed
+from omni_train.weights import load_weights
+
+ROOT = Path(__file__).parents[1]
+BATCH = 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--weights", type=Path, help="folder that a trainer wrote; the base without it")
+    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "test.txt")
+    parser.add_argument("--seed", type=int, default=7)
+    args = parser.parse_args()
+    model = qwen_image.load(ROOT / "checkpoints" / "tiny-signs-qwen-image")
+    if args.weights:
+        load_weights(model.transformer, args.weights)
+    engine, score = DiffusersEngine(qwen_image, model), load_ocr()
+    records = load_prompts(args.prompts)
+    prompts = [Prompt(r.text, r.index, sample_seed(args.seed, -1, r.index, 0)) for r in records]
+    values: list[float] = []
+    for i in range(0, len(prompts), BATCH):
+        batch = engine.generate(prompts[i : i + BATCH], SamplingParams(10, 32, 96))
+        images = batch.media.permute(0, 2, 3, 1).numpy()
+        texts = [prompt.text for prompt in batch.prompts]
+        scores = [s for s in score({"image": images}, texts, [{}] * len(texts)) if isinstance(s, Score)]
+        values += [s.value for s in scores if s.value is not None]
+    error = np.std(values) / len(values) ** 0.5
+    print(f"score {np.mean(values):.3f} standard error {error:.3f} over {len(values)} images")
+
+
+if __name__ == "__main__":
+    main()
