@@ -69,10 +69,11 @@ def test_accelerator_memory_is_in_mb(accelerator):
 
 
 def test_cpu_memory_is_the_resident_set():
+    mb = 256  # glibc serves more than 32 MiB by new pages only, never from what was freed before
     before = devices.memory(CPU)
-    held = torch.ones(32 * 2**20 // 4)
+    held = torch.ones(mb * 2**20 // 4)
     after = devices.memory(CPU)
-    assert 20 < after.current_mb - before.current_mb < 60
+    assert 0.75 * mb < after.current_mb - before.current_mb < 1.5 * mb
     assert after.peak_mb >= after.current_mb * 0.9
     assert held.sum() > 0
 
