@@ -72,7 +72,10 @@ def test_sigterm_finishes_the_accepted_requests(
     ("arguments", "message"),
     [
         ([], "the following arguments are required: --scorer"),
-        (["--scorer", "spam"], "argument --scorer: invalid choice: 'spam'"),
+        (["--scorer", "spam"], "scorer must be one of ['ocr'"),
+        (["--scorer", "ocr", "--option", "spam"], "--option must be NAME=VALUE, got 'spam'"),
+        (["--scorer", "ocr", "--option", "a b=c"], "--option must be NAME=VALUE, got 'a b=c'"),
+        (["--scorer", "ocr", "--option", "spam=1"], "options of ocr must fit it: got an unexpected keyword argument"),
         (["--scorer", "ocr", "--port", "x"], "argument --port: invalid int value: 'x'"),
         (["--scorer", "ocr", "--port", "70000"], "--port must be 0 to 65535, got 70000"),
         (["--scorer", "ocr", "--host", "0.0.0.0"], "--host 0.0.0.0 can be reached from other machines"),

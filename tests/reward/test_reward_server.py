@@ -102,7 +102,7 @@ def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
     assert info == {
         "protocol": 1,
         "scorer": "h",
-        "media": ["image"],
+        "media": ["audio", "image", "latent", "video"],
         "limits": {"max_body_bytes": 3 * 2**20, "max_batch": 5, "max_waiting": 64},
     }
 

@@ -14,7 +14,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -29,6 +28,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from omni_reward import wire
+from omni_reward.media import MEDIA_KINDS
+from omni_reward.scorers import SCORERS, load_scorer
 from omni_reward.transport import is_loopback
 from omni_reward.wire import Score, ScoreFn, ScoreRequest
 
@@ -36,16 +37,6 @@ MB = 2**20
 
 logger = logging.getLogger("omni_reward.server")
 
-
-def _load_ocr(threads: int) -> ScoreFn:
-    from omni_reward.scorers.ocr import load_ocr
-
-    return load_ocr(threads=threads)
-
-
-SCORERS: dict[str, Callable[[int], ScoreFn]] = {  # name -> function of the number of threads
-    "ocr": _load_ocr,
-}
 
 _CODES = {
     400: "malformed",
@@ -71,7 +62,11 @@ def create_app(
     """ASGI app that answers `POST /score`, `GET /info` and `GET /healthz`.
 
     Args:
-        score_fn: the scorer, as in `omni_reward.wire.ScoreFn`. It is called from one thread, never twice at a time.
+        score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
+            media is {kind: array [N, ...]} and meta a list of N dicts (with `fps` for video, `sample_rate` for audio).
+            It returns a Score or a number per sample; a number that is not finite becomes an abstention. A function
+            takes `image` and gets whole requests; wrap it as `omni_reward.wire.Scorer(score_fn, media=, batch_size=,
+            version=)` to say otherwise. It is called from one thread, never twice at a time.
         name: what replies call the scorer.
         token: bearer token that /score and /info ask for; None lets everyone in.
         max_body_mb: largest request body, in MiB.
@@ -123,7 +118,7 @@ class _Service:
                 "protocol": wire.PROTOCOL,
                 "scorer": self._name,
                 "version": version("omni-reward"),
-                "media": sorted(wire.MEDIA_KINDS),
+                "media": sorted(MEDIA_KINDS),
                 "limits": self._limits,
             }
         )
@@ -214,7 +209,7 @@ def main(argv: list[str] | None = None) -> None:
             if not args.url_file.parent.is_dir():
                 raise ValueError(f"--url-file must lie in a folder that exists, got {args.url_file}")
             args.url_file.unlink(missing_ok=True)  # an old one would send clients to a server that is gone
-        score_fn = SCORERS[args.scorer](args.threads)
+        score_fn = load_scorer(args.scorer, threads=args.threads, options=_options(args.option))
     except ImportError as exc:
         parser.error(f"--scorer {args.scorer} needs {exc.name}: install omni-reward[{args.scorer}]")
     except (ValueError, OSError) as exc:
@@ -268,7 +263,10 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
-    parser.add_argument("--scorer", required=True, choices=sorted(SCORERS))
+    parser.add_argument("--scorer", required=True, help=f"one of {', '.join(sorted(SCORERS))}")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="setting of the scorer; may be given again"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
     parser.add_argument("--token-file", type=Path, help="file with the bearer token that clients must send")
@@ -277,6 +275,14 @@ def _parser() -> argparse.ArgumentParser:
         "--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only"
     )
     return parser
+
+
+def _options(items: list[str]) -> dict[str, str]:
+    """Settings of the scorer by name, from the NAME=VALUE texts of the command line."""
+    for item in items:
+        if not item.partition("=")[0].isidentifier() or "=" not in item:
+            raise ValueError(f"--option must be NAME=VALUE, got {item!r}")
+    return dict(item.split("=", 1) for item in items)
 
 
 def _read_token(path: Path | None) -> str | None:

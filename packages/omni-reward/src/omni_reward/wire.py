@@ -20,22 +20,11 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
+from omni_reward.media import MEDIA_KINDS, check_media, check_rates, media_kind
+
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
 MAX_REQUEST_ID_CHARS = 128
-
-
-@dataclass(frozen=True)
-class MediaKind:
-    """Dtype and axes of one kind of media; an axis that is a number must have that size, a letter any size above 0."""
-
-    dtype: str
-    axes: tuple[str | int, ...]
-
-
-MEDIA_KINDS = {
-    "image": MediaKind("uint8", ("N", "H", "W", 3)),  # RGB
-}
 
 
 @dataclass(frozen=True)
@@ -83,11 +72,47 @@ ScoreFn = Callable[[dict[str, np.ndarray], list[str], list[dict[str, object]]], 
 
 
 @dataclass(frozen=True)
+class Scorer:
+    """A score function with what a server says and checks for it; a call goes to the function.
+
+    Args:
+        score_fn: the function.
+        media: kinds that a request must hold, no more and no less; keys of `omni_reward.media.MEDIA_KINDS`.
+        batch_size: most samples of one call. Samples of concurrent requests are put together up to this number where
+            their arrays have the same shapes and dtypes, and a longer request is cut. None calls once per request, with
+            all of its samples: nothing that other clients do can then touch a score, not even in its last bit.
+        version: of the scorer, its weights or its prompt; a change says that scores may have changed.
+
+    Raises:
+        ValueError: an argument breaks its rule.
+    """
+
+    score_fn: ScoreFn
+    media: tuple[str, ...] = ("image",)
+    batch_size: int | None = None
+    version: str = ""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.media, str) or not self.media or len(set(self.media)) != len(self.media):
+            raise ValueError(f"media must be a tuple of one kind or more, each once, got {self.media!r}")
+        for kind in self.media:
+            media_kind(kind)
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
+
+    def __call__(
+        self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]
+    ) -> Sequence[Score | float]:
+        """N scores or numbers, in the order of the samples."""
+        return self.score_fn(media, prompts, meta)
+
+
+@dataclass(frozen=True)
 class ScoreRequest:
     """N samples to score, checked.
 
     Args:
-        media: array by kind, as in MEDIA_KINDS: `image` is [N, H, W, 3], uint8, RGB.
+        media: array [N, ...] by kind, as in `omni_reward.media`.
         prompts: N prompts.
         meta: N objects of JSON values for the scorer.
         request_id: the caller's name for this request; the reply repeats it.
@@ -115,7 +140,8 @@ class ScoreRequest:
         if not self.media:
             raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
         for kind, array in self.media.items():
-            _check_media(kind, array, len(self.prompts))
+            check_media(kind, array, len(self.prompts))
+            check_rates(kind, self.meta)
 
     def header(self) -> str:
         """JSON of everything but the media.
@@ -255,21 +281,6 @@ def _check_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
         raise ValueError(f"prompts and request_id must be Unicode text, got {text!r:.80}") from exc
-
-
-def _check_media(kind: str, array: object, count: int) -> None:
-    """Raises ValueError unless the array is what MEDIA_KINDS says, with count samples."""
-    if kind not in MEDIA_KINDS:
-        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {kind!r:.80}")
-    rule = MEDIA_KINDS[kind]
-    if not isinstance(array, np.ndarray) or array.dtype != rule.dtype:
-        raise ValueError(f"{kind} must be a {rule.dtype} array, got {getattr(array, 'dtype', type(array).__name__)}")
-    wanted = (count, *rule.axes[1:])
-    fits = array.ndim == len(wanted) and all(
-        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(array.shape, wanted, strict=True)
-    )
-    if not fits:
-        raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
 
 
 def _finite(name: str, value: object) -> float:

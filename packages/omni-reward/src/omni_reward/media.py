@@ -1,0 +1,81 @@
+"""The kinds of media that a scorer may be sent, and the rules that their arrays follow.
+
+| kind   | dtype            | shape               | rate in the sample's meta | content                               |
+|--------|------------------|---------------------|---------------------------|---------------------------------------|
+| image  | uint8            | [N, H, W, 3]        |                           | RGB, rows from the top                |
+| video  | uint8            | [N, T, H, W, 3]     | fps, frames a second      | RGB frames                            |
+| audio  | float32          | [N, S, C]           | sample_rate, Hz           | amplitude, full scale is -1 to 1      |
+| latent | float32, float16 | [N, ...], 2-8 axes  |                           | whatever the latent reward model takes|
+
+Letters: N samples, T frames, H height, W width, S points in time, C channels.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+
+MAX_AXES = 8
+
+
+@dataclass(frozen=True)
+class MediaKind:
+    """Dtypes and axes of one kind of media, and the rate that a sample's meta must give for it.
+
+    An axis that is a number must have that size, a letter any size above 0, and "..." stands for one axis or more.
+    """
+
+    dtypes: tuple[str, ...]
+    axes: tuple[str | int, ...]
+    rate: str | None = None
+
+
+MEDIA_KINDS = {
+    "image": MediaKind(("uint8",), ("N", "H", "W", 3)),
+    "video": MediaKind(("uint8",), ("N", "T", "H", "W", 3), rate="fps"),
+    "audio": MediaKind(("float32",), ("N", "S", "C"), rate="sample_rate"),
+    "latent": MediaKind(("float32", "float16"), ("N", "...")),
+}
+
+
+def check_media(kind: str, array: object, count: int) -> None:
+    """Raises ValueError unless the array is what MEDIA_KINDS says, with count samples."""
+    rule = media_kind(kind)
+    if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
+        dtype = getattr(array, "dtype", type(array).__name__)
+        raise ValueError(f"{kind} must be a {' or '.join(rule.dtypes)} array, got {dtype}")
+    wanted = (count, *rule.axes[1:])
+    if not _fits(array.shape, wanted):
+        raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
+
+
+def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
+    """Raises ValueError unless every sample's meta gives the rate that the kind needs."""
+    rate = media_kind(kind).rate
+    if rate is None:
+        return
+    for i, sample in enumerate(meta):
+        value = sample.get(rate)
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise ValueError(f"meta[{i}][{rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
+
+
+def media_kind(kind: object) -> MediaKind:
+    """The kind of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not isinstance(kind, str) or kind not in MEDIA_KINDS:
+        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {kind!r:.80}")
+    return MEDIA_KINDS[kind]
+
+
+def _fits(shape: tuple[int, ...], wanted: tuple[str | int, ...]) -> bool:
+    if wanted[-1] == "...":
+        wanted = (*wanted[:-1], *"x" * max(1, min(len(shape), MAX_AXES) - len(wanted) + 1))
+    return len(shape) == len(wanted) and all(
+        size == axis if isinstance(axis, int) else size > 0 for size, axis in zip(shape, wanted, strict=True)
+    )
