@@ -1,8 +1,11 @@
-"""How good each sample was, compared with the others drawn for the same prompt.
+"""How good each sample was, compared with the others drawn for the same prompt, and which samples are worth training.
 
-Letters: N samples of all ranks, in any order; a group is the samples of one prompt.
+Letters: N samples of all ranks, in any order; a group is the samples of one prompt; R rewards of each sample. A reward
+of NaN marks a sample without a score.
 """
 
+import math
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -64,6 +67,104 @@ def group_advantages(
     return centered / ((squares / (scored.sum() - correction).clamp(min=1)).sqrt() + eps)
 
 
+def multi_reward_advantages(
+    rewards: Tensor,
+    groups: Tensor,
+    reward_weights: Sequence[float],
+    *,
+    std: Std = "group",
+    eps: float = 1e-4,
+    correction: int = 1,
+    rescale: bool = False,
+) -> Tensor:
+    """Advantages [N], float32, of several rewards at once: the weighted sum of each reward's own group advantages.
+
+        A_i = sum_r weight_r group_advantages(rewards[:, r])_i
+
+    Because every reward is normalized before it is weighted, its scale and offset mean nothing: a weight says how much
+    a reward counts, whether it lives in [0, 1] or [0, 100]. A reward that is NaN adds 0 to its sample, as if it had
+    been the group's average, and a sample all of whose rewards are NaN gets exactly 0.
+
+    Args:
+        rewards: [N, R], any scales.
+        groups: [N], integer ids.
+        reward_weights: R finite numbers; negative for what is to shrink.
+        std, eps, correction: as in `group_advantages`, for each reward.
+        rescale: whether to divide A by its standard deviation over the scored samples, plus eps, so that the size of
+            advantages does not depend on the number of rewards and their weights.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, a reward or weight is infinite, or an option is out of range.
+
+    Source: `advantage_aggr` of MixGRPO's released code (arXiv 2507.21802), where std is "group" and eps 1e-8; with
+    rescale, GDPO (arXiv 2601.05242), which also subtracts the batch mean: 0 here, since every group sums to 0.
+    """
+    if rewards.ndim != 2 or rewards.shape[1] == 0:
+        raise ValueError(f"rewards must be [N, R] with R >= 1, got shape {tuple(rewards.shape)}")
+    if len(reward_weights) != rewards.shape[1] or not all(map(math.isfinite, reward_weights)):
+        raise ValueError(f"reward_weights must be R = {rewards.shape[1]} finite numbers, got {list(reward_weights)}")
+    parts = [
+        weight * group_advantages(column, groups, std=std, eps=eps, correction=correction)
+        for weight, column in zip(reward_weights, rewards.unbind(dim=1), strict=True)
+    ]
+    total = torch.stack(parts).sum(dim=0)
+    if not rescale:
+        return total
+    num_scored = (~rewards.isnan()).any(dim=1).sum()
+    variance = total.square().sum() / (num_scored - correction).clamp(min=1)
+    return total / (variance.sqrt() + eps)
+
+
+def has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
+    """Which samples can teach anything, [N], boolean: those with a score, in a group with two different scores.
+
+    All others have advantage 0. Dropping them saves their part of the update. It also changes the mean that a loss
+    takes: over fewer samples, so that those left weigh more.
+
+    Args:
+        rewards: [N], any scale.
+        groups: [N], integer ids.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a reward is infinite.
+
+    Source: the dynamic sampling of DAPO (arXiv 2503.14476), which draws other prompts in their place; flow_grpo drops
+    them too, but keeps as many as make the batch divisible.
+    """
+    check_rewards(rewards, groups)
+    ids, index = torch.unique(groups, return_inverse=True)
+    scored = ~rewards.isnan()
+    return scored & _varied(rewards.float(), scored, index, len(ids))
+
+
+def best_of_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
+    """Indices, ascending, of the n/2 best and the n/2 worst samples of every group: those that teach most.
+
+    Take the advantages of whole groups first, then train on these samples only. A group with n scored samples or fewer
+    keeps them all; samples without a score are never kept. Of equal rewards, the earlier sample counts as the worse.
+
+    Args:
+        rewards: [N], any scale; or the advantages, where there are several rewards.
+        groups: [N], integer ids.
+        n: samples to keep of each group, even, at least 2.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, a reward is infinite, or n is odd or below 2.
+
+    Source: the best-of-N training of DanceGRPO (arXiv 2505.07818). Released code (HunyuanVideo, 8 of 24) selects among
+    all samples of a rank by their advantages, not within each group.
+    """
+    check_rewards(rewards, groups)
+    if n < 2 or n % 2:
+        raise ValueError(f"n must be even and >= 2, got {n}")
+    kept = []
+    for group in groups.unique():
+        (members,) = torch.where((groups == group) & ~rewards.isnan())
+        ranked = members[rewards[members].argsort(stable=True)]
+        kept.append(ranked if len(ranked) <= n else torch.cat([ranked[: n // 2], ranked[-n // 2 :]]))
+    return torch.cat(kept).sort().values if kept else groups.new_empty(0, dtype=torch.long)
+
+
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     """What the rewards of a step look like, as 0-d tensors; samples without a score (NaN) count in the last one only.
 
@@ -100,7 +201,8 @@ def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> 
     return (high > low)[index]
 
 
-def _check(rewards: Tensor, groups: Tensor, std: str, eps: float, correction: int) -> None:
+def check_rewards(rewards: Tensor, groups: Tensor) -> None:
+    """Raises ValueError unless rewards are [N], finite or NaN, and groups [N] integers."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
             f"rewards and groups must be [N] alike, got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}"
@@ -109,6 +211,10 @@ def _check(rewards: Tensor, groups: Tensor, std: str, eps: float, correction: in
         raise ValueError(f"groups must hold integers, got {groups.dtype}")
     if rewards.isinf().any():
         raise ValueError(f"rewards must be finite, or NaN where there is none, got {rewards.isinf().sum()} infinite")
+
+
+def _check(rewards: Tensor, groups: Tensor, std: str, eps: float, correction: int) -> None:
+    check_rewards(rewards, groups)
     if std not in get_args(Std):
         raise ValueError(f"std must be one of {get_args(Std)}, got {std!r}")
     if not eps > 0:

@@ -1,9 +1,14 @@
-"""How far a policy is from a reference.
+"""How far a policy is from a reference or a teacher.
 
 Letters: B samples. A step's transition is a normal distribution around `mean` with one `std` for all latent elements.
+All distances are means over latent elements, so that they do not grow with the picture.
 """
 
+import torch
 from torch import Tensor
+
+from omni_losses._checks import require_latents, require_per_sample, require_shape_of
+from omni_losses.output import LossOutput, element_mean, weighted_mean
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
@@ -29,7 +34,105 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
         raise ValueError(
             f"mean and ref_mean must be [B, ...] alike, got shapes {tuple(mean.shape)} and {tuple(ref_mean.shape)}"
         )
-    if std.shape != mean.shape[:1]:
-        raise ValueError(f"std must be [B] = {tuple(mean.shape[:1])}, got shape {tuple(std.shape)}")
-    squares = (mean.float() - ref_mean.detach().float()).square().flatten(1).mean(dim=1)
+    require_per_sample(mean, std=std)
+    squares = element_mean((mean.float() - ref_mean.detach().float()).square())
     return squares / (2 * std.detach().float().square())
+
+
+def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
+    """The distance of two velocities at the same latent, [B], latent units squared: the KL without its step weight.
+
+        D = mean over elements of (velocity - ref_velocity)^2
+
+    At one step the means of two policies differ by a known factor times the velocities' difference, so `gaussian_kl` is
+    this distance times factor^2 / (2 std^2): for a small `noise_level`, |dt| / (2 S^2) with S = std / sqrt(-dt). D
+    drops that weight. It needs no noise and no step, so it also serves losses of the forward process.
+
+    Args:
+        velocity: [B, ...], latent units, of the weights being trained.
+        ref_velocity: [B, ...], latent units, of the reference at the same latent; no gradient flows here.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Source: the reference penalty of DiffusionNFT (arXiv 2509.16117) and of AWM (arXiv 2509.25050). The released code of
+    AWM can also divide it by 2 S^2, S = 0.7 sqrt(sigma / (1 - sigma)), its choice `ELBO`; no published preset does.
+    """
+    require_latents("velocity", velocity)
+    require_shape_of("velocity", velocity, ref_velocity=ref_velocity)
+    return element_mean((velocity.float() - ref_velocity.detach().float()).square())
+
+
+def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
+    """An estimate of KL(policy || reference) from the policy's own samples, of log_prob's shape, in its unit.
+
+        d = ref_log_prob - log_prob,   k3 = exp(d) - 1 - d
+
+    Never negative, and 0 only where the two agree. Unbiased if log_prob is a whole log-probability, such as a token's.
+    For diffusion steps, whose log_prob is a mean over latent elements, it is close to d^2 / 2, which is no KL: prefer
+    `gaussian_kl` there, which is exact.
+
+    Args:
+        log_prob: any shape, nats, of the weights being trained.
+        ref_log_prob: same shape, nats, of the reference; no gradient flows here.
+
+    Raises:
+        ValueError: shapes differ.
+
+    Source: J. Schulman, "Approximating KL divergence" (2020); the penalty of GRPO, DeepSeekMath (arXiv 2402.03300),
+    eq. 4.
+    """
+    require_shape_of("log_prob", log_prob, ref_log_prob=ref_log_prob)
+    log_ratio = ref_log_prob.detach().float() - log_prob.float()
+    return torch.expm1(log_ratio) - log_ratio
+
+
+def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights: Tensor | None = None) -> LossOutput:
+    """On-policy distillation of one stochastic step: the KL to the teacher's transition from the student's own latent.
+
+        L = 1/B sum_i w_i gaussian_kl(mean_i, teacher_mean_i, std_i)
+
+    Args:
+        mean: [B, ...], latent units, of the student at latents that the student sampled.
+        teacher_mean: [B, ...], latent units, of the teacher at the same latents; no gradient flows here.
+        std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
+        weights: [B] or None; factor of each sample's loss, 0 for a masked one; the divisor stays B.
+
+    Returns:
+        The loss and `distill_kl`, the unweighted mean, nats per latent element.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Source: the per-step KL of DiffusionOPD (arXiv 2605.15055) and Flow-OPD (arXiv 2605.08063). The code of verl-omni
+    takes `std` without sqrt(-dt), so that its loss is |dt| times this one.
+    """
+    kl = gaussian_kl(mean, teacher_mean, std)
+    require_shape_of("std", std, weights=weights)
+    return LossOutput(weighted_mean(kl, weights), {"distill_kl": kl.detach().mean()})
+
+
+def distill_velocity_loss(velocity: Tensor, teacher_velocity: Tensor, *, weights: Tensor | None = None) -> LossOutput:
+    """On-policy distillation of velocities: the mean squared distance to the teacher's, at the student's own latents.
+
+        L = 1/B sum_i w_i velocity_kl(velocity_i, teacher_velocity_i)
+
+    Unlike `distill_kl_loss` it needs no noise, so the latents may come from deterministic sampling, and every noise
+    level weighs the same.
+
+    Args:
+        velocity: [B, ...], latent units, of the student at latents that the student sampled.
+        teacher_velocity: [B, ...], latent units, of the teacher at the same latents; no gradient flows here.
+        weights: [B] or None; factor of each sample's loss, 0 for a masked one; the divisor stays B.
+
+    Returns:
+        The loss and `distill_velocity_error`, the unweighted mean.
+
+    Raises:
+        ValueError: shapes do not fit.
+
+    Source: the ODE form of the mean matching of DiffusionOPD (arXiv 2605.15055).
+    """
+    errors = velocity_kl(velocity, teacher_velocity)
+    require_per_sample(velocity, weights=weights)
+    return LossOutput(weighted_mean(errors, weights), {"distill_velocity_error": errors.detach().mean()})

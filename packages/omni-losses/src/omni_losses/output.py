@@ -1,4 +1,4 @@
-"""What every loss returns."""
+"""What every loss returns, and the means that losses take."""
 
 from dataclasses import dataclass
 
@@ -16,3 +16,13 @@ class LossOutput:
 
     loss: Tensor
     metrics: dict[str, Tensor]
+
+
+def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
+    """Scalar: the sum of losses [B] times weights [B], over B whatever the weights; None weighs each 1."""
+    return losses.mean() if weights is None else (losses * weights.detach().float()).mean()
+
+
+def element_mean(x: Tensor) -> Tensor:
+    """[B]: the mean of x [B, ...] over all but the first axis."""
+    return x.flatten(1).mean(dim=1)

@@ -3,12 +3,20 @@
 Letters: B samples, one denoising step of each. Sign: losses are minimized, so a positive advantage raises the
 log-probability. Log-probabilities are in nats per latent element (the mean over elements of a step's log-density), so a
 ratio is that of a single element, on geometric average, and useful clip ranges are small: 1e-5 to 1e-3.
+
+`mean`, `old_mean` and `std` are those of the step's transition, as the stochastic steps of omni-sched return them:
+`std` is the standard deviation of x_next given x, with its factor sqrt(-dt).
 """
 
 import torch
 from torch import Tensor
 
-from omni_losses.output import LossOutput
+from omni_losses._checks import require_batch, require_per_sample, require_positive, require_shape_of
+from omni_losses._ratio import clip_metrics, clipped_losses, ratio_metrics
+from omni_losses.divergence import gaussian_kl
+from omni_losses.output import LossOutput, weighted_mean
+
+ClipRange = float | tuple[float, float]
 
 
 def grpo_loss(
@@ -16,7 +24,7 @@ def grpo_loss(
     old_log_prob: Tensor,
     advantages: Tensor,
     *,
-    clip_range: float | tuple[float, float],
+    clip_range: ClipRange,
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
@@ -49,40 +57,158 @@ def grpo_loss(
     Source: the objective of Flow-GRPO (arXiv 2505.05470) for one step, without its KL term: add `gaussian_kl` for that.
     Different bounds below and above: DAPO (arXiv 2503.14476).
     """
-    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
+    low, high = _clip_bounds(clip_range)
     _check(log_prob, old_log_prob, advantages, weights)
+    log_ratio = log_prob.float() - old_log_prob.detach().float()
+    losses = clipped_losses(log_ratio.exp(), _clamped(advantages, adv_clip_max), low, high)
+    metrics = ratio_metrics(log_ratio.detach()) | clip_metrics(log_ratio.detach(), low, high)
+    return LossOutput(weighted_mean(losses, weights), metrics)
+
+
+def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each is a different quantity of the step
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    *,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor,
+    sqrt_dt: Tensor,
+    clip_range: ClipRange,
+    adv_clip_max: float = 5.0,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """The clipped loss with a ratio that is centered at 1 and spreads alike at every step, and with equalized steps.
+
+        b_i = gaussian_kl(mean_i, old_mean_i, std_i)
+        r_i = exp((log_prob_i - old_log_prob_i + b_i) std_i),   A_i clamped to +-adv_clip_max
+        L   = 1/B sum_i w_i max(-A_i r_i, -A_i clip(r_i, 1 - low, 1 + high)) / sqrt_dt_i^2
+
+    Why: where x_next = old_mean + std z, the log-ratio is mean(z (mean - old_mean)) / std - b. It leans to the left, so
+    that good samples never reach the upper bound, and its spread depends on the step. Here r = exp(mean(z (mean -
+    old_mean))), mean over elements. Ratios stay closer to 1 than in `grpo_loss`: published clip ranges are 2e-6, 4e-6.
+
+    Args:
+        log_prob, old_log_prob, advantages, clip_range, adv_clip_max, weights: as in `grpo_loss`. The log-probabilities
+            must be those of normal distributions: not the unnormalised ones of `cps_step`.
+        mean: [B, ...], latent units, of the weights being trained; gradients flow here and through log_prob.
+        old_mean: [B, ...], latent units, of the weights before the update.
+        std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
+        sqrt_dt: [B], sqrt(sigma - sigma_next), > 0; ones leave the steps as they weigh.
+
+    Returns:
+        The loss and the metrics of `grpo_loss`, those of the ratio for the r above, `approx_kl` and `ppo_kl` for the
+        plain log-ratio; and `mean_shift_kl`, the mean of b.
+
+    Raises:
+        ValueError: shapes do not fit, or a clip bound is not positive.
+
+    Source: GRPO-Guard (arXiv 2510.22319), eq. 8 for the ratio. Released code (flow_grpo) averages b over the whole
+    batch instead of per sample, as does verl-omni with std and sqrt_dt; Flow-Factory does not divide by sqrt_dt^2.
+    """
+    low, high = _clip_bounds(clip_range)
+    _check(log_prob, old_log_prob, advantages, weights)
+    require_shape_of("log_prob", log_prob, std=std, sqrt_dt=sqrt_dt)
+    bias = gaussian_kl(mean, old_mean, std)
+    require_per_sample(mean, log_prob=log_prob)
+    log_ratio = log_prob.float() - old_log_prob.detach().float()
+    guarded = (log_ratio + bias) * std.detach().float()
+    losses = clipped_losses(guarded.exp(), _clamped(advantages, adv_clip_max), low, high)
+    losses = losses / sqrt_dt.detach().float().square()
+    metrics = ratio_metrics(guarded.detach()) | clip_metrics(guarded.detach(), low, high)
+    plain = ratio_metrics(log_ratio.detach())
+    metrics |= {name: plain[name] for name in ("approx_kl", "ppo_kl")} | {"mean_shift_kl": bias.detach().mean()}
+    return LossOutput(weighted_mean(losses, weights), metrics)
+
+
+def flow_dppo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    *,
+    mean: Tensor,
+    old_mean: Tensor,
+    std: Tensor,
+    kl_threshold: float = 1e-5,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """The policy-gradient loss of one denoising step, with a trust region in the KL instead of a clipped ratio.
+
+        r_i    = exp(log_prob_i - old_log_prob_i),   k_i = gaussian_kl(mean_i, old_mean_i, std_i)
+        drop_i = k_i >= kl_threshold and (r_i > 1 and A_i > 0, or r_i < 1 and A_i < 0)
+        L      = 1/B sum_i w_i (0 if drop_i else -A_i r_i)
+
+    A sample is dropped only if its step has left the region and its gradient would lead further away; a step that has
+    left is free to come back. k is exact where the ratio is one noisy draw. Advantages are not clamped.
+
+    Args:
+        log_prob, old_log_prob, advantages, weights: as in `grpo_loss`; dropped samples stay in the divisor B.
+        mean: [B, ...], latent units, of the weights being trained; it decides what is dropped and gets no gradient.
+        old_mean: [B, ...], latent units, of the weights before the update.
+        std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
+        kl_threshold: bound on k, nats per latent element, > 0.
+
+    Returns:
+        The loss and, of the unweighted batch: `ratio_mean`, `ratio_std`, `ratio_max_dev`, `approx_kl`, `ppo_kl` as in
+        `grpo_loss`; `kl_mean`, `kl_max` of k; `kl_fraction`, the share of samples outside the region; `drop_fraction`.
+
+    Raises:
+        ValueError: shapes do not fit, or kl_threshold is not positive.
+
+    Source: Flow-DPPO (arXiv 2606.11025), eq. 14 for k and eq. 18 for what is dropped. There k is a sum over latent
+    elements; the released code, whose threshold this is, takes the mean as here.
+    """
+    _check(log_prob, old_log_prob, advantages, weights)
+    require_shape_of("log_prob", log_prob, std=std)
+    require_positive(kl_threshold=kl_threshold)
+    kl = gaussian_kl(mean.detach(), old_mean, std)
+    require_per_sample(mean, log_prob=log_prob)
+    log_ratio = log_prob.float() - old_log_prob.detach().float()
+    adv = advantages.detach().float()
+    outside = kl >= kl_threshold
+    drop = outside & (log_ratio.detach() * adv > 0)
+    losses = torch.where(drop, 0.0, -adv * log_ratio.exp())
+    metrics = ratio_metrics(log_ratio.detach()) | {
+        "kl_mean": kl.mean(),
+        "kl_max": kl.max(),
+        "kl_fraction": outside.float().mean(),
+        "drop_fraction": drop.float().mean(),
+    }
+    return LossOutput(weighted_mean(losses, weights), metrics)
+
+
+def tempflow_weights(std: Tensor, *, scale: float = 2.25) -> Tensor:
+    """Weights [B] that make a step count as much as the noise it explores with: scale * std.
+
+    Pass them as `weights` of `grpo_loss`. The weight of a step then falls from the noisy start of the schedule to its
+    end, where fresh noise decides little.
+
+    Args:
+        std: [B], latent units: the standard deviation of x_next given x, with its factor sqrt(-dt).
+        scale: 1 / latent units, > 0. 2.25 makes the average weight 1 for the paper's schedule: 10 steps with shift 3,
+            `sde_step` with noise_level 0.7, the last step left out. For another one, take 1 / mean(std) of its steps.
+
+    Raises:
+        ValueError: scale is not positive.
+
+    Source: the noise-aware weighting of TempFlow-GRPO (arXiv 2508.04324); factor and std as in its released code.
+    """
+    require_positive(scale=scale)
+    return scale * std.detach().float()
+
+
+def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
+    low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
     if not (low > 0 and high > 0):
         raise ValueError(f"clip_range must be > 0, got {clip_range}")
-    if not adv_clip_max > 0:
-        raise ValueError(f"adv_clip_max must be > 0, got {adv_clip_max}")
-    log_ratio = log_prob.float() - old_log_prob.detach().float()
-    ratio = log_ratio.exp()
-    adv = advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
-    losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high))
-    if weights is not None:
-        losses = losses * weights.detach().float()
-    return LossOutput(losses.mean(), _ratio_metrics(log_ratio.detach(), low, high))
+    return low, high
 
 
-def _ratio_metrics(log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    ratio = log_ratio.exp()
-    below, above = (ratio < 1 - low).float().mean(), (ratio > 1 + high).float().mean()
-    return {
-        "ratio_mean": ratio.mean(),
-        "ratio_std": ratio.std(correction=0),
-        "ratio_max_dev": (ratio - 1).abs().max(),
-        "clip_fraction": below + above,
-        "clip_fraction_low": below,
-        "clip_fraction_high": above,
-        "approx_kl": 0.5 * log_ratio.square().mean(),
-        "ppo_kl": -log_ratio.mean(),
-    }
+def _clamped(advantages: Tensor, adv_clip_max: float) -> Tensor:
+    require_positive(adv_clip_max=adv_clip_max)
+    return advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
 
 
 def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, weights: Tensor | None) -> None:
-    if log_prob.ndim != 1 or len(log_prob) == 0:
-        raise ValueError(f"log_prob must be [B] with B >= 1, got shape {tuple(log_prob.shape)}")
-    others = {"old_log_prob": old_log_prob, "advantages": advantages, "weights": weights}
-    for name, tensor in others.items():
-        if tensor is not None and tensor.shape != log_prob.shape:
-            raise ValueError(f"{name} must have log_prob's shape {tuple(log_prob.shape)}, got {tuple(tensor.shape)}")
+    require_batch("log_prob", log_prob)
+    require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, advantages=advantages, weights=weights)

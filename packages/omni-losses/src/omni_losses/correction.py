@@ -1,0 +1,89 @@
+"""Weights for samples that another numerical stack drew: how much of them the trainer's own policy would have drawn.
+
+Letters: B samples, K stochastic steps of each. Log-probabilities are in nats per latent element: a step's log-density
+over its number of elements.
+"""
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from omni_losses._checks import require_shape_of
+
+Level = Literal["trajectory", "step"]
+Mode = Literal["truncate", "mask"]
+
+
+def rollout_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    *,
+    level: Level = "trajectory",
+    mode: Mode = "truncate",
+    low: float,
+    high: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights [B, K] for the losses of the steps, and what to log about the gap between engine and trainer.
+
+        d_ik = old_log_prob_ik - rollout_log_prob_ik
+        r_ik = exp(d_ik) for level "step";  exp(sum over k of d_ik), the same for every step, for level "trajectory"
+        w_ik = r_ik clamped to [low, high] for mode "truncate" (importance sampling, with bounded variance)
+               1 if low <= r_ik <= high, else 0, for mode "mask" (rejection)
+
+    For both, multiply the weights of two calls. Pass column k as `weights` of the loss of step k.
+
+    The bounds are ratios of a single latent element, on geometric average, in the unit of a clip range. Two engines
+    with the same weights differ by 1e-5 to 1e-4 nats per element and step, with guidance up to 3e-3: bounds such as
+    0.999 and 1.001 tell a broken step from rounding. Bounds for tokens, such as 0.5 and 2, never act here. The ratio of
+    a trajectory is the product of its K steps' ratios, so its bounds may stand up to K times as far from 1.
+
+    Args:
+        old_log_prob: [B, K], nats per latent element, of the trainer's weights before the update.
+        rollout_log_prob: [B, K], same unit, of the engine that drew the steps.
+        level, mode: as above.
+        low: lower bound, in [0, 1); 0 for none.
+        high: upper bound, > 1; infinity for none.
+
+    Returns:
+        The weights, float32, without gradient, and: `abs_diff_mean`, `abs_diff_max` of |d|; `kl`, the mean of -d, which
+        estimates KL(engine || trainer) in nats per element; `k3_kl`, the mean of exp(d) - 1 - d, never negative;
+        `ratio_min`, `ratio_max` and `outside_fraction`, the share of r outside the bounds; `weight_mean`; and
+        `effective_fraction`, (mean w)^2 / mean w^2, the share of steps that would be left if all weighed the same.
+
+    Raises:
+        ValueError: shapes do not fit, an unknown word, or bounds that do not enclose 1.
+
+    Source: truncated importance sampling and rejection as in verl's rollout correction. verl-omni applies the bounds of
+    tokens, 0.5 and 2, to these means, and truncates from above only.
+    """
+    _check(old_log_prob, rollout_log_prob, level, mode, low, high)
+    diff = old_log_prob.detach().float() - rollout_log_prob.detach().float()
+    log_ratio = diff if level == "step" else diff.sum(dim=1, keepdim=True).expand_as(diff)
+    ratio = log_ratio.exp()
+    inside = (ratio >= low) & (ratio <= high)
+    weights = ratio.clamp(low, high) if mode == "truncate" else inside.float()
+    metrics = {
+        "abs_diff_mean": diff.abs().mean(),
+        "abs_diff_max": diff.abs().max(),
+        "kl": -diff.mean(),
+        "k3_kl": (torch.expm1(diff) - diff).mean(),
+        "ratio_min": ratio.min(),
+        "ratio_max": ratio.max(),
+        "outside_fraction": 1 - inside.float().mean(),
+        "weight_mean": weights.mean(),
+        "effective_fraction": weights.mean().square() / weights.square().mean().clamp(min=1e-30),
+    }
+    return weights, metrics
+
+
+def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, level: str, mode: str, low: float, high: float) -> None:
+    if old_log_prob.ndim != 2 or old_log_prob.numel() == 0:
+        raise ValueError(f"old_log_prob must be [B, K] with B, K >= 1, got shape {tuple(old_log_prob.shape)}")
+    require_shape_of("old_log_prob", old_log_prob, rollout_log_prob=rollout_log_prob)
+    if level not in get_args(Level):
+        raise ValueError(f"level must be one of {get_args(Level)}, got {level!r}")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"low and high must enclose 1, 0 <= low < 1 < high, got {low} and {high}")

@@ -1,0 +1,285 @@
+"""Losses of the forward process: they noise finished samples afresh and compare velocities, without a trajectory.
+
+Letters: B samples, one noise level of each. x0 is a sample that the policy generated, noise is standard normal and
+independent of how x0 came about,
+
+    x_t = (1 - sigma) * x0 + sigma * noise,   target = noise - x0
+
+and a velocity predicts target from x_t. sigma is the noise level in (0, 1], which papers call t. Any sampler may have
+made x0: no density of its steps is needed.
+"""
+
+from typing import Literal, get_args
+
+from torch import Tensor
+
+from omni_losses._checks import (
+    require_latents,
+    require_not_negative,
+    require_per_sample,
+    require_positive,
+    require_shape_of,
+)
+from omni_losses.divergence import velocity_kl
+from omni_losses.output import LossOutput, element_mean, weighted_mean
+from omni_losses.policy import ClipRange, grpo_loss
+
+ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
+DecaySchedule = Literal["copy", "linear", "delayed_linear"]
+AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
+
+HUBER_EPS = 1e-10  # added to the squared error, so that roots have a gradient at 0
+GHUBER_POWER = 0.25
+
+
+def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
+    """The flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
+
+    It is what pretraining minimizes, what `diffusion_dpo_loss` compares, and, negated, the log-probability of AWM.
+
+    Args:
+        velocity: [B, ...], latent units, predicted at (1 - sigma) * x0 + sigma * noise.
+        x0, noise: [B, ...], latent units.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    require_latents("velocity", velocity)
+    require_shape_of("velocity", velocity, x0=x0, noise=noise)
+    target = noise.detach().float() - x0.detach().float()
+    return element_mean((velocity.float() - target).square())
+
+
+def reward_probability(
+    advantages: Tensor, *, adv_clip_max: float = 5.0, mode: ProbabilityMode = "continuous"
+) -> Tensor:
+    """How likely each sample is a good one, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
+
+    A is the advantage; mode replaces it first:
+        continuous: A itself; adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0;
+        positive_only: max(A, 0);  negative_only: min(A, 0);
+        one_only: 1 where A > 0, else 0;  binary: the sign of A.
+    The last two give 1/2 + 1 / (2 adv_clip_max) to a good sample, 0.6 by default: it weighs like one of advantage 1.
+    With adv_clip_max 1 they give 1.
+
+    A sample of advantage 0, such as one without a score, gets 1/2, which in `diffusion_nft_loss` pulls towards the old
+    policy; give it weight 0 there to leave it out.
+
+    Args:
+        advantages: any shape, dimensionless.
+        adv_clip_max: advantage that makes a sample certainly good, > 0; the same as given to `diffusion_nft_loss`.
+        mode: as above.
+
+    Raises:
+        ValueError: unknown mode, or adv_clip_max is not positive.
+
+    Source: the optimality probability of DiffusionNFT (arXiv 2509.16117); modes as in its released code.
+    """
+    require_positive(adv_clip_max=adv_clip_max)
+    if mode not in get_args(ProbabilityMode):
+        raise ValueError(f"mode must be one of {get_args(ProbabilityMode)}, got {mode!r}")
+    adv = advantages.detach().float()
+    if mode == "positive_only":
+        adv = adv.clamp(min=0)
+    elif mode == "negative_only":
+        adv = adv.clamp(max=0)
+    elif mode == "one_only":
+        adv = (adv > 0).float()
+    elif mode == "binary":
+        adv = adv.sign()
+    return (0.5 + adv / (2 * adv_clip_max)).clamp(0, 1)
+
+
+def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:
+    """How much of itself the old policy keeps when it is refreshed after training step `step`, counted from 0.
+
+        old <- decay * old + (1 - decay) * trained
+
+    schedule is one of
+        copy: 0, the old policy becomes the trained one: on-policy;
+        linear: 0.001 * step, at most 0.5;
+        delayed_linear: 0 for 75 steps, then 0.0075 * (step - 75), at most 0.999.
+
+    Raises:
+        ValueError: unknown schedule, or step < 0.
+
+    Source: the schedules of DiffusionNFT (arXiv 2509.16117), in its released code decay types 0, 1 and 2; there, step
+    counts optimizer steps.
+    """
+    require_not_negative(step=step)
+    if schedule not in get_args(DecaySchedule):
+        raise ValueError(f"schedule must be one of {get_args(DecaySchedule)}, got {schedule!r}")
+    if schedule == "copy":
+        return 0.0
+    if schedule == "linear":
+        return min(0.001 * step, 0.5)
+    return min(0.0075 * max(step - 75, 0), 0.999)
+
+
+def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and each is a different quantity
+    velocity: Tensor,
+    old_velocity: Tensor,
+    x0: Tensor,
+    x_t: Tensor,
+    sigma: Tensor,
+    reward_prob: Tensor,
+    *,
+    nft_beta: float,
+    adv_clip_max: float = 5.0,
+    ref_velocity: Tensor | None = None,
+    kl_coef: float = 0.0,
+    min_weight: float = 1e-5,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """The contrast of DiffusionNFT: good samples pull the velocity, bad ones push it, both around the old policy.
+
+        v+  = old + nft_beta (velocity - old),   v- = old - nft_beta (velocity - old)
+        x+- = x_t - sigma v+-,                   w+- = max(min_weight, mean |x+- - x0|), without gradient
+        l+- = mean (x+- - x0)^2 / w+-
+        L   = 1/B sum_i w_i [adv_clip_max (q_i l+_i + (1 - q_i) l-_i) / nft_beta + kl_coef velocity_kl(velocity, ref)_i]
+
+    Means are over latent elements. Where velocity equals old, the gradient is (2 q - 1) adv_clip_max sigma^2 / w times
+    that of `velocity_error`: whatever nft_beta is, and 0 at q = 1/2.
+
+    Args:
+        velocity: [B, ...], latent units, of the weights being trained, at x_t; gradients flow here only.
+        old_velocity: [B, ...], latent units, of the policy that sampled x0, at x_t.
+        x0: [B, ...], latent units, the samples.
+        x_t: [B, ...], latent units, (1 - sigma) * x0 + sigma * noise with fresh noise.
+        sigma: [B], noise level in (0, 1].
+        reward_prob: [B], q in [0, 1], from `reward_probability`.
+        nft_beta: > 0, how far v+ and v- stand from old; published 1 (GenEval, PickScore), 0.1 (OCR, several rewards).
+        adv_clip_max: > 0, as given to `reward_probability`; scales the loss, so that advantages keep their unit.
+        ref_velocity: [B, ...] or None, latent units, of the reference at x_t.
+        kl_coef: weight of the distance to the reference, >= 0; published 1e-4.
+        min_weight: floor of w, latent units, > 0.
+        weights: [B] or None; factor of each sample's loss, 0 for one without a score; the divisor stays B.
+
+    Returns:
+        The loss and, of the unweighted batch: `positive_loss`, `negative_loss`, the means of l+ and l-;
+        `reward_prob_mean`; `old_deviation`, the mean of (velocity - old)^2; with a reference also `velocity_kl`.
+
+    Raises:
+        ValueError: shapes do not fit, a number is out of range, or kl_coef > 0 without ref_velocity.
+
+    Source: DiffusionNFT (arXiv 2509.16117), its objective with the self-normalized x0 regression. Released code
+    computes w in float64.
+    """
+    _check_nft(velocity, sigma, reward_prob, weights, nft_beta, adv_clip_max, min_weight)
+    require_shape_of("velocity", velocity, old_velocity=old_velocity, x0=x0, x_t=x_t, ref_velocity=ref_velocity)
+    require_not_negative(kl_coef=kl_coef)
+    if kl_coef > 0 and ref_velocity is None:
+        raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
+    old, x0, x_t = (tensor.detach().float() for tensor in (old_velocity, x0, x_t))
+    shift = nft_beta * (velocity.float() - old)
+    level = sigma.detach().float().view(-1, *[1] * (velocity.ndim - 1))
+    positive = _normalized_error(x_t - level * (old + shift), x0, min_weight)
+    negative = _normalized_error(x_t - level * (old - shift), x0, min_weight)
+    prob = reward_prob.detach().float()
+    losses = adv_clip_max * (prob * positive + (1 - prob) * negative) / nft_beta
+    metrics = {
+        "positive_loss": positive.detach().mean(),
+        "negative_loss": negative.detach().mean(),
+        "reward_prob_mean": prob.mean(),
+        "old_deviation": velocity_kl(velocity.detach(), old).mean(),
+    }
+    if ref_velocity is not None:
+        kl = velocity_kl(velocity, ref_velocity)
+        losses = losses + kl_coef * kl
+        metrics["velocity_kl"] = kl.detach().mean()
+    return LossOutput(weighted_mean(losses, weights), metrics)
+
+
+def awm_log_prob(
+    velocity: Tensor, x0: Tensor, noise: Tensor, sigma: Tensor, *, weighting: AwmWeighting = "ghuber"
+) -> Tensor:
+    """What AWM takes for the log-probability of a sample, [B]: minus its weighted flow-matching error e.
+
+        uniform: -e;  t: -sigma e;  t2: -sigma^2 e
+        huber:  -sigma (sqrt(e + 1e-10) - 1e-5)
+        ghuber: -sigma ((e + 1e-10)^p - 1e-10^p) / p,  p = 1/4
+
+    All are 0 at e = 0 and fall with e. The huber ones flatten the pull of large errors.
+
+    Args:
+        velocity: [B, ...], latent units, predicted at (1 - sigma) * x0 + sigma * noise.
+        x0, noise: [B, ...], latent units. Scores under two policies compare only with the same noise and sigma.
+        sigma: [B], noise level in (0, 1].
+        weighting: as above; the published presets use ghuber.
+
+    Raises:
+        ValueError: shapes do not fit, or unknown weighting.
+
+    Source: Advantage Weighted Matching (arXiv 2509.25050); weightings as in its released code, which computes them in
+    float64 and spells t2 as t**2.
+    """
+    if weighting not in get_args(AwmWeighting):
+        raise ValueError(f"weighting must be one of {get_args(AwmWeighting)}, got {weighting!r}")
+    error = velocity_error(velocity, x0, noise)
+    require_per_sample(velocity, sigma=sigma)
+    level = sigma.detach().float()
+    if weighting == "uniform":
+        return -error
+    if weighting == "t":
+        return -level * error
+    if weighting == "t2":
+        return -level.square() * error
+    if weighting == "huber":
+        return -level * ((error + HUBER_EPS).sqrt() - HUBER_EPS**0.5)
+    return -level * ((error + HUBER_EPS) ** GHUBER_POWER - HUBER_EPS**GHUBER_POWER) / GHUBER_POWER
+
+
+def awm_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    *,
+    clip_range: ClipRange = 1.0,
+    adv_clip_max: float = 5.0,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """The loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
+
+    At ratio 1 its gradient is A_i times that of the weighted flow-matching error: good samples are learned as if they
+    were data, bad ones unlearned. Add `kl_coef * velocity_kl(velocity, ref_velocity).mean()` for the reference, and the
+    same with the velocity of a moving average of the weights: the published presets use 1e-4 to 3e-3 and 1.
+
+    Args:
+        log_prob: [B], of the weights being trained, from `awm_log_prob`; gradients flow here only.
+        old_log_prob: [B], of the weights before the update, with the same x0, noise, sigma and weighting.
+        advantages: [B], dimensionless.
+        clip_range, adv_clip_max, weights: as in `grpo_loss`. The published clip range is 1: it clips ratios at 2 and
+            never from below.
+
+    Returns:
+        The loss and metrics of `grpo_loss`.
+
+    Raises:
+        ValueError: as `grpo_loss`.
+
+    Source: Advantage Weighted Matching (arXiv 2509.25050). Released code divides the clamped advantages by
+    adv_clip_max, which makes its loss 5 times smaller than this one.
+    """
+    return grpo_loss(
+        log_prob, old_log_prob, advantages, clip_range=clip_range, adv_clip_max=adv_clip_max, weights=weights
+    )
+
+
+def _normalized_error(predicted: Tensor, x0: Tensor, min_weight: float) -> Tensor:
+    """Squared error over absolute error, [B]; the absolute error carries no gradient."""
+    weight = element_mean((predicted.detach() - x0).abs()).clamp(min=min_weight)
+    return element_mean((predicted - x0).square()) / weight
+
+
+def _check_nft(
+    velocity: Tensor,
+    sigma: Tensor,
+    reward_prob: Tensor,
+    weights: Tensor | None,
+    nft_beta: float,
+    adv_clip_max: float,
+    min_weight: float,
+) -> None:
+    require_latents("velocity", velocity)
+    require_per_sample(velocity, sigma=sigma, reward_prob=reward_prob, weights=weights)
+    require_positive(nft_beta=nft_beta, adv_clip_max=adv_clip_max, min_weight=min_weight)

@@ -1,0 +1,77 @@
+"""Losses on pairs of samples of which one is preferred.
+
+Letters: N samples of all ranks; B pairs. A pair's two samples share prompt, noise and noise level.
+"""
+
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from omni_losses._checks import require_batch, require_positive, require_shape_of
+from omni_losses.advantages import check_rewards
+from omni_losses.output import LossOutput
+
+
+def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
+    """The (best, worst) sample of every group, as indices into rewards; groups in the order of their first sample.
+
+    Samples without a score (NaN) are in no pair. A group with fewer than two different rewards gives no pair: a tie
+    would teach noise. Of equal rewards the first sample is taken.
+
+    Args:
+        rewards: [N], any scale, NaN where there is no score.
+        groups: [N], integer ids.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, or a reward is infinite.
+
+    Source: the pairs of online DPO in flow_grpo and verl-omni, which both form a pair from a tie too.
+    """
+    check_rewards(rewards, groups)
+    members: dict[int, list[int]] = {}
+    values = rewards.tolist()
+    for index, (value, group) in enumerate(zip(values, groups.tolist(), strict=True)):
+        if value == value:  # not NaN
+            members.setdefault(group, []).append(index)
+    pairs = [(max(group, key=values.__getitem__), min(group, key=values.__getitem__)) for group in members.values()]
+    return [(best, worst) for best, worst in pairs if values[best] > values[worst]]
+
+
+def diffusion_dpo_loss(
+    win_error: Tensor, lose_error: Tensor, ref_win_error: Tensor, ref_lose_error: Tensor, *, dpo_beta: float
+) -> LossOutput:
+    """The loss of Diffusion-DPO: the preferred sample is to gain more on the reference than the other one.
+
+        g_win = ref_win_error - win_error,   g_lose = ref_lose_error - lose_error
+        L     = 1/B sum_i -log sigmoid(dpo_beta / 2 (g_win_i - g_lose_i))
+
+    Args:
+        win_error, lose_error: [B], from `velocity_error`, of the weights being trained, for the preferred sample and
+            the other one, with the same noise and noise level; gradients flow here only.
+        ref_win_error, ref_lose_error: [B], of the reference, with that noise and noise level too.
+        dpo_beta: > 0; published 2000 to 5000, and 100 online.
+
+    Returns:
+        The loss and `accuracy`, the share of pairs that the policy orders as preferred; `chosen_reward`,
+        `rejected_reward`, the means of dpo_beta / 2 times g; and `margin`, their difference.
+
+    Raises:
+        ValueError: shapes differ, or dpo_beta is not positive.
+
+    Source: Diffusion-DPO (arXiv 2311.12908), eq. 14. The paper has beta T omega(lambda) with T denoising steps and a
+    sum over elements; its released code has dpo_beta / 2 and the mean over elements, as here.
+    """
+    require_batch("win_error", win_error)
+    require_shape_of(
+        "win_error", win_error, lose_error=lose_error, ref_win_error=ref_win_error, ref_lose_error=ref_lose_error
+    )
+    require_positive(dpo_beta=dpo_beta)
+    chosen = dpo_beta / 2 * (ref_win_error.detach().float() - win_error.float())
+    rejected = dpo_beta / 2 * (ref_lose_error.detach().float() - lose_error.float())
+    margin = chosen - rejected
+    metrics = {
+        "accuracy": (margin > 0).float().mean(),
+        "chosen_reward": chosen.mean(),
+        "rejected_reward": rejected.mean(),
+        "margin": margin.mean(),
+    }
+    return LossOutput(-logsigmoid(margin).mean(), {name: value.detach() for name, value in metrics.items()})
