@@ -45,7 +45,7 @@ def test_only_the_stochastic_steps_are_kept(engine):
 def test_each_text_is_encoded_once(engine, monkeypatch):
     encoded = []
     monkeypatch.setattr(
-        engine,
+        engine.sampler,
         "family",
         type("Family", (), vars(qwen_image) | {"encode": lambda m, t: encoded.append(t) or real(m, t)}),
     )
@@ -56,7 +56,7 @@ def test_each_text_is_encoded_once(engine, monkeypatch):
 
 
 def test_a_sync_with_the_trainers_own_module_moves_nothing(engine):
-    net = engine.model.transformer
+    net = engine.net
     before = {name: p.data_ptr() for name, p in net.named_parameters()}
     engine.load_weights(net.named_parameters(), version=3)
     assert engine.net is net

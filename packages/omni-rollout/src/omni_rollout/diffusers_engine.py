@@ -1,77 +1,37 @@
-"""The embedded engine: a Python denoising loop around `predict_velocity`, in the training process, on its modules.
+"""The embedded engine: the denoising loop in the training process, on the training process's modules.
 
-It samples with the very module object that the trainer updates, so a weight sync moves nothing, and with the same
-functions at the same batch shape, so that a step scored before the first update has exactly the sampled log-prob.
+It samples with the very module object that the trainer updates, so a weight sync moves nothing, and at the same batch
+shape, so that a step scored before the first update has exactly the sampled log-prob.
 """
 
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
 import torch
-from omni_sched import INITIAL_NOISE, euler_step, step_noise
 from torch import Tensor, nn
 
-from omni_rollout.types import Prompt, SamplingParams, Trajectory, pad_alike
-
-MAX_CACHED_TEXTS = 4096
+from omni_rollout.sampler import Sampler
+from omni_rollout.types import Prompt, SamplingParams, Trajectory
 
 
 class DiffusersEngine:
     """Samples with the parts of a diffusers pipeline.
 
-    family: a module of `omni_rollout.models`. model: what its `load` returned. The model's transformer may be sharded
-    and may carry adapters: it is called, never taken apart.
+    family: a module of `omni_rollout.models`. model: what its `load` returned.
     """
 
     def __init__(self, family: ModuleType, model: object, *, weight_version: int = 0) -> None:
-        self.family = family
-        self.model = model
-        self.net: nn.Module = model.transformer  # type: ignore[attr-defined]
+        self.sampler = Sampler(family, model)
+        self.net: nn.Module = self.sampler.net
         self.weight_version = weight_version
-        self._texts: dict[str, dict[str, Tensor]] = {}
 
-    @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
             ValueError: no prompts, or a size the model does not draw.
         """
-        if not prompts:
-            raise ValueError("prompts must hold at least one prompt, got none")
-        size = {"height": params.height, "width": params.width}
-        shape = self.family.latent_shape(self.model, **size)
-        sigmas = self.family.sigmas(self.model, params.num_steps, **size)
-        cond = self._condition(prompts, guided=params.guidance_scale > 1)
-        device = next(iter(cond.values())).device
-        seeds = [prompt.seed for prompt in prompts]
-        x = step_noise(seeds, INITIAL_NOISE, shape).to(device)
-        kept = []
-        for i in range(params.num_steps):
-            sigma, sigma_next = sigmas[i], sigmas[i + 1]  # on the host: no copy, no waiting for the device
-            levels = torch.full((len(prompts),), float(sigma), device=device)
-            velocity = self.family.predict_velocity(self.net, x, levels, cond, guidance_scale=params.guidance_scale)
-            if i in params.sde_steps:
-                noise = step_noise(seeds, i, shape).to(device)
-                step = params.step(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
-                kept.append((x, step))
-                x = step.x_next
-            else:
-                x = euler_step(velocity, x, sigma, sigma_next)
-        B, K = len(prompts), len(kept)
-        return Trajectory(
-            x=_stack([before for before, _ in kept], (B, *shape), device),
-            x_next=_stack([step.x_next for _, step in kept], (B, *shape), device),
-            sde_steps=torch.tensor(params.sde_steps, dtype=torch.long, device=device).expand(B, K),
-            sigmas=sigmas.to(device),
-            rollout_log_prob=_stack([step.log_prob for _, step in kept], (B,), device),
-            rollout_mean=_stack([step.mean for _, step in kept], (B, *shape), device) if params.keep_mean else None,
-            cond=cond,
-            x0=x,
-            media=to_uint8(self.family.decode(self.model, x)),
-            prompts=tuple(prompts),
-            weight_version=self.weight_version,
-        )
+        return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
@@ -96,43 +56,3 @@ class DiffusersEngine:
 
     def wake(self) -> None:
         """Nothing, as `sleep`."""
-
-    def _condition(self, prompts: Sequence[Prompt], *, guided: bool) -> dict[str, Tensor]:
-        """The batch's conditioning: each distinct text is encoded once and remembered."""
-        cond = _collate([self._encode(prompt.text) for prompt in prompts])
-        if guided:
-            # An empty text is what a user leaves out; the released pipeline guides away from one space.
-            negatives = _collate([self._encode(prompt.negative or " ") for prompt in prompts])
-            cond |= {f"negative_{name}": tensor for name, tensor in negatives.items()}
-        return cond
-
-    def _encode(self, text: str) -> dict[str, Tensor]:
-        if text not in self._texts:
-            if len(self._texts) >= MAX_CACHED_TEXTS:
-                self._texts.pop(next(iter(self._texts)))
-            self._texts[text] = self.family.encode(self.model, text)
-        return self._texts[text]
-
-
-def to_uint8(images: Tensor) -> Tensor:
-    """uint8 [B, 3, H, W] from images in [0, 1], rounded to the nearest level."""
-    return (images * 255).round().to(torch.uint8)
-
-
-def _collate(texts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Features of single texts as one batch, padded with zeros along their first dimension."""
-    return {name: torch.stack(pad_alike([text[name] for text in texts], dim=0)) for name in texts[0]}
-
-
-def _stack(steps: Sequence[Tensor | None], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Per-step tensors of `shape` [B, ...] as [B, K, ...]; K may be 0.
-
-    Raises:
-        ValueError: a step without a log-prob, that is one whose density degenerates.
-    """
-    present = [step for step in steps if step is not None]
-    if len(present) != len(steps):
-        raise ValueError("sde_steps must leave out the last step, whose density degenerates (sigma_next = 0)")
-    if not present:
-        return torch.empty(shape[0], 0, *shape[1:], device=device)
-    return torch.stack(present, dim=1)

@@ -1,0 +1,109 @@
+"""The platform: vLLM's own for the CPU, and what vLLM-Omni asks of one beyond that."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from vllm.platforms.cpu import CpuPlatform
+from vllm_omni.platforms.interface import OmniPlatform, OmniPlatformEnum
+
+
+class CpuOmniPlatform(OmniPlatform, CpuPlatform):
+    """Diffusion stages on the CPU; autoregressive stages need vLLM's own CPU build and are refused."""
+
+    _omni_enum = OmniPlatformEnum.OOT
+    device_type = "cpu"
+    dist_backend = "gloo"
+
+    @classmethod
+    def get_omni_ar_worker_cls(cls) -> str:
+        raise NotImplementedError("autoregressive stages do not run on this CPU platform")
+
+    @classmethod
+    def get_omni_generation_worker_cls(cls) -> str:
+        raise NotImplementedError("autoregressive stages do not run on this CPU platform")
+
+    @classmethod
+    def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        return "omni_rollout.vllm_omni_cpu.attention.CpuAttentionBackend"
+
+    @classmethod
+    def supports_torch_inductor(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_diffusion_dense_flash_attention(cls) -> bool:
+        return False
+
+    @classmethod
+    def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
+        return torch.device("cpu")
+
+    @classmethod
+    def get_device_count(cls) -> int:
+        return 1
+
+    @classmethod
+    def get_device_version(cls) -> str | None:
+        return None
+
+    @classmethod
+    def is_initialized(cls) -> bool:
+        return True
+
+    @classmethod
+    def current_device(cls) -> int:
+        return 0
+
+    @classmethod
+    def set_device(cls, device: Any) -> None:
+        """Nothing: there is one."""
+
+    @classmethod
+    def is_available(cls) -> bool:
+        return False  # vLLM-Omni asks this of an accelerator
+
+    @classmethod
+    def synchronize(cls) -> None:
+        """Nothing: the host's work is done when its calls return."""
+
+    @classmethod
+    def empty_cache(cls) -> None:
+        """Nothing: the host's allocator keeps no cache that could be emptied."""
+
+    @classmethod
+    def current_stream(cls) -> None:
+        """None: there are no streams."""
+
+    @classmethod
+    def stream(cls, stream: Any = None) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @classmethod
+    def get_free_memory(cls, device: torch.device | None = None) -> int:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+    @classmethod
+    def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
+        return cls.get_free_memory(), cls.get_device_total_memory()
+
+    @classmethod
+    def get_current_memory_usage(cls, device: Any = None) -> float:
+        return float(cls.get_device_total_memory() - cls.get_free_memory())
+
+    @classmethod
+    def reset_peak_memory_stats(cls, device: Any = None) -> None:
+        """Nothing: the host keeps no such statistics."""
+
+    @classmethod
+    def max_memory_reserved(cls, device: Any = None) -> int:
+        return 0
+
+    @classmethod
+    def max_memory_allocated(cls, device: Any = None) -> int:
+        return 0

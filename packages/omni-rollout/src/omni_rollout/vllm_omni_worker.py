@@ -1,0 +1,144 @@
+"""One worker of vLLM-Omni inside a training rank, and the trainer's process as it was before.
+
+vLLM-Omni expects a process of its own. Its worker writes torchrun's environment variables anew, renames the process,
+prefixes every line of output, and takes the process group down when it ends. Here the worker joins the trainer's process
+group, or a private one of a single rank that is gone again once the worker stands, and everything else is put back.
+Sampling itself calls no collective, so ranks may draw different prompts, batches and numbers of steps.
+"""
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from omni_rollout.sampler import Sampler
+
+VERSION = "0.30.0"  # of vllm and of vllm-omni; the insides this file relies on change with every release
+
+
+def check_versions() -> None:
+    """Raises ImportError unless vLLM and vLLM-Omni are there in the versions this engine is written for."""
+    found = {}
+    for name in ("vllm", "vllm-omni"):
+        try:
+            found[name] = importlib.metadata.version(name).partition("+")[0]
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "none"
+    if set(found.values()) != {VERSION}:
+        have = ", ".join(f"{name} {version}" for name, version in found.items())
+        raise ImportError(f"the vLLM-Omni engine needs vllm {VERSION} and vllm-omni {VERSION}, found {have}")
+
+
+check_versions()
+if not torch.accelerator.is_available():
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
+with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the format of every log line
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+    from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
+    from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
+    from vllm_omni.platforms import current_omni_platform
+
+
+class RolloutPipeline:
+    """Mixed into a pipeline of vLLM-Omni, it makes a batch of requests one call of our sampler on its modules.
+
+    family: the module of `omni_rollout.models` whose functions fit the pipeline's parts. diffusers_names: pieces of its
+    transformer's parameter names, and what diffusers has in their place.
+    """
+
+    supports_request_batch = True
+    family: ModuleType
+    diffusers_names: dict[str, str]
+
+    def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
+        """One Trajectory of one sample per request, each in the `output` of its DiffusionOutput."""
+        if "sampler" not in vars(self):
+            self.sampler = Sampler(self.family, self)
+        asked = [params.extra_args for params in req.sampling_params_list]
+        trajectory = self.sampler.sample(
+            [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
+        )
+        return [DiffusionOutput(output=sample) for sample in trajectory.split(1)]
+
+
+def start_worker(
+    pipeline: type[nn.Module], model: str, *, local_rank: int, dtype: torch.dtype, pool: bool
+) -> DiffusionWorker:
+    """A worker with the pipeline's checkpoint loaded, on the device that `local_rank` names.
+
+    pool: allocate the weights from vLLM's memory pool, of which a process has one.
+    With a process group every rank calls this at the same point: it makes groups, which all ranks take part in.
+    """
+    group = torch.distributed
+    world = group.get_world_size() if group.is_initialized() else 1
+    with _undisturbed_process(), _some_process_group():
+        config = OmniDiffusionConfig.from_kwargs(
+            model=model,
+            dtype=dtype,
+            num_gpus=world,
+            parallel_config={"data_parallel_size": world},  # every rank holds the whole model
+            enforce_eager=True,
+            enable_sleep_mode=pool,
+            extras={},  # its default is a placeholder that some pipelines trip over
+        )
+        config.enrich_config()
+        worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
+        # Both ranks it is told only pick the device: the process group knows the global one.
+        worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
+        try:
+            worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)
+        except BaseException:
+            stop_worker(worker)
+            raise
+    return worker
+
+
+def stop_worker(worker: DiffusionWorker) -> None:
+    """Ends the worker and its groups; the trainer's process group stays."""
+    destroy = torch.distributed.destroy_process_group
+
+    def destroy_own(group: Any = None) -> None:
+        if group not in (None, torch.distributed.GroupMember.WORLD) and torch.distributed.is_initialized():
+            destroy(group)
+
+    with patch.object(torch.distributed, "destroy_process_group", destroy_own):
+        worker.shutdown()
+
+
+@contextmanager
+def _some_process_group() -> Iterator[None]:
+    """A process group for the block's length: the trainer's, or one of this process alone."""
+    group = torch.distributed
+    if group.is_initialized():
+        yield
+        return
+    group.init_process_group(current_omni_platform.dist_backend, store=group.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        group.destroy_process_group()
+
+
+@contextmanager
+def _undisturbed_process() -> Iterator[None]:
+    """Keeps output as it is, and puts back the process title and all variables but vLLM's own."""
+    before = dict(os.environ)
+    title = sys.modules["setproctitle"].getproctitle() if "setproctitle" in sys.modules else None
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # or each line of output gets the worker's name in front
+    try:
+        yield
+    finally:
+        for name in set(os.environ) - set(before):
+            if not name.startswith("VLLM_") or name == "VLLM_CONFIGURE_LOGGING":
+                del os.environ[name]
+        os.environ.update(before)
+        if title is not None:
+            sys.modules["setproctitle"].setproctitle(title)
