@@ -1,8 +1,10 @@
 """Windows: properties over long runs, MixGRPO's published schedule, and what is refused."""
 
+import math
 import random
 from collections import Counter
-from itertools import pairwise
+from fractions import Fraction
+from itertools import count, groupby, islice, pairwise
 from typing import Any
 
 import pytest
@@ -11,7 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_sched import sde_window
 
-STRATEGIES = ["all", "fixed", "random", "sliding", "subset"]
+STEADY = ["all", "fixed", "random", "sliding", "subset"]  # windows that all last iters_per_group iterations
+DECAYS = ["decay", "exp_decay"]
+STRATEGIES = STEADY + DECAYS
 
 
 @st.composite
@@ -58,26 +62,90 @@ def test_a_window_is_a_pure_function(arguments: dict[str, Any], iteration: int) 
 
 
 @settings(max_examples=100, deadline=None)
-@given(arguments=window_arguments(), turn=st.integers(0, 10**6), offset=st.integers(0, 29))
-def test_iterations_of_a_group_share_their_window(arguments: dict[str, Any], turn: int, offset: int) -> None:
+@given(
+    arguments=window_arguments(),
+    strategy=st.sampled_from(STEADY),
+    turn=st.integers(0, 10**6),
+    offset=st.integers(0, 29),
+)
+def test_iterations_of_a_group_share_their_window(
+    arguments: dict[str, Any], strategy: str, turn: int, offset: int
+) -> None:
+    arguments |= {"strategy": strategy} | ({"size": None} if strategy == "all" else {})
     start = turn * arguments["iters_per_group"]
     inside = start + offset % arguments["iters_per_group"]
     assert sde_window(**arguments, iteration=inside) == sde_window(**arguments, iteration=start)
 
 
-@settings(max_examples=100, deadline=None)
-@given(arguments=window_arguments())
-def test_a_sliding_window_covers_every_step_and_returns_to_the_start(arguments: dict[str, Any]) -> None:
-    arguments |= {"strategy": "sliding"}
-    first = sde_window(**arguments)
-    covered: set[int] = set()
-    for turn in range(60):
-        window = sde_window(**arguments, iteration=turn * arguments["iters_per_group"])
-        if turn and window == first:
-            break
-        covered |= set(window)
-    assert window == first
-    assert covered == set(range(arguments["low"], arguments["high"]))
+@settings(max_examples=50, deadline=None)
+@given(arguments=window_arguments(max_steps=20), strategy=st.sampled_from(["sliding", *DECAYS]))
+def test_a_sliding_window_covers_every_step_and_returns_to_the_start(arguments: dict[str, Any], strategy: str) -> None:
+    arguments |= {"strategy": strategy}
+    turns = [next(pair) for _, pair in groupby(sde_window(**arguments, iteration=i) for i in range(20 * 30 * 2))]
+    again = turns[1:].index(turns[0]) + 1 if len(turns) > 1 else 1
+    assert {step for window in turns[:again] for step in window} == set(range(arguments["low"], arguments["high"]))
+    assert turns[again : 2 * again] == turns[: len(turns[again : 2 * again])]
+    assert all(one[0] < other[0] for one, other in pairwise(turns[:again]))
+
+
+def stays(strategy: Any, num_places: int, **arguments: Any) -> list[int]:
+    """How many iterations the window stays at each of its first places."""
+    windows = (sde_window(25, 4, strategy=strategy, iteration=i, **arguments) for i in count())
+    return [len(list(group)) for _, group in islice(groupby(windows), num_places)]
+
+
+@pytest.mark.parametrize("iters", [1, 2, 10, 25])
+def test_decay_is_the_published_straight_line(iters: int) -> None:
+    """MixGRPO's: iterations interpolated between the largest and 1 by the window's start over 23, rounded down."""
+    expected = [math.floor(iters * (1 - Fraction(start, 23)) + Fraction(start, 23)) for start in range(20)]
+    assert stays("decay", 20, high=23, iters_per_group=iters) == expected
+    assert expected[0] == iters
+    assert min(expected) >= 1
+
+
+def test_decay_of_mixgrpo_by_hand() -> None:
+    """10 at first; 10 - 9/23, rounded down, at the next place; 10 - 19 * 9/23 = 2.6 at the last."""
+    assert stays("decay", 20, high=23, iters_per_group=10) == [
+        10,
+        9,
+        9,
+        8,
+        8,
+        8,
+        7,
+        7,
+        6,
+        6,
+        6,
+        5,
+        5,
+        4,
+        4,
+        4,
+        3,
+        3,
+        2,
+        2,
+    ]
+
+
+@pytest.mark.parametrize("iters", [1, 5, 20])
+def test_exp_decay_is_the_published_curve_at_25_steps(iters: int) -> None:
+    expected = [math.ceil(iters * math.exp(-0.1 * max(0, start - 13))) for start in range(21)]
+    assert stays("exp_decay", 21, iters_per_group=iters) == expected
+
+
+def test_exp_decay_depends_on_the_place_in_the_schedule_not_on_its_length() -> None:
+    coarse = stays("exp_decay", 21, iters_per_group=100)
+    windows = [sde_window(50, 8, strategy="exp_decay", stride=2, iters_per_group=100, iteration=i) for i in range(2200)]
+    fine = [len(list(group)) for _, group in groupby(windows)]
+    assert fine[:20] == coarse[:20]
+
+
+@pytest.mark.parametrize("strategy", DECAYS)
+def test_decays_with_one_iteration_slide(strategy: Any) -> None:
+    for i in range(100):
+        assert sde_window(25, 4, strategy=strategy, iteration=i) == sde_window(25, 4, strategy="sliding", iteration=i)
 
 
 def test_random_windows_have_uniform_starts() -> None:
@@ -142,6 +210,7 @@ def test_defaults_and_ranges() -> None:
         ({"size": 4, "high": 3}, r"size must be in \[1, high - low = 3\], got 4"),
         ({"size": 3, "strategy": "all"}, "size must be None with strategy 'all', got 3"),
         ({"size": 2, "strategy": "sliding", "stride": 3}, "stride must be <= size .* got stride=3, size=2"),
+        ({"size": 2, "strategy": "decay", "stride": 3}, "stride must be <= size with strategy 'decay'"),
         ({"strategy": "progressive"}, "strategy must be one of all, fixed, .* got 'progressive'"),
         ({"iteration": -1}, "iteration must be >= 0, got -1"),
         ({"iters_per_group": 0}, "iters_per_group must be >= 1, got 0"),

@@ -1,4 +1,4 @@
-"""Noise schedules, single denoising steps with their log-probabilities, step windows and reproducible noise.
+"""Noise schedules, single denoising steps with their log-probabilities, solvers, step windows and reproducible noise.
 
 Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = noise - data`. Every name here is a pure
 function (or the frozen record one of them returns): no state, no registry, no model.
@@ -12,14 +12,17 @@ from omni_sched.schedules import (
     shift_sigmas,
     stretch_sigmas,
 )
+from omni_sched.solvers import compress_sigmas, dpmpp_2m_step
 from omni_sched.steps import Transition, cps_step, dance_step, euler_step, sde_step
 from omni_sched.windows import sde_window
 
 __all__ = [
     "INITIAL_NOISE",
     "Transition",
+    "compress_sigmas",
     "cps_step",
     "dance_step",
+    "dpmpp_2m_step",
     "euler_step",
     "exponential_shift_sigmas",
     "linear_sigmas",

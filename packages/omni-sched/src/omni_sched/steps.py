@@ -35,11 +35,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
+
 # UniPC schedules for flow models start at 0.99999899, where sqrt(sigma / (1 - sigma)) is 993: a test for exactly 1
 # would let that through and turn the first step into pure noise.
 SIGMA_ONE_TOLERANCE = 1e-3
 
-Level = float | Tensor
 LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x_next, mean, std) -> [B]
 
 
@@ -74,8 +75,8 @@ def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> 
     Raises:
         ValueError: shapes differ, or not 0 <= sigma_next < sigma <= 1.
     """
-    _check_shapes(x, velocity=velocity)
-    sigma, sigma_next = _levels(x, sigma, sigma_next)
+    check_shapes(x, velocity=velocity)
+    sigma, sigma_next = levels(x, sigma, sigma_next)
     return _mean(velocity.float(), x.float(), sigma, sigma_next)
 
 
@@ -117,7 +118,7 @@ def sde_step(
     standard deviation, without sqrt(-dt).
     """
     has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = _levels(x, sigma, sigma_next)
+    sigma, sigma_next = levels(x, sigma, sigma_next)
     cap = sigma_next if sigma_max is None else _second_sigma(x, sigma_max)
     guarded = torch.where(sigma > 1 - SIGMA_ONE_TOLERANCE, torch.minimum(sigma, cap), sigma)
     std = noise_level * (sigma * (sigma - sigma_next) / (1 - guarded)).sqrt()
@@ -164,7 +165,7 @@ def cps_step(
     if noise_level > 1:
         raise ValueError(f"noise_level must be <= 1 for cps_step, got {noise_level}")
     has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = _levels(x, sigma, sigma_next)
+    sigma, sigma_next = levels(x, sigma, sigma_next)
     angle = noise_level * math.pi / 2
     std = sigma_next * math.sin(angle)
     pull = sigma_next * (2 * math.sin(angle / 2) ** 2)  # 1 - cos(angle) without its cancellation at small angles
@@ -204,7 +205,7 @@ def dance_step(
     normalising constants of the log-probability and drops them; here they are kept.
     """
     has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = _levels(x, sigma, sigma_next)
+    sigma, sigma_next = levels(x, sigma, sigma_next)
     std = noise_level * (sigma - sigma_next).sqrt()
     mean = _mean(velocity.float(), x.float(), sigma, sigma_next, pull=std.square() / (2 * sigma))
     return _transition(mean, std, sigma_next, noise, x_next, _gaussian_log_prob if has_density else None)
@@ -212,11 +213,11 @@ def dance_step(
 
 def _mean(velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, pull: Tensor | None = None) -> Tensor:
     """[B, ...]: the Euler step, less `pull` [B] of the predicted noise."""
-    euler = x + _over(sigma_next - sigma, x) * velocity
+    euler = x + over(sigma_next - sigma, x) * velocity
     if pull is None:
         return euler
-    noise_hat = x + _over(1 - sigma, x) * velocity
-    return euler - _over(pull, x) * noise_hat
+    noise_hat = x + over(1 - sigma, x) * velocity
+    return euler - over(pull, x) * noise_hat
 
 
 def _transition(
@@ -224,7 +225,7 @@ def _transition(
 ) -> Transition:
     """The step's record; sampling and scoring share every operation from here on."""
     if noise is not None:
-        x_next = mean + _over(std, mean) * noise.float()
+        x_next = mean + over(std, mean) * noise.float()
     assert x_next is not None  # _check_call saw exactly one of the two
     x_next = x_next.detach().float()
     if log_prob is None:
@@ -248,37 +249,11 @@ def _squared_error(x_next: Tensor, mean: Tensor) -> Tensor:
     return (x_next - mean).square().flatten(1).mean(1)
 
 
-def _over(value: Tensor, x: Tensor) -> Tensor:
-    """value [B], shaped to multiply x [B, ...]."""
-    return value.view(-1, *[1] * (x.ndim - 1))
-
-
-def _levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
-    """sigma and sigma_next as [B] float32 beside x; scalars and vectors then run through the same operations."""
-    levels = _per_sample(x, "sigma", sigma), _per_sample(x, "sigma_next", sigma_next)
-    if _on_host(sigma) and _on_host(sigma_next):
-        now, after = _on_cpu(sigma), _on_cpu(sigma_next)
-        if not ((after >= 0) & (after < now) & (now <= 1)).all():
-            rule = "sigma and sigma_next must satisfy 0 <= sigma_next < sigma <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_next={after.tolist()}")
-    return levels
-
-
 def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
     """sigma_max as [B] float32 beside x."""
-    if _on_host(sigma_max) and not ((_on_cpu(sigma_max) > 0) & (_on_cpu(sigma_max) < 1)).all():
+    if on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
         raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
-    return _per_sample(x, "sigma_max", sigma_max)
-
-
-def _per_sample(x: Tensor, name: str, level: Level) -> Tensor:
-    """level as [B] float32 beside x."""
-    if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
-        raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
-    if not isinstance(level, Tensor) or (level.ndim == 0 and _on_host(level)):
-        # A fill is queued like any kernel; a copy from ordinary host memory would wait for the queue to drain.
-        return torch.full(x.shape[:1], float(level), dtype=torch.float32, device=x.device)
-    return level.to(x.device, torch.float32).expand(x.shape[0])
+    return per_sample(x, "sigma_max", sigma_max)
 
 
 def _check_call(
@@ -289,27 +264,10 @@ def _check_call(
         raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
-    _check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
-    ends_at_zero = _on_host(sigma_next) and bool((_on_cpu(sigma_next) == 0).any())
+    check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
+    ends_at_zero = on_host(sigma_next) and bool((on_cpu(sigma_next) == 0).any())
     if x_next is not None and noise_level == 0:
         raise ValueError("noise_level must be > 0 to score x_next: the step is deterministic, got 0")
     if x_next is not None and ends_at_zero:
         raise ValueError(f"sigma_next must be > 0 to score x_next: the density degenerates there, got {sigma_next}")
     return noise_level > 0 and not ends_at_zero
-
-
-def _check_shapes(x: Tensor, **others: Tensor | None) -> None:
-    if x.ndim < 2:
-        raise ValueError(f"x must be [B, ...] with at least one axis behind B, got shape {tuple(x.shape)}")
-    for name, other in others.items():
-        if other is not None and other.shape != x.shape:
-            raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}")
-
-
-def _on_host(level: Level) -> bool:
-    return not isinstance(level, Tensor) or level.device.type == "cpu"
-
-
-def _on_cpu(level: Level) -> Tensor:
-    # Checked as float32, the precision the step computes in: two levels that round to one are no step.
-    return torch.as_tensor(level, dtype=torch.float32, device="cpu")

@@ -6,10 +6,17 @@ A window is a pure function of the iteration: every rank finds the same one with
 saved state. The global random state is neither read nor changed.
 """
 
+import math
 import random
+from bisect import bisect_right
+from itertools import accumulate
 from typing import Literal, get_args
 
-Strategy = Literal["all", "fixed", "random", "sliding", "subset"]
+Strategy = Literal["all", "fixed", "random", "sliding", "decay", "exp_decay", "subset"]
+
+SLIDING = ("sliding", "decay", "exp_decay")
+EXP_DECAY_START = 0.52  # of the schedule: step 13 of 25, as published
+EXP_DECAY_RATE = 2.5  # over the whole schedule: 0.1 for each of 25 steps, as published
 
 
 def sde_window(  # noqa: PLR0913 - one call names everything a window depends on; all but two are keyword-only
@@ -32,6 +39,10 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
         random: `size` steps in a row, start uniform over the range;
         sliding: `size` steps in a row, start moved by `stride` every iters_per_group iterations; the last window ends
             exactly at high, and the next is the first again, so every step has its turn;
+        decay: sliding, but a window stays for fewer iterations the later it starts, on a straight line
+            from iters_per_group at low to 1 at high;
+        exp_decay: sliding, with iters_per_group * exp(-2.5 * (start / S - 0.52)) iterations, rounded up, for windows
+            that start past 0.52 of the schedule;
         subset: `size` steps of the range at random, not in a row.
 
     The choice of random and subset changes every iters_per_group iterations too.
@@ -43,15 +54,17 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
             no density worth training on.
         iteration: of the training loop, from 0.
         seed: chooses the random sequence of windows; any integer.
-        iters_per_group: iterations that share a window.
+        iters_per_group: iterations that share a window; with the decays, those of the first window.
         stride: steps a sliding window moves, at most size (a larger one would leave steps out).
 
     Raises:
         ValueError: an argument outside the ranges above.
 
-    sliding is MixGRPO, arXiv 2507.21802; its released code lets the window shrink at the end of the schedule and,
-    unless told to roll back, become empty past it. random is the window of Flow-GRPO-Fast, arXiv 2505.05470. subset is
-    the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on, there drawn for each sample.
+    sliding, decay and exp_decay are MixGRPO's `progressive`, `decay` and `exp_decay`, arXiv 2507.21802; fixed is the
+    window of MixGRPO-Flash*. The released code lets the window shrink at the end of the schedule and, unless told to
+    roll back, become empty past it; its high is S - 2; and its exp_decay counts 0.1 for each step past 13 whatever S
+    is, which is the one here at the published 25 steps. random is the window of Flow-GRPO-Fast, arXiv 2505.05470.
+    subset is the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on, there drawn for each sample.
     """
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
@@ -62,21 +75,26 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
         return tuple(sorted(_rng(seed, turn).sample(range(low, high), size)))
     if strategy == "all" and size != high - low:
         raise ValueError(f"size must be None with strategy 'all', got {size}")
-    if strategy == "sliding" and stride > size:
-        raise ValueError(f"stride must be <= size with strategy 'sliding', got stride={stride}, size={size}")
+    if strategy in SLIDING and stride > size:
+        raise ValueError(f"stride must be <= size with strategy {strategy!r}, got stride={stride}, size={size}")
     start = low
     if strategy == "random":
         start = _rng(seed, turn).randint(low, high - size)
-    elif strategy == "sliding":
-        start = _sliding_start(size, low, high, stride, turn)
+    elif strategy in SLIDING:
+        starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends flush with high
+        ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_group) for place in starts))
+        start = starts[bisect_right(ends, iteration % ends[-1])]
     return tuple(range(start, start + size))
 
 
-def _sliding_start(size: int, low: int, high: int, stride: int, turn: int) -> int:
-    """First index of the window at its turn-th place, counted around."""
-    last = high - size
-    num_places = 1 + -(-(last - low) // stride)  # ceil: a last, shorter move ends flush with high
-    return min(low + stride * (turn % num_places), last)
+def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_group: int) -> int:
+    """How many iterations a sliding window stays at start, at least 1."""
+    if strategy == "decay":
+        return (iters_per_group * (high - start) + start - low) // (high - low)
+    if strategy == "exp_decay":
+        past = max(0.0, start / num_steps - EXP_DECAY_START)
+        return math.ceil(iters_per_group * math.exp(-EXP_DECAY_RATE * past))
+    return iters_per_group
 
 
 def _rng(seed: int, turn: int) -> random.Random:

@@ -1,0 +1,122 @@
+"""Faster deterministic sampling for the steps that are not trained: fewer of them, each of second order.
+
+Letters and signs as in `steps`: sigma falls from 1 to 0, velocity = dx/dsigma, data_hat = x - sigma * velocity.
+
+For the steps after a window, MixGRPO-Flash (arXiv 2507.21802) visits only a share of the noise levels and takes each
+step with DPM-Solver++:
+
+    sigmas = compress_sigmas(sigmas, window[-1] + 1, 0.4)
+    x_next, data = dpmpp_2m_step(velocity, x, sigma, sigma_next, last_data=data, last_sigma=last_sigma)
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
+
+
+def compress_sigmas(sigmas: Tensor, start: int, ratio: float) -> Tensor:
+    """The schedule with its first `start` steps kept and those after them reduced to a share.
+
+    Of the S - start later steps, ceil(ratio * (S - start)) are left. Their noise levels are ones of the schedule, as
+    evenly spread as that allows, and end at its last.
+
+    Args:
+        sigmas: [S+1], a schedule.
+        start: steps to keep as they are, in [0, S]: one past the window's last index.
+        ratio: share of the later steps that is left, in (0, 1]; 1 changes nothing. Published 0.4, and 0.2 with a window
+            that stays at the start (Flash*).
+
+    Returns:
+        [S'+1], of sigmas' dtype, its first start + 1 entries those of sigmas.
+
+    Raises:
+        ValueError: an argument outside the ranges above.
+
+    Source: the compression of MixGRPO-Flash, arXiv 2507.21802. Released code spreads the levels evenly before the
+    shift, and makes the ratio's share of levels, not of steps: 7 steps where 0.4 of 21 are 9, and after a late window
+    it stops short of sigma 0.
+    """
+    if sigmas.ndim != 1 or len(sigmas) < 2:
+        raise ValueError(f"sigmas must be [S+1] with S >= 1, got shape {tuple(sigmas.shape)}")
+    num_steps = len(sigmas) - 1
+    if not 0 <= start <= num_steps:
+        raise ValueError(f"start must be in [0, S = {num_steps}], got {start}")
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio must be in (0, 1], got {ratio}")
+    later = num_steps - start
+    left = math.ceil(ratio * later - 1e-9)  # a product such as 0.1 * 30 lies a rounding above the whole number
+    # Rounded halves up, in integers: later / left >= 1, so no index comes twice.
+    indices = [start + (2 * i * later + left) // (2 * left) for i in range(1, left + 1)]
+    return sigmas[[*range(start + 1), *indices]]
+
+
+def dpmpp_2m_step(
+    velocity: Tensor,
+    x: Tensor,
+    sigma: Level,
+    sigma_next: Level,
+    *,
+    last_data: Tensor | None = None,
+    last_sigma: Level | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of DPM-Solver++(2M), the second-order multistep solver: (x_next, data), data for the next step's call.
+
+        lambda = log((1 - sigma) / sigma),   h = lambda_next - lambda,   h_last = lambda - lambda_last
+        data   = x - sigma * velocity
+        x_next = x + dt * velocity + (1 - sigma_next / sigma) / 2 * h / h_last * (data - last_data)
+
+    The last term continues the trend of the predicted data at no extra call of the model. Without last_data, that is at
+    the first step, it is missing and the step is exactly `euler_step`; so it is to sigma_next = 0 and from last_sigma =
+    1, where h and h_last are infinite.
+
+    Args:
+        velocity: [B, ...], latent units; the model's prediction of noise - data at x.
+        x: [B, ...], latent units.
+        sigma, sigma_next: scalar or [B], noise level before and after.
+        last_data: [B, ...], latent units: data as the step before returned it, at last_sigma. Leave it out at the first
+            step after a stochastic one, which has moved x off the trend.
+        last_sigma: scalar or [B], noise level before the step before; given if and only if last_data is.
+
+    Returns:
+        x_next and data, [B, ...], float32, differentiable in velocity and x.
+
+    Raises:
+        ValueError: shapes differ, not 0 <= sigma_next < sigma <= 1, not sigma < last_sigma <= 1, or one of last_data
+            and last_sigma without the other.
+
+    DPM-Solver++, arXiv 2211.01095, algorithm 2, with alpha = 1 - sigma: diffusers' `DPMSolverMultistepScheduler` with
+    `use_flow_sigmas`, solver_order 2 and solver_type "midpoint". MixGRPO's released code takes the data of the last
+    stochastic step for last_data.
+    """
+    check_shapes(x, velocity=velocity, last_data=last_data)
+    if (last_data is None) != (last_sigma is None):
+        alone = "last_data" if last_sigma is None else "last_sigma"
+        raise ValueError(f"last_data and last_sigma must be given together, got {alone} alone")
+    now, after = levels(x, sigma, sigma_next)
+    velocity, x = velocity.float(), x.float()
+    data = x - over(now, x) * velocity
+    x_next = x + over(after - now, x) * velocity
+    if last_data is None or last_sigma is None:
+        return x_next, data
+    before = _before(x, sigma, last_sigma)
+    steps_ratio = (_half_log_snr(after) - _half_log_snr(now)) / (_half_log_snr(now) - _half_log_snr(before))
+    trend = torch.where(after > 0, (1 - after / now) / 2 * steps_ratio, 0.0)
+    return x_next + over(trend, x) * (data - last_data.float()), data
+
+
+def _half_log_snr(sigma: Tensor) -> Tensor:
+    """lambda of DPM-Solver++: log(alpha / sigma) with alpha = 1 - sigma; infinite at 0 and 1."""
+    return torch.log((1 - sigma) / sigma)
+
+
+def _before(x: Tensor, sigma: Level, last_sigma: Level) -> Tensor:
+    """last_sigma as [B] float32 beside x, refused if the host can see that it is not in (sigma, 1]."""
+    if on_host(sigma) and on_host(last_sigma):
+        now, before = on_cpu(sigma), on_cpu(last_sigma)
+        if not ((now < before) & (before <= 1)).all():
+            rule = "last_sigma must satisfy sigma < last_sigma <= 1"
+            raise ValueError(f"{rule}, got sigma={now.tolist()}, last_sigma={before.tolist()}")
+    return per_sample(x, "last_sigma", last_sigma)
