@@ -45,9 +45,12 @@ SIGNATURES = {
     "omni_rollout.Engine.load_weights": "self, tensors, *, version",
     "omni_rollout.Engine.sleep": "self",
     "omni_rollout.Engine.wake": "self",
-    "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=...",
+    "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=..., on_failure='raise', "
+    "mask_limit=...",
+    "omni_reward.RewardClient.check": "self, media=None, prompts=..., meta=None",
     "omni_reward.RewardClient.submit": "self, media, prompts, meta=None",
     "omni_reward.Score": "value, abstained=None, **others",
+    "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version=''",
     "omni_reward.server.create_app": "score_fn, **others",
     "omni_train.device.local_device": "local_rank=0",
     "omni_train.device.process_group_backend": "device",
@@ -59,6 +62,14 @@ SIGNATURES = {
     "omni_train.lora.reference": "module",
     "omni_train.lora.ema_update": "module, src, dst, decay",
     "omni_train.weights.named_weights": "module, **others",
+    "omni_train.weights.save_weights": "module, folder, dist, *, adapter='default', card=None",
+    "omni_train.checkpoint.Checkpoint": "folder, dist, *, keep=2",
+    "omni_train.checkpoint.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config, counters=None",
+    "omni_train.checkpoint.Checkpoint.load": "self, module, optimizer=None, ema=None",
+    "omni_train.checkpoint.Checkpoint.latest": "self",
+    "omni_train.checkpoint.check_config": "saved, config, *, ignore=()",
+    "omni_train.signals.catch_stop": "*signals",
+    "omni_train.export.model_card": "facts, *, is_lora",
     "omni_train.data.PromptSampler": "path, **others",
     "omni_train.data.PromptSampler.at": "self, step",
     "omni_train.log.RunLog": "folder, **others",
@@ -68,6 +79,7 @@ CHOICES = {  # of a parameter that takes one of several words
     "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},
     "omni_losses.group_advantages.std": {"batch", "group", "none"},
     "omni_train.shard.shard.mode": {"none", "ddp", "fsdp2"},
+    "omni_reward.RewardClient.__init__.on_failure": {"raise", "mask", "mask_group"},
 }
 MODEL_NAMES = ("load", "sigmas", "encode", "predict_velocity", "decode", "LORA_TARGETS", "BLOCK_NAMES")
 

@@ -62,7 +62,7 @@ def http(status: str, body: bytes, *headers: str) -> bytes:
 def reply_to(body: bytes, **changes: object) -> bytes:
     """The good reply to a request's body, with some of its fields changed."""
     request = decode_request(body, max_batch=1024)
-    results = [{"score": 0.5} for _ in request.prompts]
+    results = [{"id": name, "score": 0.5} for name in request.ids]
     reply = {"protocol": 1, "request_id": request.request_id, "scorer": "test", "results": results}
     return json.dumps({**reply, **changes}).encode()
 

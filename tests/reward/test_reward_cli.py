@@ -15,14 +15,14 @@ from omni_reward.server import main
 
 SLOW = """
 import time
-from omni_reward import server
+from omni_reward import scorers, server
 
 def score(media, prompts, meta):
     print("scoring", flush=True)
     time.sleep(0.5)
     return [1.0] * len(prompts)
 
-server.SCORERS["slow"] = lambda threads: score
+scorers.SCORERS["slow"] = lambda threads: score
 server.main()
 """
 

@@ -39,7 +39,7 @@ def test_the_plain_client_of_the_protocol_page_works(serve: Callable[..., str]) 
 
 def test_the_reply_of_the_protocol_page_is_one() -> None:
     reply = blocks(PROTOCOL_PAGE, "json")[0]
-    right, none = decode_reply(reply.encode(), request_id="step-7-rank-0", count=2)
+    right, none = decode_reply(reply.encode(), request_id="step-7-rank-0", ids=["0", "1"])
     assert right.value == 0.75
     assert none.abstained
 

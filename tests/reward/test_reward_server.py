@@ -4,6 +4,7 @@ import math
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -11,14 +12,17 @@ import pytest
 import requests
 from omni_reward import Score
 from omni_reward.server import create_app
-from omni_reward.wire import ScoreRequest, decode_reply, encode_request
+from omni_reward.wire import Scorer, ScoreRequest, decode_reply, encode_request
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
 
-def pack(num: int = 2, *, pixels: int = 4, meta: list[dict[str, object]] | None = None) -> bytes:
+def pack(
+    num: int = 2, *, pixels: int = 4, meta: list[dict[str, object]] | None = None, request_id: str | None = None
+) -> bytes:
     media = {"image": np.zeros((num, pixels, pixels, 3), np.uint8)}
-    return encode_request(ScoreRequest(media, ["a"] * num, meta or [{}] * num, "r").header(), media)
+    request = ScoreRequest(media, ["a"] * num, meta or [{}] * num, request_id or uuid.uuid4().hex)
+    return b"".join(encode_request(request.header(), media))
 
 
 def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
@@ -44,11 +48,11 @@ def test_scorer_gets_the_request_and_its_scores_come_back_in_order(serve: Callab
         seen.update(shape=media["image"].shape, prompts=prompts, thread=threading.current_thread().name)
         return [Score(float(item["i"]), parts={"p": 1.0}, details={"d": item["i"]}) for item in meta]
 
-    response = post(serve(score, name="counter"), pack(3, meta=[{"i": 2}, {"i": 0}, {"i": 1}]))
+    response = post(serve(score, name="counter"), pack(3, meta=[{"i": 2}, {"i": 0}, {"i": 1}], request_id="r"))
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     assert response.json()["scorer"] == "counter"
-    scores = decode_reply(response.content, request_id="r", count=3)
+    scores = decode_reply(response.content, request_id="r", ids=["0", "1", "2"])
     assert scores == [Score(float(i), parts={"p": 1.0}, details={"d": i}) for i in (2, 0, 1)]
     assert seen["shape"] == (3, 4, 4, 3)
     assert seen["prompts"] == ["a", "a", "a"]
@@ -97,13 +101,22 @@ def test_token_guards_score_and_info_but_not_health(serve: Callable[..., str]) -
 
 
 def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
-    info = requests.get(serve(halves, name="h", max_body_mb=3, max_batch=5) + "/info", timeout=10).json()
+    scorer = Scorer(halves, media=("video", "audio"), batch_size=7, version="halves-2")
+    info = requests.get(serve(scorer, name="h", max_body_mb=3, max_batch=5) + "/info", timeout=10).json()
     assert info.pop("version")
     assert info == {
         "protocol": 1,
         "scorer": "h",
-        "media": ["audio", "image", "latent", "video"],
-        "limits": {"max_body_bytes": 3 * 2**20, "max_batch": 5, "max_waiting": 64},
+        "scorer_version": "halves-2",
+        "media": ["audio", "video"],
+        "batch_size": 7,
+        "limits": {
+            "max_body_bytes": 3 * 2**20,
+            "max_batch": 5,
+            "max_waiting": 64,
+            "max_waiting_bytes": 2**30,
+            "receive_timeout_s": 60.0,
+        },
     }
 
 
@@ -113,7 +126,8 @@ def test_body_beyond_the_cap_is_413(serve: Callable[..., str]) -> None:
     assert_refused(post(url, pack(1, pixels=592)), 413, "too_large")
     assert_refused(post(url, bytes(8 * 2**20)), 413, "too_large")
     assert_refused(post(url, (bytes(2**16) for _ in range(64))), 413, "too_large")  # chunked, without a length
-    assert post(url, (pack()[i : i + 9] for i in range(0, len(pack()), 9))).status_code == 200
+    body = pack()
+    assert post(url, (body[i : i + 9] for i in range(0, len(body), 9))).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -181,8 +195,8 @@ def test_health_answers_while_a_slow_scorer_works_and_the_queue_is_bounded(serve
 
 def test_numbers_that_are_not_finite_abstain(serve: Callable[..., str]) -> None:
     values = np.array([0.0, math.nan, math.inf, -1.5], np.float32)
-    response = post(serve(lambda media, prompts, meta: values), pack(4))
-    scores = decode_reply(response.content, request_id="r", count=4)
+    response = post(serve(lambda media, prompts, meta: values), pack(4, request_id="r"))
+    scores = decode_reply(response.content, request_id="r", ids=["0", "1", "2", "3"])
     assert [score.value for score in scores] == [0.0, None, None, -1.5]
     assert [score.abstained for score in scores] == [None, "the scorer returned nan", "the scorer returned inf", None]
 
@@ -203,8 +217,8 @@ def test_a_scorer_that_raises_is_500_without_internals_and_logs_why(
         raise KeyError("/secret/weights.bin")
 
     url = serve(fail)
-    for _ in range(2):
-        response = post(url, pack())
+    for _ in range(2):  # a failure is not remembered: the same request is another chance
+        response = post(url, pack(request_id="r"))
         assert_refused(response, 500, "scorer_failed")
         assert "secret" not in response.text
     assert "KeyError: '/secret/weights.bin'" in caplog.text
@@ -219,6 +233,8 @@ def test_a_scorer_that_raises_is_500_without_internals_and_logs_why(
         ({"max_body_mb": 0}, "max_body_mb must be >= 1, got 0"),
         ({"max_batch": 0}, "max_batch must be >= 1, got 0"),
         ({"max_waiting": -1}, "max_waiting must be >= 0, got -1"),
+        ({"max_body_mb": 9, "max_waiting_mb": 8}, "max_waiting_mb must be >= 9, got 8"),
+        ({"receive_timeout_s": 0}, "receive_timeout_s must be > 0, got 0"),
     ],
 )
 def test_create_app_checks_its_arguments(options: dict[str, object], message: str) -> None:

@@ -8,9 +8,12 @@ import struct
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from omni_reward import Score
 from omni_reward.wire import (
     MAX_HEADER_BYTES,
+    MismatchError,
+    Scorer,
     ScoreRequest,
     decode_reply,
     decode_request,
@@ -41,6 +44,21 @@ def u8(*shape: int, size: int = 120, dtype: str = "U8") -> dict:
     return {"dtype": dtype, "shape": list(shape), "data_offsets": [0, size]}
 
 
+def video(meta: list[dict[str, object]], *shape: int) -> bytes:
+    shape = shape or (2, 2, 2, 5, 3)
+    size = math.prod(shape)
+    header = {"__metadata__": {"request": json.dumps({**FIELDS, "meta": meta})}, "video": u8(*shape, size=size)}
+    return blob(header=header, data=bytes(size))
+
+
+def audio(dtype: str, *shape: int, data: bytes | None = None) -> bytes:
+    data = bytes(math.prod(shape) * (4 if dtype == "F32" else 2)) if data is None else data
+    request = json.dumps({**FIELDS, "meta": [{"sample_rate": 16_000}] * 2})
+    return blob(
+        header={"__metadata__": {"request": request}, "audio": u8(*shape, size=len(data), dtype=dtype)}, data=data
+    )
+
+
 HOSTILE = {
     "empty": b"",
     "seven bytes": b"1234567",
@@ -68,6 +86,15 @@ HOSTILE = {
     "request_id a number": blob({**FIELDS, "request_id": 7}),
     "request_id empty": blob({**FIELDS, "request_id": ""}),
     "request_id endless": blob({**FIELDS, "request_id": "r" * 129}),
+    "ids a string": blob({**FIELDS, "ids": "ab"}),
+    "ids null": blob({**FIELDS, "ids": None}),
+    "one id too few": blob({**FIELDS, "ids": ["a"]}),
+    "ids of numbers": blob({**FIELDS, "ids": [0, 1]}),
+    "ids of lists": blob({**FIELDS, "ids": [[], []]}),
+    "id empty": blob({**FIELDS, "ids": ["", "a"]}),
+    "id endless": blob({**FIELDS, "ids": ["a", "b" * 129]}),
+    "id half a pair": blob({**FIELDS, "ids": ["a", "\ud800"]}),
+    "id twice": blob({**FIELDS, "ids": ["a", "a"]}),
     "request_id half a pair": blob({**FIELDS, "request_id": "\ud800"}),
     "prompt half a pair": blob({**FIELDS, "prompts": ["a", "\udfff"]}),
     "prompts a string": blob({**FIELDS, "prompts": "ab"}),
@@ -95,26 +122,75 @@ HOSTILE = {
     "offsets reversed": blob(
         header=tensors(image={"dtype": "U8", "shape": [2, 4, 5, 3], "data_offsets": [120, 0]}),
     ),
+    "video without a rate": video([{}, {}]),
+    "video at no frames a second": video([{"fps": 8}, {"fps": 0}]),
+    "video at a negative rate": video([{"fps": 8}, {"fps": -8}]),
+    "video at a rate of text": video([{"fps": 8}, {"fps": "8"}]),
+    "video at a rate of true": video([{"fps": 8}, {"fps": True}]),
+    "video without frames": video([{"fps": 8}] * 2, 2, 0, 4, 5, 3),
+    "video without an axis of frames": video([{"fps": 8}] * 2, 2, 4, 5, 3),
+    "audio of integers": audio("I16", 2, 30, 2),
+    "audio without channels": audio("F32", 2, 15),
+    "audio with NaN": audio("F32", 2, 15, 1, data=np.full(30, np.nan, np.float32).tobytes()),
+    "latent of doubles": blob(header=tensors(latent=u8(2, 15, size=240, dtype="F64")), data=bytes(240)),
+    "latent of bytes": blob(header=tensors(latent=u8(2, 60))),
+    "latent without axes": blob(header=tensors(latent=u8(2, size=8, dtype="F32")), data=bytes(8)),
+    "latent of nine axes": blob(header=tensors(latent=u8(2, *[1] * 8, size=8, dtype="F32")), data=bytes(8)),
+    "latent with an infinity": blob(
+        header=tensors(latent=u8(2, 1, size=4, dtype="F16")), data=np.array([0, np.inf], np.float16).tobytes()
+    ),
     "pickle": pickle.dumps({"image": IMAGES, "prompts": ["a", "b"]}),
 }
 
 
-def test_request_round_trip_is_exact() -> None:
-    media = {"image": np.random.default_rng(0).integers(0, 256, (3, 7, 11, 3), dtype=np.uint8)}
+RNG = np.random.default_rng(0)
+MEDIA = {
+    "image": RNG.integers(0, 256, (3, 7, 11, 3), dtype=np.uint8),
+    "video": RNG.integers(0, 256, (3, 2, 7, 11, 3), dtype=np.uint8),
+    "audio": RNG.standard_normal((3, 101, 2), dtype=np.float32),
+    "latent": RNG.standard_normal((3, 5, 1, 7), dtype=np.float32).astype(np.float16),
+}
+RATES = {"fps": 7.5, "sample_rate": 24_000}
+
+
+def encode(request: ScoreRequest) -> bytes:
+    return b"".join(encode_request(request.header(), request.media))
+
+
+@pytest.mark.parametrize("kinds", [*([kind] for kind in MEDIA), list(MEDIA)], ids=lambda kinds: "+".join(kinds))
+def test_request_round_trip_is_exact(kinds: list[str]) -> None:
+    media = {kind: MEDIA[kind] for kind in kinds}
     prompts = ['a sign that says "K7QX"', "", "Grüße \u4f60\u597d \U0001f600 \x00\n"]
-    meta = [{"seed": 1, "tags": ["a", None, True]}, {}, {"x": {"y": 0.1}}]
-    request = ScoreRequest(media, prompts, meta, "step-1")
-    got = decode_request(encode_request(request.header(), media), max_batch=3)
-    assert (got.prompts, got.meta, got.request_id) == (prompts, meta, "step-1")
-    assert got.media.keys() == {"image"}
-    np.testing.assert_array_equal(got.media["image"], media["image"])
+    meta = [{**RATES, "seed": 1, "tags": ["a", None, True]}, RATES, {**RATES, "x": {"y": 0.1}}]
+    body = encode(ScoreRequest(media, prompts, meta, "step-1", ["a", "b", "c"]))
+    got = decode_request(body, max_batch=3)
+    assert (got.prompts, got.meta, got.request_id, got.ids) == (prompts, meta, "step-1", ["a", "b", "c"])
+    for arrays in (got.media, safetensors.numpy.load(body)):  # the format's own library reads the same
+        assert arrays.keys() == media.keys()
+        for kind in kinds:
+            assert arrays[kind].dtype == media[kind].dtype
+            np.testing.assert_array_equal(arrays[kind], media[kind])
+            assert arrays[kind].flags.aligned
+
+
+def test_what_the_format_s_own_library_writes_is_understood() -> None:
+    body = safetensors.numpy.save({"image": IMAGES}, metadata={"request": json.dumps(FIELDS)})
+    got = decode_request(body, max_batch=2)
+    np.testing.assert_array_equal(got.media["image"], IMAGES)
+    assert got.ids == ["0", "1"]
+
+
+def test_media_are_sent_from_where_they_lie() -> None:
+    request = ScoreRequest({"image": IMAGES}, ["a", "b"], [{}, {}], "r")
+    head, view = encode_request(request.header(), request.media)
+    assert np.shares_memory(np.frombuffer(view, np.uint8), IMAGES)
+    assert len(head) % 8 == 0
 
 
 def test_strided_images_arrive_as_numpy_sees_them() -> None:
     channels_first = np.random.default_rng(0).integers(0, 256, (2, 3, 8, 6), dtype=np.uint8)
     images = channels_first.transpose(0, 2, 3, 1)[:, ::2, ::-1]
-    request = ScoreRequest({"image": images}, ["a", "b"], [{}, {}], "r")
-    got = decode_request(encode_request(request.header(), {"image": images}), max_batch=2)
+    got = decode_request(encode(ScoreRequest({"image": images}, ["a", "b"], [{}, {}], "r")), max_batch=2)
     np.testing.assert_array_equal(got.media["image"], images)
 
 
@@ -173,11 +249,15 @@ def test_reply_round_trip_is_exact() -> None:
         Score(None, abstained="no text"),
         Score(None, abstained="too dark", parts={"light": 0.01}, details={"mean": 3}),
     ]
-    assert decode_reply(encode_reply("r", "ocr", scores), request_id="r", count=4) == scores
+    ids = ["a", "b", "c", "d"]
+    assert decode_reply(encode_reply("r", ids, "ocr", scores), request_id="r", ids=ids) == scores
+
+
+ONE = {"id": "0", "score": 1}
 
 
 def reply(**changes: object) -> bytes:
-    return json.dumps({"protocol": 1, "request_id": "r", "scorer": "s", "results": [{"score": 1}], **changes}).encode()
+    return json.dumps({"protocol": 1, "request_id": "r", "scorer": "s", "results": [ONE], **changes}).encode()
 
 
 BAD_REPLIES = {
@@ -188,29 +268,57 @@ BAD_REPLIES = {
     "another request's": reply(request_id="q"),
     "no results": reply(results=None),
     "too short": reply(results=[]),
-    "too long": reply(results=[{"score": 1}] * 2),
+    "too long": reply(results=[ONE, {"id": "1", "score": 1}]),
+    "of another sample": reply(results=[{"id": "1", "score": 1}]),
+    "without an id": reply(results=[{"score": 1}]),
     "bare number": reply(results=[1.0]),
-    "no score": reply(results=[{}]),
-    "NaN": reply(results=[{"score": math.nan}]),
-    "infinite": reply(results=[{"score": math.inf}]),
+    "no score": reply(results=[{"id": "0"}]),
+    "NaN": reply(results=[{"id": "0", "score": math.nan}]),
+    "infinite": reply(results=[{"id": "0", "score": math.inf}]),
     "overflowing": reply().replace(b'"score": 1', b'"score": 1e999'),
-    "huge": reply(results=[{"score": 10**400}]),
-    "text": reply(results=[{"score": "1"}]),
-    "true": reply(results=[{"score": True}]),
-    "null without a reason": reply(results=[{"score": None}]),
-    "null with an empty reason": reply(results=[{"score": None, "abstained": ""}]),
-    "score and reason": reply(results=[{"score": 1, "abstained": "no"}]),
-    "parts a list": reply(results=[{"score": 1, "parts": []}]),
-    "part not finite": reply(results=[{"score": 1, "parts": {"a": None}}]),
-    "details text": reply(results=[{"score": 1, "details": "x"}]),
+    "huge": reply(results=[{"id": "0", "score": 10**400}]),
+    "text": reply(results=[{"id": "0", "score": "1"}]),
+    "true": reply(results=[{"id": "0", "score": True}]),
+    "null without a reason": reply(results=[{"id": "0", "score": None}]),
+    "null with an empty reason": reply(results=[{"id": "0", "score": None, "abstained": ""}]),
+    "score and reason": reply(results=[{"id": "0", "score": 1, "abstained": "no"}]),
+    "parts a list": reply(results=[{"id": "0", "score": 1, "parts": []}]),
+    "part not finite": reply(results=[{"id": "0", "score": 1, "parts": {"a": None}}]),
+    "details text": reply(results=[{"id": "0", "score": 1, "details": "x"}]),
     "nested": b"[" * 200_000,
 }
 
 
-@pytest.mark.parametrize("body", BAD_REPLIES.values(), ids=BAD_REPLIES.keys())
-def test_bad_reply_is_a_value_error(body: bytes) -> None:
-    with pytest.raises(ValueError):
-        decode_reply(body, request_id="r", count=1)
+OTHERS = {"protocol 2", "another request's", "too short", "too long", "of another sample", "without an id"}
+
+
+@pytest.mark.parametrize("name", BAD_REPLIES)
+def test_bad_reply_is_a_value_error(name: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        decode_reply(BAD_REPLIES[name], request_id="r", ids=["0"])
+    assert (type(caught.value) is MismatchError) == (name in OTHERS)
+
+
+def test_results_in_another_order_are_not_the_reply() -> None:
+    scores = [Score(0.0), Score(1.0), Score(2.0)]
+    with pytest.raises(MismatchError, match=r"results\[1\].id must be 'b', as in the request, got 'c'"):
+        decode_reply(encode_reply("r", ["a", "c", "b"], "s", scores), request_id="r", ids=["a", "b", "c"])
+
+
+def test_a_scorer_says_which_media_it_takes() -> None:
+    def ones(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        return [1.0] * len(prompts)
+
+    assert Scorer(ones)({"image": IMAGES}, ["a", "b"], [{}, {}]) == [1.0, 1.0]
+    for options, message in (
+        ({"media": ()}, "media must be a tuple of one kind or more"),
+        ({"media": "image"}, "media must be a tuple of one kind or more"),
+        ({"media": ("image", "image")}, "media must be a tuple of one kind or more, each once"),
+        ({"media": ("smell",)}, "media must be of the kinds"),
+        ({"batch_size": 0}, "batch_size must be >= 1 or None, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Scorer(ones, **options)
 
 
 def test_score_holds_a_finite_value_or_a_reason() -> None:

@@ -5,7 +5,7 @@
 
 from omni_reward.client import RewardClient
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
-from omni_reward.wire import Score
+from omni_reward.wire import Score, Scorer
 
 __all__ = [
     "RewardClient",
@@ -15,4 +15,5 @@ __all__ = [
     "RewardHTTPError",
     "RewardTimeoutError",
     "Score",
+    "Scorer",
 ]

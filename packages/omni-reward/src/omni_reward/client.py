@@ -6,55 +6,86 @@
         ...                                                    # the accelerator works on the next batch meanwhile
         scores = future.result()                               # N times a Score, or a RewardError
 
+What can happen to a sample: it gets a value; it gets none, and `Score.abstained` says why; or its request fails, and
+`on_failure` says what becomes of that. Nothing ever becomes a 0.
+
 Letters: N samples, H height, W width.
 """
 
+import itertools
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import numpy as np
 
 from omni_reward import wire
-from omni_reward.errors import RewardFormatError
+from omni_reward.endpoints import Endpoints, is_worth_a_retry
+from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError
+from omni_reward.media import canary
 from omni_reward.transport import Transport
-from omni_reward.wire import Score, ScoreRequest
+from omni_reward.wire import MismatchError, Score, ScoreRequest
+
+OnFailure = Literal["raise", "mask", "mask_group"]
+CANARY_PROMPT = 'a sign that says "OK"'
 
 
 class RewardClient:
-    """A scorer at a URL. Threads may share one client.
+    """A scorer at one URL or several. Threads may share one client.
+
+    A request is tried again, under the same id and so without being scored twice, when no server answers, when the
+    connection breaks, and at status 429, 502, 503 and 504; with a growing pause, or the one that the server asks for.
+    Among several servers the least busy one that is well gets the request. Nothing else is tried again.
 
     Args:
-        url: base URL of the scorer, http or https.
+        url: base URL of the scorer, http or https, or several of servers with the same scorer.
         token: bearer token, when the scorer asks for one.
-        timeout_s: longest that one request may take in all, from its first byte sent to its last byte received.
+        timeout_s: longest that one request may take in all, all attempts and pauses included.
         max_in_flight: most requests at a time; one more `submit` waits until one of them is done.
+        on_failure: what becomes of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
+            they come back without a value, with the failure as the reason. `mask_group`: the same, and
+            `Score.mask_group` asks the trainer to leave out their whole groups. A failure that no later request can
+            escape, as something is set up wrongly (`RewardError.fatal`), raises in any case.
+        mask_limit: most failures in a row that are masked; from then on they raise, until a request succeeds.
 
     Raises:
         ValueError: an argument breaks its rule.
     """
 
-    def __init__(self, url: str, *, token: str | None = None, timeout_s: float = 60.0, max_in_flight: int = 8) -> None:
-        if not _is_base_url(url):
-            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r}")
+    def __init__(
+        self,
+        url: str | Sequence[str],
+        *,
+        token: str | None = None,
+        timeout_s: float = 60.0,
+        max_in_flight: int = 8,
+        on_failure: OnFailure = "raise",
+        mask_limit: int = 16,
+    ) -> None:
+        self.urls = _check_urls([url] if isinstance(url, str) else list(url))
         if not timeout_s > 0:
             raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
         wire.check_token(token)
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
-        self.url = url.rstrip("/")
-        self._token = token
-        self._timeout_s = timeout_s
+        if on_failure not in get_args(OnFailure):
+            raise ValueError(f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}")
+        if mask_limit < 1:
+            raise ValueError(f"mask_limit must be >= 1, got {mask_limit}")
+        self._token, self._timeout_s = token, timeout_s
+        self._on_failure, self._mask_limit = on_failure, mask_limit
+        self._endpoints = Endpoints(self.urls)
         self._places = threading.BoundedSemaphore(max_in_flight)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
-        self._clock = threading.Lock()
+        self._lock = threading.Lock()  # of the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
-        self._local = threading.local()  # one transport per worker thread
+        self._num_failed_in_row = 0
+        self._local = threading.local()  # one transport per worker thread and server
         self._transports: list[Transport] = []
 
     def submit(
@@ -66,9 +97,10 @@ class RewardClient:
         """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
 
         Args:
-            media: array by kind: `image` is [N, H, W, 3], uint8, RGB. Must not be written to before the future is done.
+            media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. Must not be
+                written to before the future is done.
             prompts: N prompts.
-            meta: N mappings of JSON values for the scorer.
+            meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
 
         Raises:
             ValueError: an argument breaks its rule.
@@ -79,7 +111,7 @@ class RewardClient:
         self._places.acquire()
         self._count(+1)
         try:
-            future = self._workers.submit(self._score, request, header)
+            future = self._workers.submit(self._score, request, header, time.monotonic() + self._timeout_s)
         except RuntimeError:
             self._release()
             raise
@@ -92,29 +124,48 @@ class RewardClient:
 
         Less what a caller waited for, it is the scoring time that other work has hidden.
         """
-        with self._clock:
+        with self._lock:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
 
     def info(self) -> dict[str, Any]:
-        """What the server says of itself: scorer, version, protocol, media kinds, limits.
+        """What the server, the first of several, says of itself: scorer, version, protocol, media kinds, limits.
 
         Raises:
             RewardError: the server could not be asked, or speaks another protocol.
         """
-        reply = self._ask("/info")
-        try:
-            return wire.parse_message(reply, "the reply")
-        except ValueError as exc:
-            raise RewardFormatError(f"GET {self.url}/info: {exc}") from exc
+        return self._info(self.urls[0])
 
-    def check(self) -> None:
-        """Returns when the server is up, accepts the token and speaks our protocol; worth a call before the first step.
+    def check(
+        self,
+        media: Mapping[str, np.ndarray] | None = None,
+        prompts: Sequence[str] = (CANARY_PROMPT,),
+        meta: Sequence[Mapping[str, object]] | None = None,
+    ) -> list[list[Score]]:
+        """Scores of a canary from each server, which is up, takes the token and has the same scorer as the others.
+
+        Worth a call before the first step: what is set up wrongly shows here, and raises whatever `on_failure` says.
+
+        Args:
+            media: N samples to ask for, as in `submit`; one grey or silent sample where none is given.
+            prompts: their N prompts.
+            meta: their N mappings.
 
         Raises:
-            RewardError: it is not so; the class and the message say what is wrong.
+            RewardError: a server is not as it should be; the class and the message say what is wrong.
+            ValueError: an argument breaks its rule, or the scorer's kinds of media have no canary that suits them all.
         """
-        self._ask("/healthz")
-        self.info()
+        infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
+        for url, info in zip(self.urls, infos, strict=True):
+            for key in ("scorer", "scorer_version", "media"):
+                if info.get(key) != infos[0].get(key):
+                    values = f"{infos[0].get(key)!r:.80} at {self.urls[0]} and {info.get(key)!r:.80} at {url}"
+                    raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
+        if media is None:
+            media, meta = canary(infos[0]["media"])
+        request = _build_request(media, prompts, meta)
+        header = request.header()
+        deadline = time.monotonic() + self._timeout_s
+        return [self._exchange(Endpoints([url]), request, header, deadline) for url in self.urls]
 
     def close(self) -> None:
         """Waits for the requests in flight and closes the connections."""
@@ -136,36 +187,101 @@ class RewardClient:
 
     def _count(self, change: int) -> None:
         """Keeps the number of requests under way, and the clock that runs while there are any."""
-        with self._clock:
+        with self._lock:
             now = time.perf_counter()
             if self._num_under_way:
                 self._busy_s += now - self._busy_since
             self._busy_since = now
             self._num_under_way += change
 
-    def _score(self, request: ScoreRequest, header: str) -> list[Score]:
-        """Scores of one request; runs in a worker thread."""
-        body = wire.encode_request(header, request.media)
-        # One attempt: whether a lost request is worth another one is the caller's choice.
-        reply = self._transport().exchange("POST", "/score", body=body, timeout_s=self._timeout_s)
+    def _score(self, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
+        """Scores of one request, or what stands for them when it fails; runs in a worker thread."""
         try:
-            return wire.decode_reply(reply, request_id=request.request_id, count=len(request.prompts))
+            scores = self._exchange(self._endpoints, request, header, deadline)
+        except RewardError as exc:
+            if not self._may_mask(exc):
+                raise
+            reason = f"the request failed: {exc}"
+            score = Score(None, abstained=reason, mask_group=self._on_failure == "mask_group")
+            return [score] * len(request.prompts)
+        with self._lock:
+            self._num_failed_in_row = 0
+        return scores
+
+    def _may_mask(self, error: RewardError) -> bool:
+        with self._lock:
+            self._num_failed_in_row += 1
+            is_in_limit = self._num_failed_in_row <= self._mask_limit
+        return self._on_failure != "raise" and not error.fatal and is_in_limit
+
+    def _exchange(self, endpoints: Endpoints, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
+        """Scores of one request, after as many attempts as it takes and the deadline allows."""
+        body = wire.encode_request(header, request.media)
+        error: RewardError | None = None
+        for attempt in itertools.count(1):
+            endpoint = endpoints.take(deadline)
+            if endpoint is None:
+                break
+            started, failure = time.monotonic(), None
+            try:
+                return self._attempt(endpoint.url, request, body, deadline)
+            except RewardError as exc:
+                error = failure = exc
+            finally:
+                endpoints.give_back(endpoint, failure, started=started)
+            error.num_attempts = attempt
+            if not is_worth_a_retry(error):
+                break
+        none = f"no server could be asked within {self._timeout_s} s; the last failure was: {endpoints.last_failure}"
+        raise error or RewardConnectError(none)
+
+    def _attempt(
+        self, url: str, request: ScoreRequest, body: Sequence[bytes | memoryview], deadline: float
+    ) -> list[Score]:
+        timeout_s = max(1e-3, deadline - time.monotonic())
+        reply = self._transport(url).exchange("POST", "/score", body=body, timeout_s=timeout_s)
+        try:
+            return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids)
         except ValueError as exc:
-            raise RewardFormatError(f"POST {self.url}/score: {exc}") from exc
+            raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
 
-    def _transport(self) -> Transport:
-        if not hasattr(self._local, "transport"):
-            self._local.transport = Transport(self.url, self._token)
-            self._transports.append(self._local.transport)
-        return self._local.transport
+    def _transport(self, url: str) -> Transport:
+        transports: dict[str, Transport] = vars(self._local).setdefault("transports", {})
+        if url not in transports:
+            transports[url] = Transport(url, self._token)
+            self._transports.append(transports[url])
+        return transports[url]
 
-    def _ask(self, path: str) -> bytes:
+    def _info(self, url: str) -> dict[str, Any]:
+        reply = self._ask(url, "/info")
+        try:
+            info = wire.parse_message(reply, "the reply")
+        except ValueError as exc:
+            raise RewardFormatError(f"GET {url}/info: {exc}", fatal=isinstance(exc, MismatchError)) from exc
+        if not isinstance(info.get("media"), list):
+            raise RewardFormatError(f"GET {url}/info: media must be a list, got {info.get('media')!r:.80}", fatal=True)
+        return info
+
+    def _ask(self, url: str, path: str) -> bytes:
         """Body of the reply to a GET from the calling thread, past the requests in flight."""
-        transport = Transport(self.url, self._token)
+        transport = Transport(url, self._token)
         try:
             return transport.exchange("GET", path, timeout_s=self._timeout_s)
         finally:
             transport.close()
+
+
+def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:
+    """The URLs without trailing slashes."""
+    if not urls:
+        raise ValueError("url must be one URL or more, got none")
+    for url in urls:
+        if not _is_base_url(url):
+            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r}")
+    bare = tuple(url.rstrip("/") for url in urls)
+    if len(set(bare)) != len(bare):
+        raise ValueError(f"url must name each server once, got {list(urls)}")
+    return bare
 
 
 def _is_base_url(url: str) -> bool:

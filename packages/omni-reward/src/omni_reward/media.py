@@ -49,6 +49,8 @@ def check_media(kind: str, array: object, count: int) -> None:
     wanted = (count, *rule.axes[1:])
     if not _fits(array.shape, wanted):
         raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        raise ValueError(f"{kind} must be finite, got NaN or an infinity")
 
 
 def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
@@ -58,8 +60,24 @@ def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
         return
     for i, sample in enumerate(meta):
         value = sample.get(rate)
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value < math.inf:
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
             raise ValueError(f"meta[{i}][{rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
+
+
+def canary(kinds: Sequence[str]) -> tuple[dict[str, np.ndarray], list[dict[str, object]]]:
+    """One grey or silent sample of these kinds, and its meta: something to ask a scorer before it matters.
+
+    Raises:
+        ValueError: a kind has no sample that suits every scorer.
+    """
+    samples: dict[str, np.ndarray] = {
+        "image": np.full((1, 64, 64, 3), 128, np.uint8),
+        "video": np.full((1, 8, 64, 64, 3), 128, np.uint8),
+        "audio": np.zeros((1, 16_000, 1), np.float32),
+    }
+    if missing := set(kinds) - set(samples):
+        raise ValueError(f"media must be given to ask a scorer of {sorted(missing)}: no sample suits all of them")
+    return {kind: samples[kind] for kind in kinds}, [{"fps": 8.0, "sample_rate": 16_000}]
 
 
 def media_kind(kind: object) -> MediaKind:

@@ -1,23 +1,25 @@
-"""HTTP server around one score function.
+"""HTTP server around one scorer.
 
     python -m omni_reward.server --scorer ocr --port 0 --url-file scorer.url
 
-The event loop only moves bytes: requests are parsed in a thread pool and scored in one worker thread, so `/healthz`
-answers while a slow scorer works. Requests wait in a bounded queue; once it is full, the answer is 503.
+The event loop only moves bytes: requests are parsed in a thread pool and scored in one worker thread (batching.py), so
+`/healthz` answers while a slow scorer works. Requests wait in a queue with a bound on their number and one on their
+bytes; beyond either, the answer is 503. A request that comes again gets the reply of the first (replies.py).
 """
 
-import argparse
 import asyncio
 import hmac
 import logging
-import os
 import signal
 import socket
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, cast
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,27 +29,57 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from omni_reward import wire
-from omni_reward.media import MEDIA_KINDS
-from omni_reward.scorers import SCORERS, load_scorer
-from omni_reward.transport import is_loopback
-from omni_reward.wire import Score, ScoreFn, ScoreRequest
+from omni_reward import cli, wire
+from omni_reward.batching import Batcher, ScorerFailedError
+from omni_reward.openapi import document
+from omni_reward.replies import IdReusedError, Replies
+from omni_reward.scorers import load_scorer
+from omni_reward.wire import ScoreFn, Scorer, ScoreRequest
 
 MB = 2**20
+IDLE_S = 150  # a trainer calls once per step; its connection should live from one step to the next
 
 logger = logging.getLogger("omni_reward.server")
-
 
 _CODES = {
     400: "malformed",
     401: "unauthorized",
     404: "not_found",
     405: "method_not_allowed",
+    408: "timeout",
+    409: "id_reused",
     413: "too_large",
     415: "unsupported_media_type",
     500: "scorer_failed",
     503: "busy",
 }
+
+
+@dataclass(frozen=True)
+class _Limits:
+    max_body_mb: int
+    max_batch: int
+    max_waiting: int
+    max_waiting_mb: int
+    receive_timeout_s: float
+
+    def __post_init__(self) -> None:
+        least = {"max_body_mb": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_mb": self.max_body_mb}
+        for argument, bound in least.items():
+            if getattr(self, argument) < bound:
+                raise ValueError(f"{argument} must be >= {bound}, got {getattr(self, argument)}")
+        if not self.receive_timeout_s > 0:
+            raise ValueError(f"receive_timeout_s must be > 0, got {self.receive_timeout_s}")
+
+    def public(self) -> dict[str, float]:
+        """The limits as clients need them."""
+        return {
+            "max_body_bytes": self.max_body_mb * MB,
+            "max_batch": self.max_batch,
+            "max_waiting": self.max_waiting,
+            "max_waiting_bytes": self.max_waiting_mb * MB,
+            "receive_timeout_s": self.receive_timeout_s,
+        }
 
 
 def create_app(
@@ -58,8 +90,10 @@ def create_app(
     max_body_mb: int = 256,
     max_batch: int = 1024,
     max_waiting: int = 64,
+    max_waiting_mb: int = 1024,
+    receive_timeout_s: float = 60.0,
 ) -> Starlette:
-    """ASGI app that answers `POST /score`, `GET /info` and `GET /healthz`.
+    """ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
 
     Args:
         score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
@@ -72,23 +106,21 @@ def create_app(
         max_body_mb: largest request body, in MiB.
         max_batch: most samples in a request.
         max_waiting: most requests that wait while one is scored.
+        max_waiting_mb: most MiB of bodies that are held at a time, of the requests that wait and are scored together.
+        receive_timeout_s: longest that a body may take to arrive.
 
     Raises:
         ValueError: an argument breaks its rule.
     """
     wire.check_token(token)
-    for argument, value, least in (
-        ("max_body_mb", max_body_mb, 1),
-        ("max_batch", max_batch, 1),
-        ("max_waiting", max_waiting, 0),
-    ):
-        if value < least:
-            raise ValueError(f"{argument} must be >= {least}, got {value}")
-    service = _Service(score_fn, name, token, max_body_mb * MB, max_batch, max_waiting)
+    limits = _Limits(max_body_mb, max_batch, max_waiting, max_waiting_mb, receive_timeout_s)
+    scorer = score_fn if isinstance(score_fn, Scorer) else Scorer(score_fn)
+    service = _Service(scorer, name, token, limits)
     return Starlette(
         routes=[
             Route("/healthz", service.health, methods=["GET"]),
             Route("/info", service.info, methods=["GET"]),
+            Route("/openapi.json", service.openapi, methods=["GET"]),
             Route("/score", service.score, methods=["POST"]),
         ],
         exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply},
@@ -96,20 +128,22 @@ def create_app(
 
 
 class _Service:
-    """The three endpoints and what they share."""
+    """The endpoints and what they share."""
 
-    def __init__(
-        self, score_fn: ScoreFn, name: str, token: str | None, max_body: int, max_batch: int, max_waiting: int
-    ) -> None:
-        self._score_fn = score_fn
+    def __init__(self, scorer: Scorer, name: str, token: str | None, limits: _Limits) -> None:
+        self._scorer = scorer
         self._name = name
         self._credentials = f"Bearer {token}".encode() if token is not None else None
-        self._limits = {"max_body_bytes": max_body, "max_batch": max_batch, "max_waiting": max_waiting}
-        self._num_requests = 0  # being received, waiting or scored; only the event loop touches it
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._limits = limits
+        self._intake = _Intake(limits)
+        self._batcher = Batcher(scorer)
+        self._replies = Replies()
 
     async def health(self, request: Request) -> Response:
         return _json_reply({"status": "ok"})
+
+    async def openapi(self, request: Request) -> Response:
+        return _json_reply(document(has_token=self._credentials is not None))
 
     async def info(self, request: Request) -> Response:
         self._check_token(request)
@@ -117,46 +151,51 @@ class _Service:
             {
                 "protocol": wire.PROTOCOL,
                 "scorer": self._name,
+                "scorer_version": self._scorer.version,
                 "version": version("omni-reward"),
-                "media": sorted(MEDIA_KINDS),
-                "limits": self._limits,
+                "media": sorted(self._scorer.media),
+                "batch_size": self._scorer.batch_size,
+                "limits": self._limits.public(),
             }
         )
 
     async def score(self, request: Request) -> Response:
         self._check_token(request)
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/octet-stream":
+        if _media_type(request) != "application/octet-stream":
             raise HTTPException(415, "Content-Type must be application/octet-stream")
-        if self._num_requests > self._limits["max_waiting"]:
-            raise HTTPException(503, "too many requests are waiting", headers={"Retry-After": "1"})
-        self._num_requests += 1
-        try:
-            return Response(await self._answer(await self._receive(request)), media_type="application/json")
-        finally:
-            self._num_requests -= 1
+        if request.headers.get("content-encoding", "identity").lower() != "identity":
+            raise HTTPException(415, "Content-Encoding must be left out")
+        async with self._intake.receive(request) as body:
+            parsed = await self._parse(body)
+            try:
+                reply = await self._replies.get(parsed.request_id, body, lambda: self._answer(parsed))
+            except IdReusedError as exc:
+                raise HTTPException(409, "request_id is that of an earlier request with another body") from exc
+            except ScorerFailedError as exc:
+                raise HTTPException(500, "the scorer failed; the server's log says why") from exc
+        return Response(reply, media_type="application/json")
 
-    async def _receive(self, request: Request) -> ScoreRequest:
-        body = await _read_body(request, self._limits["max_body_bytes"])
+    async def _parse(self, body: bytes) -> ScoreRequest:
         try:
-            return await run_in_threadpool(wire.decode_request, body, max_batch=self._limits["max_batch"])
+            request = await run_in_threadpool(wire.decode_request, body, max_batch=self._limits.max_batch)
+            if request.media.keys() != set(self._scorer.media):
+                raise ValueError(f"media must be {sorted(self._scorer.media)}, got {sorted(request.media)}")
         except ValueError as exc:
             raise HTTPException(400, str(exc)) from exc
+        return request
 
     async def _answer(self, request: ScoreRequest) -> bytes:
         """Body of the reply, once the scorer has had its turn at the request."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._worker, self._run_scorer, request)
-        except Exception as exc:  # a scorer may raise anything; its text is for the server's owner only
+            scores = await self._batcher.score(request)
+        except ScorerFailedError:  # what it raised is for the server's owner only
             logger.exception("scorer %r failed on request %r", self._name, request.request_id)
-            raise HTTPException(500, "the scorer failed; the server's log says why") from exc
-
-    def _run_scorer(self, request: ScoreRequest) -> bytes:
-        """Reply to a sound request; runs in the worker thread."""
-        results = self._score_fn(request.media, request.prompts, request.meta)
-        if len(results) != len(request.prompts):
-            raise ValueError(f"the scorer must return {len(request.prompts)} scores, got {len(results)}")
-        scores = [result if isinstance(result, Score) else Score.of(result) for result in results]
-        return wire.encode_reply(request.request_id, self._name, scores)
+            raise
+        try:
+            return wire.encode_reply(request.request_id, request.ids, self._name, scores)
+        except (TypeError, ValueError, RecursionError) as exc:
+            logger.exception("scorer %r gave details that are not JSON to request %r", self._name, request.request_id)
+            raise ScorerFailedError from exc
 
     def _check_token(self, request: Request) -> None:
         if self._credentials is None:
@@ -166,19 +205,61 @@ class _Service:
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
 
-async def _read_body(request: Request, max_bytes: int) -> bytes:
-    """Body of a request, refused as soon as it is known to be too long, whatever its Content-Length says."""
-    too_large = HTTPException(413, f"the body must be at most {max_bytes} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise too_large
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
+class _Intake:
+    """The requests that have been let in and not been answered yet, with the bounds on them.
+
+    Only the event loop touches it.
+    """
+
+    def __init__(self, limits: _Limits) -> None:
+        self._limits = limits
+        self._num_requests = 0
+        self._num_bytes = 0
+
+    @asynccontextmanager
+    async def receive(self, request: Request) -> AsyncIterator[bytes]:
+        """Body of a request, which counts as long as the `with` lasts."""
+        if self._num_requests > self._limits.max_waiting:
+            raise _busy("too many requests are waiting")
+        self._num_requests += 1
+        chunks: list[bytes] = []
+        try:
+            await self._collect_in_time(request, chunks)
+            chunks[:] = [b"".join(chunks)]
+            yield chunks[0]
+        finally:
+            self._num_requests -= 1
+            self._num_bytes -= sum(map(len, chunks))
+
+    async def _collect_in_time(self, request: Request, chunks: list[bytes]) -> None:
+        try:
+            await asyncio.wait_for(self._collect(request, chunks), self._limits.receive_timeout_s)
+        except TimeoutError as exc:
+            raise HTTPException(408, "the body took too long to arrive") from exc
+
+    async def _collect(self, request: Request, chunks: list[bytes]) -> None:
+        """Fills chunks with the body, which is refused as soon as it is too long, whatever its Content-Length says."""
+        left = self._limits.max_body_mb * MB
+        too_large = HTTPException(413, f"the body must be at most {left} bytes")
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > left:
             raise too_large
-        chunks.append(chunk)
-    return b"".join(chunks)
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            self._num_bytes += len(chunk)
+            left -= len(chunk)
+            if left < 0:
+                raise too_large
+            if self._num_bytes > self._limits.max_waiting_mb * MB:
+                raise _busy("too many bytes are waiting")
+
+
+def _busy(message: str) -> HTTPException:
+    return HTTPException(503, message, headers={"Retry-After": "1"})
+
+
+def _media_type(request: Request) -> str:
+    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -197,48 +278,53 @@ async def _no_reply(request: Request, exc: Exception) -> Response:
 
 def main(argv: list[str] | None = None) -> None:
     """Serves one scorer until SIGTERM or SIGINT, then finishes the requests that it has accepted."""
-    parser = _parser()
+    parser = cli.build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn drains first, then hands the signal on to this
     try:
-        token = _read_token(args.token_file)
-        sock = _bind(args.host, args.port, has_token=token is not None)
-        if args.url_file is not None:
-            if not args.url_file.parent.is_dir():
-                raise ValueError(f"--url-file must lie in a folder that exists, got {args.url_file}")
-            args.url_file.unlink(missing_ok=True)  # an old one would send clients to a server that is gone
-        score_fn = load_scorer(args.scorer, threads=args.threads, options=_options(args.option))
+        token = cli.read_token(args.token_file)
+        sock = cli.bind(args.host, args.port, has_token=token is not None)
+        cli.forget_url(args.url_file)
+        score_fn = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
+        scorer = score_fn if isinstance(score_fn, Scorer) else Scorer(score_fn)
+        if args.batch_size is not None:
+            scorer = replace(scorer, batch_size=args.batch_size)
+        limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
+        app = create_app(scorer, name=args.scorer, token=token, **limits)
     except ImportError as exc:
         parser.error(f"--scorer {args.scorer} needs {exc.name}: install omni-reward[{args.scorer}]")
     except (ValueError, OSError) as exc:
         parser.error(str(exc))
     config = uvicorn.Config(
-        create_app(score_fn, name=args.scorer, token=token),
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=150,  # a trainer calls once per step; its connection should live from one step to the next
+        app, http="h11", ws="none", log_config=None, log_level="warning", access_log=False, timeout_keep_alive=IDLE_S
     )
     _Server(config, args.url_file).run(sockets=[sock])
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which announces its URL once it answers there and leaves no connection open when it stops."""
+    """uvicorn's server, which says where it answers, and leaves no connection open for ever."""
 
     def __init__(self, config: uvicorn.Config, url_file: Path | None) -> None:
         super().__init__(config)
         self._url_file = url_file
+        self._idle_since: dict[Any, float] = {}
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         assert sockets
-        host, port = sockets[0].getsockname()[:2]
-        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        if self._url_file is not None:
-            _write_atomically(self._url_file, url)
-        print(f"scorer ready at {url}", flush=True)
+        cli.announce_url(self._url_file, sockets[0])
+
+    async def on_tick(self, counter: int) -> bool:
+        """Closes connections that have brought no request for too long; uvicorn lets a head trickle in for ever."""
+        now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
+        idle = {conn for conn in connections if conn.cycle is None or conn.cycle.response_complete}
+        self._idle_since = {conn: self._idle_since.get(conn, now) for conn in idle}
+        for connection, since in self._idle_since.items():
+            if now - since > IDLE_S:
+                connection.transport.close()
+        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = asyncio.create_task(self._close_late_connections())
@@ -252,71 +338,6 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(0.1)
             for connection in list(self.server_state.connections):
                 connection.shutdown()
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
-    parser.add_argument("--scorer", required=True, help=f"one of {', '.join(sorted(SCORERS))}")
-    parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="setting of the scorer; may be given again"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
-    parser.add_argument("--token-file", type=Path, help="file with the bearer token that clients must send")
-    parser.add_argument("--url-file", type=Path, help="file to write the URL to once the server answers")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only"
-    )
-    return parser
-
-
-def _options(items: list[str]) -> dict[str, str]:
-    """Settings of the scorer by name, from the NAME=VALUE texts of the command line."""
-    for item in items:
-        if not item.partition("=")[0].isidentifier() or "=" not in item:
-            raise ValueError(f"--option must be NAME=VALUE, got {item!r}")
-    return dict(item.split("=", 1) for item in items)
-
-
-def _read_token(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    token = path.read_text().strip()
-    wire.check_token(token)
-    return token
-
-
-def _bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """Socket bound to the address, so that nobody can take the port before the server listens."""
-    if not 0 <= port <= 65535:
-        raise ValueError(f"--port must be 0 to 65535, got {port}")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as exc:
-        raise ValueError(f"--host must be an address of this machine, got {host!r}: {exc}") from exc
-    if not has_token and not is_loopback(str(address[0])):
-        raise ValueError(f"--host {host} can be reached from other machines: give --token-file too")
-    sock = socket.socket(family, kind, protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-    except OSError as exc:
-        sock.close()
-        raise OSError(f"cannot bind {host}:{port}: {exc}") from exc
-    return sock
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(text)
-    partial.replace(path)
 
 
 if __name__ == "__main__":

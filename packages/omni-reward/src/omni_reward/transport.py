@@ -1,7 +1,8 @@
 """One HTTP exchange under one deadline, with every way it can fail told by an `omni_reward.errors` class.
 
 `requests` restarts its read timeout at every packet, so a server that trickles can hold a caller for ever. Here a
-watcher thread hangs up once the deadline has passed, whatever the exchange is doing by then.
+watcher thread hangs up once the deadline has passed, whatever the exchange is doing by then. Only the system's search
+for an address and its attempts to reach several of them lie outside: each attempt has the deadline for itself.
 """
 
 import ipaddress
@@ -9,8 +10,10 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,6 +34,19 @@ def error_class(exc: requests.RequestException) -> type[RewardError]:
     return RewardConnectError
 
 
+class _Body:
+    """A request's body in parts, so that they are sent from where they lie and never joined."""
+
+    def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
+        self._parts = parts
+
+    def __iter__(self) -> Iterator[bytes | memoryview]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+
 class Transport:
     """A kept-alive connection to one server, for one thread at a time.
 
@@ -48,8 +64,10 @@ class Transport:
         self._session.mount("http://", self._adapter)
         self._session.mount("https://", self._adapter)
 
-    def exchange(self, method: str, path: str, *, body: bytes | None = None, timeout_s: float) -> bytes:
-        """Body of the server's 200 reply.
+    def exchange(
+        self, method: str, path: str, *, body: Sequence[bytes | memoryview] | None = None, timeout_s: float
+    ) -> bytes:
+        """Body of the server's 200 reply to a request whose own body may come in parts.
 
         Raises:
             RewardTimeoutError: the whole reply was not here after timeout_s.
@@ -61,45 +79,50 @@ class Transport:
         deadline, failure = time.monotonic() + timeout_s, None
         try:
             with self._adapter.hang_up_after(timeout_s):
-                status, reply = self._send(method, path, body, timeout_s)
+                status, retry_after_s, reply = self._send(method, path, body, timeout_s)
         except requests.RequestException as exc:
             failure = exc
         if time.monotonic() >= deadline:  # without a failure too: a reply of unknown length looks whole when cut off
-            raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s} s") from failure
+            raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s:.1f} s") from failure
         if failure is not None:
             raise error_class(failure)(f"{where}: {failure}") from failure
         if reply is None:
             raise RewardFormatError(f"{where}: the reply is longer than {MAX_REPLY_BYTES} bytes")
         if status != 200:
             code, message = _error_in(reply)
-            raise RewardHTTPError(f"{where}: {status} {code} {message}", status=status, code=code)
+            text = f"{where}: {status} {code} {message}"
+            raise RewardHTTPError(text, status=status, code=code, retry_after_s=retry_after_s)
         return reply
 
     def close(self) -> None:
         """Closes the connection."""
         self._session.close()
 
-    def _send(self, method: str, path: str, body: bytes | None, timeout_s: float) -> tuple[int, bytes | None]:
-        """Status and body; the body is None when it is too long."""
+    def _send(
+        self, method: str, path: str, body: Sequence[bytes | memoryview] | None, timeout_s: float
+    ) -> tuple[int, float, bytes | None]:
+        """Status, seconds to wait before another try, and body; the body is None when it is too long."""
         headers = {"Accept-Encoding": "identity"}  # a packed reply could unpack to far more than the cap
+        data: Any = None if body is None else _Body(body)
         if body is not None:
             headers["Content-Type"] = "application/octet-stream"
         with self._session.request(
             method,
             self._url + path,
-            data=body,
+            data=data,
             headers=headers,
             auth=self._authorize,
             timeout=timeout_s,
             stream=True,
             allow_redirects=False,  # a redirected POST arrives as a GET without its body
         ) as response:
+            retry_after_s = _seconds_in(response.headers.get("Retry-After", ""))
             reply = bytearray()
             for chunk in response.iter_content(2**16):
                 reply += chunk
                 if len(reply) > MAX_REPLY_BYTES:
-                    return response.status_code, None
-            return response.status_code, bytes(reply)
+                    return response.status_code, retry_after_s, None
+            return response.status_code, retry_after_s, bytes(reply)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # as `auth`, not as a header: requests lets a .netrc entry replace an Authorization header
@@ -163,6 +186,17 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _seconds_in(retry_after: str) -> float:
+    """Seconds from now that a Retry-After header asks for, as a number or a date; 0 when it says neither."""
+    if retry_after.strip().isdecimal():
+        return float(retry_after)
+    try:
+        when = parsedate_to_datetime(retry_after)
+    except ValueError:
+        return 0.0
+    return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _error_in(reply: bytes) -> tuple[str, str]:

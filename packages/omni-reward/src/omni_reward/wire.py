@@ -4,7 +4,7 @@ A request is one safetensors blob: a tensor per kind of media, and the prompts a
 is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and `Score`, so they share one set of
 rules; every broken rule is a `ValueError` that names the field, the rule and the value.
 
-Letters: N samples, H height, W width. The page for people who write a client or a scorer is docs/reward-protocol.md.
+Letters: N samples. The page for people who write a client or a scorer is docs/reward-protocol.md.
 """
 
 import json
@@ -24,7 +24,12 @@ from omni_reward.media import MEDIA_KINDS, check_media, check_rates, media_kind
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
-MAX_REQUEST_ID_CHARS = 128
+MAX_ID_CHARS = 128
+DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32"}  # numpy's names -> safetensors'
+
+
+class MismatchError(ValueError):
+    """A sound message, but not the awaited one: of another protocol, or the reply to other samples or another order."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Score:
         value: finite score in the scorer's unit, or None when the scorer abstains.
         abstained: why there is no score; set exactly when value is None.
         parts: named terms the value was made of, each finite.
-        details: anything else worth logging, as JSON values.
+        details: anything else worth logging, such as what the scorer read, as JSON values.
+        mask_group: whether the trainer should leave out the sample's whole group; a client sets it, never a scorer.
 
     Raises:
         ValueError: both or neither of value and abstained are set, or a number is not finite.
@@ -45,6 +51,7 @@ class Score:
     abstained: str | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
     details: Mapping[str, object] = field(default_factory=dict)
+    mask_group: bool = False
 
     def __post_init__(self) -> None:
         if self.value is None and not (isinstance(self.abstained, str) and self.abstained):
@@ -116,6 +123,7 @@ class ScoreRequest:
         prompts: N prompts.
         meta: N objects of JSON values for the scorer.
         request_id: the caller's name for this request; the reply repeats it.
+        ids: N different names of the samples, each repeated next to its score; "0", "1", ... where none are given.
 
     Raises:
         ValueError: a field breaks its rule.
@@ -125,6 +133,7 @@ class ScoreRequest:
     prompts: list[str]
     meta: list[dict[str, object]]
     request_id: str
+    ids: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         _check_list("prompts", self.prompts, str)
@@ -133,10 +142,12 @@ class ScoreRequest:
             raise ValueError("prompts must hold at least 1 prompt, got 0")
         if len(self.meta) != len(self.prompts):
             raise ValueError(f"meta must hold one object per prompt ({len(self.prompts)}), got {len(self.meta)}")
-        if not isinstance(self.request_id, str) or not 1 <= len(self.request_id) <= MAX_REQUEST_ID_CHARS:
-            raise ValueError(f"request_id must be 1 to {MAX_REQUEST_ID_CHARS} characters, got {self.request_id!r:.80}")
-        for text in (self.request_id, *self.prompts):
-            _check_unicode(text)
+        _check_id("request_id", self.request_id)
+        if self.ids == []:
+            object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
+        _check_ids(self.ids, len(self.prompts))
+        for prompt in self.prompts:
+            _check_unicode("prompts", prompt)
         if not self.media:
             raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
         for kind, array in self.media.items():
@@ -149,18 +160,28 @@ class ScoreRequest:
         Raises:
             ValueError: meta holds something that JSON cannot.
         """
-        fields = {"protocol": PROTOCOL, "request_id": self.request_id, "prompts": self.prompts, "meta": self.meta}
+        fields = {"request_id": self.request_id, "ids": self.ids, "prompts": self.prompts, "meta": self.meta}
         try:
-            return to_json(fields)
+            return to_json({"protocol": PROTOCOL} | fields)
         except (TypeError, ValueError, RecursionError) as exc:
             raise ValueError(f"meta must hold JSON values only: {exc}") from exc
 
 
-def encode_request(header: str, media: Mapping[str, np.ndarray]) -> bytes:
-    """Body of a request: the media as safetensors, with the header in their metadata."""
-    # safetensors copies memory from the first byte on and never looks at strides
-    dense = {kind: np.ascontiguousarray(array) for kind, array in media.items()}
-    return safetensors.numpy.save(dense, metadata={"request": header})
+def encode_request(header: str, media: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
+    """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory."""
+    entries: dict[str, object] = {"__metadata__": {"request": header}}
+    parts: list[bytes | memoryview] = []
+    end = 0
+    for kind, array in sorted(
+        media.items(), key=lambda item: -item[1].itemsize
+    ):  # the widest first, so all are aligned
+        dense = np.ascontiguousarray(array)
+        begin, end = end, end + dense.nbytes
+        entries[kind] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
+        parts.append(dense.data.cast("B"))
+    text = to_json(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *parts]
 
 
 def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
@@ -179,14 +200,18 @@ def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
         raise ValueError(f"body must be a safetensors blob that numpy can hold: {exc}") from exc
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
-    return ScoreRequest(media, prompts, meta, request_id)
+    return ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []))
 
 
-def encode_reply(request_id: str, scorer: str, scores: Sequence[Score]) -> bytes:
-    """Body of a reply, in the order of the request."""
+def encode_reply(request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score]) -> bytes:
+    """Body of a reply, in the order of the request.
+
+    Raises:
+        TypeError, ValueError, RecursionError: a detail is not JSON.
+    """
     results = []
-    for score in scores:
-        result: dict[str, object] = {"score": score.value, "parts": score.parts, "details": score.details}
+    for name, score in zip(ids, scores, strict=True):
+        result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
         if score.abstained is not None:
             result["abstained"] = score.abstained
         results.append(result)
@@ -194,20 +219,26 @@ def encode_reply(request_id: str, scorer: str, scores: Sequence[Score]) -> bytes
     return to_json(reply).encode()
 
 
-def decode_reply(body: bytes, *, request_id: str, count: int) -> list[Score]:
+def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str]) -> list[Score]:
     """Scores in a reply that nobody has checked yet, one per sample.
 
     Raises:
-        ValueError: the body is not the reply to that request.
+        MismatchError: it is a reply to something else, or its results are not those samples in that order.
+        ValueError: it is no reply at all, or a result breaks a rule: a score that is NaN, for one.
     """
     reply = parse_message(body, "the reply")
     if reply.get("request_id") != request_id:
-        raise ValueError(f"request_id must be {request_id!r}, got {reply.get('request_id')!r:.80}")
+        raise MismatchError(f"request_id must be {request_id!r}, got {reply.get('request_id')!r:.80}")
     results = reply.get("results")
     if not isinstance(results, list):
         raise ValueError(f"results must be a list, got {results!r:.80}")
-    if len(results) != count:
-        raise ValueError(f"results must hold one result per sample ({count}), got {len(results)}")
+    if len(results) != len(ids):
+        raise MismatchError(f"results must hold one result per sample ({len(ids)}), got {len(results)}")
+    for i, (name, result) in enumerate(zip(ids, results, strict=True)):
+        if not isinstance(result, dict) or "score" not in result:
+            raise ValueError(f"results[{i}] must be an object with a score, got {result!r:.80}")
+        if result.get("id") != name:
+            raise MismatchError(f"results[{i}].id must be {name!r}, as in the request, got {result.get('id')!r:.80}")
     return [_decode_result(i, result) for i, result in enumerate(results)]
 
 
@@ -226,6 +257,7 @@ def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
     """JSON object of this version of the protocol, its other fields unchecked.
 
     Raises:
+        MismatchError: it is of another version.
         ValueError: it is something else.
     """
     fields = _parse_json(text, what)
@@ -233,17 +265,14 @@ def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
         raise ValueError(f"{what} must be a JSON object, got {fields!r:.80}")
     version = fields.get("protocol")
     if type(version) is not int or version != PROTOCOL:
-        raise ValueError(f"protocol must be {PROTOCOL}, got {version!r:.80}")
+        raise MismatchError(f"protocol must be {PROTOCOL}, got {version!r:.80}")
     return fields
 
 
-def _decode_result(i: int, result: object) -> Score:
-    if not isinstance(result, dict) or "score" not in result:
-        raise ValueError(f"results[{i}] must be an object with a score, got {result!r:.80}")
+def _decode_result(i: int, result: dict[str, Any]) -> Score:
+    parts, details = result.get("parts", {}), result.get("details", {})
     try:
-        return Score(
-            result["score"], result.get("abstained"), parts=result.get("parts", {}), details=result.get("details", {})
-        )
+        return Score(result["score"], result.get("abstained"), parts=parts, details=details)
     except ValueError as exc:
         raise ValueError(f"results[{i}]: {exc}") from exc
 
@@ -276,11 +305,26 @@ def _check_list(name: str, values: object, item_type: type) -> None:
         raise ValueError(f"{name} must be a list of {item_type.__name__}, got {values!r:.80}")
 
 
-def _check_unicode(text: str) -> None:
+def _check_ids(ids: object, count: int) -> None:
+    if not isinstance(ids, list) or len(ids) != count:
+        raise ValueError(f"ids must be a list of one id per prompt ({count}), got {ids!r:.80}")
+    for name in ids:
+        _check_id("ids", name)
+    if len(set(ids)) != count:
+        raise ValueError(f"ids must differ from one another, got {ids!r:.80}")
+
+
+def _check_id(name: str, value: object) -> None:
+    if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
+        raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {value!r:.80}")
+    _check_unicode(name, value)
+
+
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
-        raise ValueError(f"prompts and request_id must be Unicode text, got {text!r:.80}") from exc
+        raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
 
 
 def _finite(name: str, value: object) -> float:

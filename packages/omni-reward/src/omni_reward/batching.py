@@ -1,0 +1,142 @@
+"""Feeds one scorer, a call at a time, from the requests of many clients.
+
+The queue belongs to the event loop; only the calls themselves run in the worker, which is a thread of this process. A
+process of its own would cost a second copy of the media (12 ms for 16 images of 512 x 512) and could only run what can
+be imported there. What it would bring is small: the libraries that scorers use let go of the interpreter's lock while
+they compute. On 2 cores `/healthz` then answers within 1 ms at the median and 76 ms at worst; with a scorer of pure
+Python within 11 ms and 46 ms. A scorer that holds the lock for seconds in one C call does delay it by as much, and one
+that crashes takes the server down, which the client's retries bridge once something starts it again.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from omni_reward.wire import Score, Scorer, ScoreRequest
+
+
+class ScorerFailedError(Exception):
+    """The scorer raised, or returned something else than scores; the cause says what."""
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request in the queue: how many of its samples have been taken, and the scores so far."""
+
+    request: ScoreRequest
+    done: asyncio.Future[list[Score]]
+    num_taken: int = 0
+    scores: list[Score] = field(default_factory=list)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.request.prompts) - self.num_taken
+
+    def fits(self, other: "_Job") -> bool:
+        """Whether samples of both can be put into one array: of each kind the same shape and dtype."""
+        mine, theirs = self.request.media, other.request.media
+        return mine.keys() == theirs.keys() and all(
+            mine[kind].shape[1:] == theirs[kind].shape[1:] and mine[kind].dtype == theirs[kind].dtype for kind in mine
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Samples of one job that one call scores."""
+
+    job: _Job
+    samples: slice
+
+
+class Batcher:
+    """Scores requests in the order of their arrival, in calls of at most the scorer's batch size."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._queue: deque[_Job] = deque()  # first come first; only the event loop touches it
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._feeding: asyncio.Task[None] | None = None
+
+    async def score(self, request: ScoreRequest) -> list[Score]:
+        """The scores of one request.
+
+        Raises:
+            ScorerFailedError: the scorer failed on it.
+        """
+        job = _Job(request, asyncio.get_running_loop().create_future())
+        self._queue.append(job)
+        if self._feeding is None or self._feeding.done():
+            self._feeding = asyncio.create_task(self._feed())
+        return await job.done
+
+    async def _feed(self) -> None:
+        """Runs until the queue is empty."""
+        loop = asyncio.get_running_loop()
+        while self._queue:
+            pieces = self._take()
+            outcomes = await loop.run_in_executor(self._worker, self._score_pieces, pieces)
+            for piece, outcome in zip(pieces, outcomes, strict=True):
+                self._settle(piece.job, outcome)
+
+    def _take(self) -> list[_Piece]:
+        """Samples for the next call, off the queue: those of the first job, and of later ones that fit it."""
+        first = self._queue[0]
+        room = self._scorer.batch_size
+        if room is None:
+            return [self._cut(first, first.num_left)]
+        pieces = []
+        for job in [job for job in self._queue if job.fits(first)]:
+            pieces.append(self._cut(job, min(room, job.num_left)))
+            room -= pieces[-1].samples.stop - pieces[-1].samples.start
+            if room == 0:
+                break
+        return pieces
+
+    def _cut(self, job: _Job, size: int) -> _Piece:
+        start = job.num_taken
+        job.num_taken += size
+        if not job.num_left:
+            self._queue.remove(job)
+        return _Piece(job, slice(start, job.num_taken))
+
+    def _settle(self, job: _Job, outcome: list[Score] | ScorerFailedError) -> None:
+        if isinstance(outcome, ScorerFailedError):
+            if job.num_left:
+                self._queue.remove(job)
+            if not job.done.cancelled():
+                job.done.set_exception(outcome)
+            return
+        job.scores += outcome
+        if len(job.scores) == len(job.request.prompts) and not job.done.cancelled():
+            job.done.set_result(job.scores)
+
+    def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
+        """Scores of each piece, or how the scorer failed on it; runs in the worker."""
+        try:
+            scores = self._call(pieces)
+        except (Exception, SystemExit) as exc:  # a scorer may raise anything
+            if len(pieces) > 1:  # one client's samples must not fail another's
+                return [self._score_pieces([piece])[0] for piece in pieces]
+            failure = ScorerFailedError()
+            failure.__cause__ = exc
+            return [failure]
+        ends = np.cumsum([piece.samples.stop - piece.samples.start for piece in pieces]).tolist()
+        return [scores[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _call(self, pieces: list[_Piece]) -> list[Score]:
+        parts = [(piece.job.request, piece.samples) for piece in pieces]
+        media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
+        prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
+        meta = [sample for req, samples in parts for sample in req.meta[samples]]
+        results = self._scorer(media, prompts, meta)
+        if len(results) != len(prompts):
+            raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
+        return [result if isinstance(result, Score) else Score.of(result) for result in results]
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

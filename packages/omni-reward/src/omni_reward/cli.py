@@ -1,0 +1,114 @@
+"""The server's command line: what it reads, binds and writes before there is a server."""
+
+import argparse
+import os
+import socket
+from pathlib import Path
+from typing import NoReturn
+
+from omni_reward import wire
+from omni_reward.scorers import SCORERS
+from omni_reward.transport import is_loopback
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with the message on stderr."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def build_parser() -> Parser:
+    """Parser of `python -m omni_reward.server`."""
+    parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
+    parser.add_argument("--scorer", required=True, help=f"one of {', '.join(sorted(SCORERS))}")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="NAME=VALUE", help="setting of the scorer; may be given again"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
+    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
+    parser.add_argument("--token-file", type=Path, help="file with the bearer token that clients must send")
+    parser.add_argument("--url-file", type=Path, help="file to write the URL to once the server answers")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only"
+    )
+    parser.add_argument("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
+    parser.add_argument("--max-body-mb", type=int, default=256, help="largest request, in MiB")
+    parser.add_argument("--max-batch", type=int, default=1024, help="most samples in a request")
+    parser.add_argument("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
+    return parser
+
+
+def read_options(items: list[str]) -> dict[str, str]:
+    """Settings of the scorer by name, from the NAME=VALUE texts of the command line.
+
+    Raises:
+        ValueError: a text is something else.
+    """
+    for item in items:
+        if not item.partition("=")[0].isidentifier() or "=" not in item:
+            raise ValueError(f"--option must be NAME=VALUE, got {item!r}")
+    return dict(item.split("=", 1) for item in items)
+
+
+def read_token(path: Path | None) -> str | None:
+    """The token in a file, None without a file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds no token.
+    """
+    if path is None:
+        return None
+    token = path.read_text().strip()
+    wire.check_token(token)
+    return token
+
+
+def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
+    """Socket bound to the address, so that nobody can take the port before the server listens.
+
+    Raises:
+        ValueError: there is no such address, or others can reach it and there is no token.
+        OSError: the address is taken.
+    """
+    if not 0 <= port <= 65535:
+        raise ValueError(f"--port must be 0 to 65535, got {port}")
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as exc:
+        raise ValueError(f"--host must be an address of this machine, got {host!r}: {exc}") from exc
+    if not has_token and not is_loopback(str(address[0])):
+        raise ValueError(f"--host {host} can be reached from other machines: give --token-file too")
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as exc:
+        sock.close()
+        raise OSError(f"cannot bind {host}:{port}: {exc}") from exc
+    return sock
+
+
+def forget_url(path: Path | None) -> None:
+    """Removes an old URL file, which would send clients to a server that is gone.
+
+    Raises:
+        ValueError: the file cannot be written later, as its folder does not exist.
+    """
+    if path is not None:
+        if not path.parent.is_dir():
+            raise ValueError(f"--url-file must lie in a folder that exists, got {path}")
+        path.unlink(missing_ok=True)
+
+
+def announce_url(path: Path | None, sock: socket.socket) -> None:
+    """Prints where the server answers, and writes it to the file: all of it or nothing."""
+    host, port = sock.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    if path is not None:
+        partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        partial.write_text(url)
+        partial.replace(path)
+    print(f"scorer ready at {url}", flush=True)

@@ -1,0 +1,87 @@
+"""Chooses the server that takes an attempt at a request: the least busy one that is well.
+
+A server that fails rests for a while, longer each time, and the others get its requests. One that has failed a few
+times in a row then gets a single request on trial, and the rest follow once that has been answered. A request for which
+no server is free waits, at most until its deadline.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError, RewardTimeoutError
+
+FIRST_REST_S = 0.1
+MAX_REST_S = 10.0
+NUM_FAILURES_TO_TRIAL = 3
+RETRY_STATUSES = frozenset({429, 502, 503, 504})
+
+
+def is_worth_a_retry(error: RewardError) -> bool:
+    """Whether the same request may well succeed a moment later: the server is down, restarting or full."""
+    if isinstance(error, RewardHTTPError):
+        return error.status in RETRY_STATUSES
+    return isinstance(error, RewardConnectError)
+
+
+@dataclass(eq=False)
+class Endpoint:
+    """A server, how it has fared, and what it is doing for us. Times are on the monotonic clock."""
+
+    url: str
+    num_requests: int = 0  # under way
+    num_failures: int = 0  # in a row; those of attempts that ran side by side count once
+    failed_at: float = 0.0
+    rests_until: float = 0.0
+
+    def is_free(self, now: float) -> bool:
+        """Whether it can take an attempt; on trial it takes one at a time."""
+        is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
+        return now >= self.rests_until and not (is_on_trial and self.num_requests)
+
+    def fail(self, error: RewardError, *, started: float, now: float) -> None:
+        """Sends it to rest after an attempt that began at `started`."""
+        if started >= self.failed_at:
+            self.num_failures += 1
+            self.failed_at = now
+        rest_s = min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(self.num_failures - 1, 20)) * random.uniform(0.5, 1.0)
+        if isinstance(error, RewardHTTPError):
+            rest_s = max(rest_s, error.retry_after_s * random.uniform(1.0, 1.25))
+        self.rests_until = max(self.rests_until, now + rest_s)
+
+
+class Endpoints:
+    """The servers of a client. Threads may share it."""
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._endpoints = [Endpoint(url) for url in urls]
+        self._changed = threading.Condition()
+        self.last_failure = "none yet"
+
+    def take(self, deadline: float) -> Endpoint | None:
+        """The server for one attempt, which must be given back; None when none can take it before the deadline."""
+        with self._changed:
+            while (now := time.monotonic()) < deadline:
+                free = [endpoint for endpoint in self._endpoints if endpoint.is_free(now)]
+                if free:
+                    endpoint = min(free, key=lambda endpoint: (endpoint.num_requests, random.random()))
+                    endpoint.num_requests += 1
+                    return endpoint
+                rests = [endpoint.rests_until for endpoint in self._endpoints if endpoint.rests_until > now]
+                if len(rests) == len(self._endpoints) and min(rests) >= deadline:
+                    return None
+                self._changed.wait(min([deadline, *rests]) - now)
+        return None
+
+    def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
+        """Notes how the attempt that began at `started` ended; an error that blames the request is no failure."""
+        with self._changed:
+            endpoint.num_requests -= 1
+            if error is not None and (is_worth_a_retry(error) or isinstance(error, RewardTimeoutError)):
+                endpoint.fail(error, started=started, now=time.monotonic())
+                self.last_failure = str(error)
+            else:
+                endpoint.num_failures, endpoint.rests_until = 0, 0.0
+            self._changed.notify_all()

@@ -1,0 +1,72 @@
+"""Remembers the latest replies by request id, so that a request sent twice is scored once.
+
+A client that never saw the reply sends the same bytes again under the same id. Whether the first request is still being
+scored or long done, the second one gets its reply.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+MAX_REPLIES = 1024
+MAX_BYTES = 64 * 2**20
+
+
+class IdReusedError(Exception):
+    """A request id came back with another body."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    digest: asyncio.Future[bytes]
+    reply: asyncio.Future[bytes]
+
+
+class Replies:
+    """Replies that are being made, and the latest ones made; failures are forgotten, so that a repeat tries again.
+
+    Args:
+        max_replies: most finished replies that are kept.
+        max_bytes: most bytes that they may have together.
+    """
+
+    def __init__(self, *, max_replies: int = MAX_REPLIES, max_bytes: int = MAX_BYTES) -> None:
+        self._max_replies, self._max_bytes = max_replies, max_bytes
+        self._entries: dict[str, _Entry] = {}  # every request under way, and those below
+        self._finished: dict[str, int] = {}  # id -> bytes of its reply, the latest last
+        self._num_bytes = 0
+
+    async def get(self, request_id: str, body: bytes, make: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
+        """The reply to the request, made unless it is there already; raises what `make` raises.
+
+        Raises:
+            IdReusedError: the id belongs to a request with another body.
+        """
+        # In a thread, at the same time as the scorer: the digest is needed only once the id comes again.
+        digest = asyncio.ensure_future(asyncio.to_thread(_digest, body))
+        entry = self._entries.get(request_id)
+        if entry is not None:
+            if await entry.digest != await digest:
+                raise IdReusedError(request_id)
+            return await asyncio.shield(entry.reply)
+        entry = self._entries[request_id] = _Entry(digest, asyncio.ensure_future(make()))
+        try:
+            reply = await asyncio.shield(entry.reply)
+        except BaseException:
+            del self._entries[request_id]
+            raise
+        self._keep(request_id, len(reply))
+        return reply
+
+    def _keep(self, request_id: str, size: int) -> None:
+        self._finished[request_id] = size
+        self._num_bytes += size
+        while len(self._finished) > self._max_replies or self._num_bytes > self._max_bytes:
+            oldest = next(iter(self._finished))
+            self._num_bytes -= self._finished.pop(oldest)
+            del self._entries[oldest]
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
