@@ -68,7 +68,7 @@ SIGNATURES = {
     "omni_train.checkpoint.Checkpoint.load": "self, module, optimizer=None, ema=None",
     "omni_train.checkpoint.Checkpoint.latest": "self",
     "omni_train.checkpoint.check_config": "saved, config, *, ignore=()",
-    "omni_train.signals.catch_stop": "*signals",
+    "omni_train.signals.catch_stop": "numbers=...",
     "omni_train.export.model_card": "facts, *, is_lora",
     "omni_train.data.PromptSampler": "path, **others",
     "omni_train.data.PromptSampler.at": "self, step",

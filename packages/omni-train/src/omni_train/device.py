@@ -5,6 +5,7 @@ its functions raise; here the CPU is a device like any other. Memory is in MB of
 """
 
 import resource
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def empty_cache() -> None:
     """Give cached, unused device memory back to the device; nothing to give on a CPU."""
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
+
+
+def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
+    """The states of torch's default random generators, uint8 on the host: the CPU's, and that of `device`, by kind."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_rng_states(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
+    """Put back what `rng_states` returned; another kind of device's state says nothing to this one and is left out."""
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
+    if device.type != "cpu" and device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type], device)
 
 
 def memory(device: torch.device) -> Memory:

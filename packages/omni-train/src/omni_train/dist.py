@@ -10,7 +10,8 @@ Work that runs beside training (an asynchronous save, for example) must make its
 import gc
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -133,6 +134,24 @@ def any_rank(dist: Dist, flag: bool) -> bool:
     if dist.mesh is None:
         return flag
     return bool(_gather(dist, torch.tensor([int(flag)], device=dist.device)).any())
+
+
+@contextmanager
+def same_error(dist: Dist) -> Iterator[None]:
+    """Make an OSError or ValueError of one rank in the `with` block one of every rank, in the same words.
+
+    Every rank enters the block, and nothing in it may be a collective: a rank that failed would not take part.
+    """
+    error: OSError | ValueError | None = None
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        error = exc
+    told = None if error is None else [isinstance(error, OSError), str(error)]
+    for rank, entry in enumerate(gather_json(dist, told)):
+        if isinstance(entry, list):
+            kind = OSError if entry[0] else ValueError
+            raise kind(entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
 
 
 def _gather(dist: Dist, values: Tensor) -> Tensor:

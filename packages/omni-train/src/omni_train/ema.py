@@ -24,6 +24,7 @@ class Ema:
         self.decay = decay
         self._params = list(params) if decay else []
         self._average = [p.detach().clone() for p in self._params]
+        self._is_applied = False
 
     def update(self, step: int) -> None:
         """Moves the average towards the weights of now, after step number `step`, counted from 0.
@@ -32,6 +33,16 @@ class Ema:
         """
         if self._params:
             ema_update_params(self._params, self._average, min(self.decay, (1 + step) / (10 + step)))
+
+    def averages(self) -> list[tuple[Tensor, Tensor]]:
+        """Each trained parameter with its average, the tensor itself; none with decay 0.
+
+        Raises:
+            RuntimeError: inside `applied`, where the two have changed places.
+        """
+        if self._is_applied:
+            raise RuntimeError("the averages cannot be had inside applied(), where the parameters hold them")
+        return list(zip(self._params, self._average, strict=True))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -48,3 +59,4 @@ class Ema:
             kept = param.detach().clone()
             param.copy_(average)
             average.copy_(kept)
+        self._is_applied = not self._is_applied

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 import time
 import warnings
@@ -13,7 +14,8 @@ from typing import Self
 from torch import Tensor
 
 from omni_train.device import synchronize
-from omni_train.dist import Dist, any_rank
+from omni_train.dist import Dist, same_error
+from omni_train.files import sync_folder, write_file
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -35,6 +37,7 @@ class RunLog:
         sinks: Sequence[Sink] = (),
         tty: bool | None = None,
         columns: Sequence[str] = (),
+        resume_step: int | None = None,
     ) -> None:
         """Open the log.
 
@@ -43,8 +46,11 @@ class RunLog:
             is_main: whether this rank reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
+                One that has a `close` is closed with the log. See `omni_train.sinks`.
             tty: whether to draw a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
+            resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
+                will come again: -1 drops all, None keeps all.
         """
         self._is_main = is_main
         self._total_steps = total_steps
@@ -56,7 +62,7 @@ class RunLog:
         if is_main:
             path = Path(folder) / "metrics.jsonl"
             path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(path)
+            _keep_lines(path, resume_step)
             self._file = path.open("a", encoding="utf-8")
             self._show = _progress(total_steps, sys.stdout.isatty() if tty is None else tty)
 
@@ -101,10 +107,13 @@ class RunLog:
         self._show.update(step, {name: values[name] for name in shown if name in values}, times["time/step_s"])
 
     def close(self) -> None:
-        """Close the file and end the progress bar."""
+        """Close the file, end the progress bar, close the sinks."""
         if self._is_main:
             self._show.close()
             self._file.close()
+            for sink in self._sinks:
+                if hasattr(sink, "close"):
+                    sink.close()
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +130,7 @@ class RunLog:
         entry = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())  # a checkpoint that the disk has must not outlive the lines before it
 
 
 class _Lines:
@@ -179,17 +189,20 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def claim_folder(dist: Dist, folder: Path) -> Path:
-    """The folder of a new run, made by the first rank; one that holds a run already is refused on every rank.
+def claim_folder(dist: Dist, folder: Path, *, resumes: bool = False) -> Path:
+    """The folder of a run, made by the first rank; one with another run's training steps is refused on every rank.
+
+    resumes: the folder has a checkpoint of this very run, so the steps are its own.
 
     Raises:
-        ValueError: `folder` has metrics, which a second run would continue as if they were its own.
+        ValueError: `folder` has metrics of training steps, which the run would continue as if they were its own.
     """
-    taken = dist.is_main and (folder / "metrics.jsonl").exists()
-    if any_rank(dist, taken):
-        raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
-    if dist.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
+    with same_error(dist):
+        if dist.is_main:
+            path = folder / "metrics.jsonl"
+            if not resumes and path.exists() and any(line["step"] > 0 for line in load_metrics(path)):
+                raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
+            folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 
@@ -212,10 +225,16 @@ def load_metrics(path: str | Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def _drop_torn_line(path: Path) -> None:
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            with path.open("r+b") as file:
-                file.truncate(whole)
+def _keep_lines(path: Path, last_step: int | None) -> None:
+    """Drop a last line torn by a crash, and the lines of steps after `last_step`; a crash now leaves old or new."""
+    if not path.exists():
+        return
+    data = path.read_bytes()
+    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+    kept = b"".join(line for line in lines if last_step is None or json.loads(line)["step"] <= last_step)
+    if kept != data:
+        temporary = path.with_suffix(".tmp")
+        temporary.unlink(missing_ok=True)
+        write_file(temporary, kept)
+        temporary.replace(path)
+        sync_folder(path.parent)

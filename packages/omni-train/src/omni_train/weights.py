@@ -6,8 +6,9 @@ Sharded tensors are gathered one at a time, and every rank has to take part.
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -18,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
+from omni_train.export import CARD_FILE, model_card
 from omni_train.lora import adapter_params, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
@@ -63,10 +65,18 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
             yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
 
 
-def save_weights(module: nn.Module, folder: str | Path, dist: Dist, *, adapter: str = "default") -> None:
+def save_weights(
+    module: nn.Module,
+    folder: str | Path,
+    dist: Dist,
+    *,
+    adapter: str = "default",
+    card: Mapping[str, Any] | None = None,
+) -> None:
     """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
 
-    With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` opens. Without:
+    With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` and
+    `transformer.load_lora_adapter(folder, weight_name=..., prefix="transformer")` open. Without:
     `diffusion_pytorch_model.safetensors` and `config.json`, which `ModelClass.from_pretrained(folder)` opens. A folder
     that exists is replaced.
 
@@ -75,19 +85,21 @@ def save_weights(module: nn.Module, folder: str | Path, dist: Dist, *, adapter: 
         folder: where to write.
         dist: rank 0 holds all the weights in host memory while it writes.
         adapter: which adapter to save.
+        card: facts for a model card, README.md, as `omni_train.export.model_card` takes them; None writes none.
 
     Raises:
-        ValueError: there is nothing to save, or the module has no adapters and no configuration to save with it.
+        ValueError: there is nothing to save, the module has no adapters and no configuration to save with it, or the
+            card lacks a fact.
         OSError: rank 0 could not write; the other ranks raise it as well.
     """
-    if lora_layers(module):
-        tensors = _on_main(((f"transformer.{name}", t) for name, t in named_adapter(module, adapter)), dist)
-        files = {LORA_FILE: tensors}
-        config = None
-    else:
-        config = _config(module)
-        files = {FULL_FILE: _on_main(named_weights(module), dist)}
-    error = _write(Path(folder), files, config) if dist.is_main else None
+    is_lora = bool(lora_layers(module))
+    texts = {} if is_lora else {"config.json": _config(module)}
+    if card is not None:
+        texts[CARD_FILE] = model_card(card, is_lora=is_lora)
+    file, prefix = (LORA_FILE, "transformer.") if is_lora else (FULL_FILE, "")
+    weights = named_adapter(module, adapter) if is_lora else named_weights(module)
+    tensors = _on_main(((prefix + name, tensor) for name, tensor in weights), dist)
+    error = _write(Path(folder), file, tensors, texts) if dist.is_main else None
     if any_rank(dist, error is not None):
         raise OSError(f"rank 0 could not write {folder}: {error}") from error
 
@@ -152,16 +164,15 @@ def _config(module: nn.Module) -> str:
     return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
 
 
-def _write(folder: Path, files: dict[str, dict[str, Tensor]], config: str | None) -> Exception | None:
+def _write(folder: Path, file: str, tensors: dict[str, Tensor], texts: dict[str, str]) -> Exception | None:
     """Write into a folder beside the final one and rename; the error, if any, is for the caller to share."""
     temporary = folder.with_name(folder.name + ".tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        for name, tensors in files.items():
-            save_file(tensors, temporary / name, metadata={"format": "pt"})
-        if config is not None:
-            (temporary / "config.json").write_text(config, encoding="utf-8")
+        save_file(tensors, temporary / file, metadata={"format": "pt"})
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
         _replace(temporary, folder)
     except (OSError, SafetensorError) as exc:
         return exc

@@ -1,0 +1,262 @@
+"""Checkpoints from which a run continues as if it had never stopped, bit for bit.
+
+A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
+name and renamed when all of it is on the disk: a folder of that name is complete, and whatever else lies there is
+litter of a crash. No file is ever written twice.
+
+Every rank writes the rows that it holds, and the index says which rows of which tensor are where. So nothing is
+gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it. All
+ranks must see the same folder. Nothing is pickled.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from omni_train.device import rng_states, set_rng_states
+from omni_train.dist import Dist, gather_json, same_error
+from omni_train.ema import Ema
+from omni_train.files import check_file, check_size, sync_folder, write_file
+from omni_train.parts import check_fits, merge_parts, read_tensors, write_part
+from omni_train.state import allocate_optimizer, train_state
+
+INDEX_FILE = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself. `step` counts finished training steps; `files` and `tensors` are its index."""
+
+    step: int
+    config: dict[str, Any]
+    counters: dict[str, Any]
+    versions: dict[str, str]
+    world_size: int
+    files: dict[str, dict[str, int | str]]
+    tensors: dict[str, dict[str, Any]]
+
+
+class Checkpoint:
+    """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
+
+    def __init__(self, folder: str | Path, dist: Dist, *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self.folder = Path(folder)
+        self.dist = dist
+        self.keep = keep
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint, of which only the index is read; None where there is none.
+
+        Raises:
+            ValueError: it is damaged. The message names the file, and the next older checkpoint that has all its files.
+        """
+        with same_error(self.dist):
+            steps = self._steps() if self.dist.is_main else []
+        newest: Any = gather_json(self.dist, steps[-1:])[0]  # as the first rank sees the folder
+        if not newest:
+            return None
+        with same_error(self.dist):
+            try:
+                return self._open(newest[0])
+            except ValueError as exc:
+                raise self._damaged(newest[0], exc) from exc
+
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Ema | None = None,
+        *,
+        config: Mapping[str, Any],
+        counters: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Write all that training has changed; the folder it is in. What was complete stays so, whatever happens.
+
+        Args:
+            step: finished training steps.
+            module: its trained parameters and the factors of all its adapters are saved; sharded or not.
+            optimizer: its state is saved, if given.
+            ema: its averages are saved, if given; not inside `ema.applied()`.
+            config: the run's settings, which JSON can hold; see `check_config`.
+            counters: what else the loop needs to continue, which JSON can hold.
+
+        Raises:
+            OSError: some rank could not write. The unfinished folder is removed.
+            ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
+        """
+        about = {"step": step, "config": dict(config), "counters": dict(counters or {}), "versions": _versions()}
+        json.dumps(about)  # what JSON cannot hold is an error before anything is written
+        final = self._path(step)
+        temporary = final.with_suffix(".tmp")
+        rng = {f"rng/{self.dist.rank}/{kind}": value for kind, value in rng_states(self.dist.device).items()}
+        try:
+            with same_error(self.dist):
+                self._make_room(final, temporary)
+            with same_error(self.dist):
+                part = write_part(temporary, self.dist, train_state(module, optimizer, ema), rng)
+            parts: list[Any] = gather_json(self.dist, part)
+            with same_error(self.dist):
+                self._finish(temporary, final, about | merge_parts(parts))
+        except (OSError, ValueError):
+            if self.dist.is_main:
+                shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the next save clears what stays
+            raise
+        return final
+
+    def load(
+        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, ema: Ema | None = None
+    ) -> Saved | None:
+        """Put the newest checkpoint into what `save` was given, by now built anew; None where there is none.
+
+        Every byte is checked first. The random generators of each rank go on where those of that rank stood; a rank
+        that the checkpoint does not know keeps its own. After an error the module may be half loaded.
+
+        Raises:
+            ValueError: the checkpoint is damaged, does not fit the module, or holds NaN or infinity.
+        """
+        saved = self.latest()
+        if saved is None:
+            return None
+        prefix = f"rng/{self.dist.rank}/"
+        shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
+        rng = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in shapes if name.startswith(prefix)}
+        with same_error(self.dist):
+            self._verify_share(saved)
+        with same_error(self.dist):
+            if optimizer is not None:
+                allocate_optimizer(module, optimizer, shapes)
+            state = train_state(module, optimizer, ema)
+            check_fits({name: e for name, e in saved.tensors.items() if not name.startswith("rng/")}, state)
+            read_tensors(self._path(saved.step), saved.tensors, state | rng)
+        set_rng_states(self.dist.device, {name.removeprefix(prefix): value for name, value in rng.items()})
+        if self.dist.is_main and saved.versions != _versions():
+            warnings.warn(
+                f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
+            )
+        return saved
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"
+
+    def _steps(self) -> list[int]:
+        found = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
+        return sorted(int(number) for number in found if number.isdecimal())
+
+    def _open(self, step: int) -> Saved:
+        """The index of a step, whose files all have the right size."""
+        saved = _read_index(self._path(step))
+        for name, expected in saved.files.items():
+            check_size(self._path(step) / name, expected)
+        return saved
+
+    def _damaged(self, step: int, reason: ValueError) -> ValueError:
+        """The error of a damaged checkpoint, with the next older one that has all its files."""
+        message = f"checkpoint {self._path(step)} is damaged: {reason}."
+        for older in reversed([s for s in self._steps() if s < step]):
+            try:
+                self._open(older)
+            except ValueError:
+                continue
+            return ValueError(f"{message} Move it away to continue from {self._path(older)}, which has all its files")
+        return ValueError(f"{message} There is no older one: move it away to start anew")
+
+    def _verify_share(self, saved: Saved) -> None:
+        """Check this rank's share of the files against their checksums; together the ranks read each file once."""
+        for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
+            try:
+                check_file(self._path(saved.step) / name, saved.files[name])
+            except ValueError as exc:
+                raise self._damaged(saved.step, exc) from exc
+
+    def _make_room(self, final: Path, temporary: Path) -> None:
+        if not self.dist.is_main:
+            return
+        if final.exists():
+            raise ValueError(f"step must be new, but {final} exists")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for litter in self.folder.glob("step-*.tmp"):
+            shutil.rmtree(litter)
+        temporary.mkdir()
+
+    def _finish(self, temporary: Path, final: Path, index: dict[str, Any]) -> None:
+        """Rank 0 writes the index and gives the folder its name; then it deletes what is too old."""
+        if not self.dist.is_main:
+            return
+        for name, expected in index["files"].items():
+            try:
+                check_size(temporary / name, expected)
+            except ValueError as exc:
+                raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
+        _write_index(temporary, Saved(**index, world_size=self.dist.world_size))
+        sync_folder(temporary)
+        os.rename(temporary, final)
+        sync_folder(self.folder)
+        for step in self._steps()[: -self.keep]:
+            litter = self._path(step).with_suffix(".tmp")  # no longer a checkpoint when its first file goes
+            os.rename(self._path(step), litter)
+            shutil.rmtree(litter)
+
+
+def check_config(saved: Saved, config: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
+    """Raises ValueError, with the differing settings, unless the checkpoint was made with these, `ignore` aside."""
+    changed = config_differences(saved.config, config, ignore=ignore)
+    if changed:
+        told = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
+        raise ValueError(
+            f"the checkpoint of step {saved.step} was made with other settings: {told}. Continue with those, or give "
+            "the run a name of its own"
+        )
+
+
+def config_differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], *, ignore: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """The settings that differ, each with both values as JSON, or "absent"; those named in `ignore` may differ."""
+    keys = [key for key in {**then, **now} if key not in ignore]
+    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in ("omni-train", "torch", "safetensors")
+    }
+
+
+def _write_index(folder: Path, saved: Saved) -> None:
+    content = asdict(saved)
+    write_file(folder / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
+
+
+def _read_index(folder: Path) -> Saved:
+    """Raises ValueError when there is no index, or not the one that was written."""
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        raise ValueError(f"{INDEX_FILE} is missing")
+    try:
+        content = json.loads(path.read_bytes())
+    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+        raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
+    if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
+        raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    return Saved(**content)
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,76 @@
+"""The model card beside exported weights: where they come from, so that a folder can be understood by itself."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+FACTS = ("base", "algorithm", "settings", "scores", "command")
+CARD_FILE = "README.md"
+
+_LORA_USE = """\
+pipe = DiffusionPipeline.from_pretrained({base})
+pipe.load_lora_weights("PATH/OF/THIS/FOLDER")
+"""
+_FULL_USE = """\
+pipe = DiffusionPipeline.from_pretrained({base})
+pipe.transformer = type(pipe.transformer).from_pretrained("PATH/OF/THIS/FOLDER")
+"""
+
+
+def model_card(facts: Mapping[str, Any], *, is_lora: bool) -> str:
+    """A model card in Markdown with the header that model hubs read.
+
+    Args:
+        facts: `base` (folder or hub id of the model that was trained), `algorithm`, `settings` and `scores` (name ->
+            value; scores are numbers), `command` (what repeats the run). All five, none empty.
+        is_lora: whether the folder holds a LoRA adapter or full weights.
+
+    Raises:
+        ValueError: a fact is missing, empty or unknown, or a score is not a finite number.
+    """
+    _check_facts(facts)
+    base, algorithm = str(facts["base"]), str(facts["algorithm"])
+    kind = "LoRA adapter" if is_lora else "full weights of the transformer"
+    use = (_LORA_USE if is_lora else _FULL_USE).format(base=json.dumps(base))
+    scores = {name: f"{value:.4g}" for name, value in facts["scores"].items()}
+    return "\n".join(
+        [
+            *_header(base, algorithm, is_lora),
+            f"# {base.rstrip('/').rpartition('/')[2]}, trained with {algorithm}\n",
+            f"{kind[0].upper()}{kind[1:]}, trained from `{base}` with {algorithm} by omni-rl.\n",
+            f"```python\nfrom diffusers import DiffusionPipeline\n\n{use}```\n",
+            f"## Scores\n\n{_table('score', scores)}",
+            f"## Settings\n\n{_table('setting', facts['settings'])}",
+            f"## Command\n\n```\n{facts['command']}\n```\n",
+        ]
+    )
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    unknown = sorted(set(facts) - set(FACTS))
+    empty = [name for name in FACTS if not facts.get(name)]
+    if unknown or empty:
+        raise ValueError(f"card must have {', '.join(FACTS)}, none empty; lacks {empty}, does not know {unknown}")
+    for name, value in facts["scores"].items():
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise ValueError(f"card's scores must be finite numbers, got {name} = {value!r}")
+
+
+def _header(base: str, algorithm: str, is_lora: bool) -> list[str]:
+    """The YAML that hubs read. A base that is no hub id is left out: they would take it for one."""
+    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None
+    tags = ["diffusers", "reinforcement-learning", algorithm, *(["lora"] if is_lora else [])]
+    return [
+        "---",
+        "library_name: diffusers",
+        *([f"base_model: {json.dumps(base)}"] if is_hub_id else []),
+        f"tags: {json.dumps(tags)}",
+        "---\n",
+    ]
+
+
+def _table(title: str, rows: Mapping[str, Any]) -> str:
+    cells = ((name, " ".join(str(value).split()).replace("|", "\\|")) for name, value in rows.items())
+    return "".join([f"| {title} | value |\n|---|---|\n", *(f"| {name} | {value} |\n" for name, value in cells)])

@@ -1,0 +1,52 @@
+"""Being asked to stop: the loop ends after a step that all ranks have finished, in time to save."""
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from omni_train.dist import Dist, any_rank
+
+
+@dataclass
+class Stop:
+    """Whether this process was asked to stop."""
+
+    asked: bool = False
+
+    def requested(self, dist: Dist) -> bool:
+        """Whether any rank was; the same answer on every rank, so all stop after the same step. Every rank calls it."""
+        return any_rank(dist, self.asked)
+
+
+@contextmanager
+def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Iterator[Stop]:
+    """Within the `with` block these signals are remembered instead of ending the program.
+
+    Repeated ones change nothing: torchrun, a terminal or a scheduler may each send its own, and the save that follows
+    the first must not be cut short. Call it from the main thread.
+    """
+    stop = Stop()
+
+    def remember(number: int, frame: FrameType | None) -> None:
+        stop.asked = True
+
+    before = {number: signal.signal(number, remember) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def command_line() -> str:
+    """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept."""
+    if "RANK" not in os.environ:
+        return shlex.join(sys.orig_argv)
+    world_size, local = os.environ["WORLD_SIZE"], os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    nodes = [] if world_size == local else ["--nnodes", str(int(world_size) // int(local))]
+    return shlex.join(["torchrun", *nodes, "--nproc-per-node", local, *sys.argv])

@@ -1,0 +1,82 @@
+"""What training changes, as tensors with names that no sharding changes: the contents of a checkpoint.
+
+Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
+keys are exp_avg, exp_avg_sq and step), `ema/NAME`. NAME is that of the parameter in the module.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from omni_train.ema import Ema
+from omni_train.lora import factors, lora_layers
+
+
+def train_state(module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None) -> dict[str, Tensor]:
+    """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
+
+    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are not.
+
+    Raises:
+        ValueError: the optimizer or the average holds a parameter that is not the module's.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    adapters = {p for layer in lora_layers(module).values() for a in layer.lora_A for p in factors(layer, a)}
+    kept = module.state_dict(keep_vars=True).keys()
+    state: dict[str, Tensor] = {f"weight/{name}": p for p, name in names.items() if p.requires_grad or p in adapters}
+    state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
+    for param in _params(optimizer):
+        found = optimizer.state.get(param, {}) if optimizer else {}
+        named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
+        state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    averages = ema.averages() if ema else []
+    return state | {f"ema/{_name(names, param)}": average for param, average in averages}
+
+
+def allocate_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Give the optimizer zeros under the names in `shapes` that are its own, for `train_state` to find; sharded alike.
+
+    Any state that the optimizer has is dropped.
+    """
+    names = dict(module.named_parameters())
+    places = {param: i for i, param in enumerate(_params(optimizer))}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, shape in shapes.items():
+        key, _, param_name = name.removeprefix("optimizer.").partition("/")
+        param = names.get(param_name)
+        if name.startswith("optimizer.") and param in places:
+            alike = list(param.shape) == list(shape)  # AdamW's step is a single number, whatever the shape
+            value = torch.zeros_like(param) if alike else torch.zeros(shape)
+            state.setdefault(places[param], {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows that this rank holds, [rows, ...] sharing memory with `tensor`, and the number of the first of them.
+
+    A single number counts as one row.
+
+    Raises:
+        ValueError: the tensor is sharded otherwise than by rows.
+    """
+    if not isinstance(tensor, DTensor):
+        return (tensor if tensor.ndim else tensor.view(1)), 0
+    if tuple(tensor.placements) != (Shard(0),):
+        raise ValueError(f"tensors must be sharded by rows over one mesh dimension, got {tensor.placements}")
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
+    return tensor.to_local(), min(mesh.get_local_rank() * per_rank, num_rows)
+
+
+def _params(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
+
+
+def _name(names: Mapping[nn.Parameter, str], param: Tensor) -> str:
+    if not isinstance(param, nn.Parameter) or param not in names:
+        raise ValueError(f"optimizer and ema must hold parameters of the module, got one of shape {tuple(param.shape)}")
+    return names[param]

@@ -1,0 +1,113 @@
+"""The log and the random generators of a run that resumes."""
+
+import json
+import os
+
+import pytest
+import torch
+from omni_train.device import rng_states, set_rng_states
+from omni_train.dist import init_distributed
+from omni_train.log import RunLog, claim_folder
+
+
+def write(folder, steps, **options):
+    with RunLog(folder, is_main=True, total_steps=9, tty=False, **options) as log:
+        for step in steps:
+            log.log(step, {"loss": float(step)})
+
+
+def steps_in(folder):
+    """Of every line as it stands in the file."""
+    return [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("resume_step", "kept"), [(2, [0, 1, 2]), (0, [0]), (-1, []), (4, [0, 1, 2, 3, 4])])
+def test_lines_that_will_come_again_are_dropped(tmp_path, resume_step, kept):
+    write(tmp_path, range(5))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "lo')  # torn
+    write(tmp_path, [], resume_step=resume_step)
+    assert steps_in(tmp_path) == kept
+    write(tmp_path, range(resume_step + 1, 8), resume_step=resume_step)
+    assert steps_in(tmp_path) == list(range(8))
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_log_that_is_not_told_keeps_every_whole_line(tmp_path):
+    write(tmp_path, range(3))
+    write(tmp_path, [1])
+    assert steps_in(tmp_path) == [0, 1, 2, 1]
+
+
+def test_a_crash_while_lines_are_dropped_loses_none(tmp_path, monkeypatch):
+    write(tmp_path, range(5))
+    with monkeypatch.context() as patch:
+        patch.setattr("omni_train.log.write_file", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            write(tmp_path, [], resume_step=2)
+    assert steps_in(tmp_path) == [0, 1, 2, 3, 4]
+    write(tmp_path, [3], resume_step=2)  # what the crash left does not stand in the way
+    assert steps_in(tmp_path) == [0, 1, 2, 3]
+
+
+def full_disk(path, data):
+    path.touch()
+    raise OSError("No space left on device")
+
+
+def test_a_line_is_on_the_disk_when_the_step_is_logged(tmp_path, monkeypatch):
+    synced = []
+    fsync = os.fsync
+    monkeypatch.setattr(
+        "os.fsync", lambda number: (synced.append(os.readlink(f"/proc/self/fd/{number}")), fsync(number))
+    )
+    write(tmp_path, [0, 1])
+    assert synced == [str(tmp_path / "metrics.jsonl")] * 2
+
+
+def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(run_ranks, tmp_path):
+    alone = init_distributed()
+    folder = tmp_path / "run"
+    assert claim_folder(alone, folder) == folder
+    assert folder.is_dir()
+    write(folder, [0])
+    claim_folder(alone, folder)  # it died before its first checkpoint, of step 0: nothing was trained
+    write(folder, [1])
+    claim_folder(alone, folder, resumes=True)
+
+    def work(dist):
+        with pytest.raises(ValueError, match=f"rank 0: {folder} holds a run already: give another --name"):
+            claim_folder(dist, folder)
+
+    run_ranks(work)
+
+
+def test_the_generator_of_the_cpu_goes_on(monkeypatch):
+    device = torch.device("cpu")
+    states = rng_states(device)
+    assert set(states) == {"cpu"}
+    expected = torch.rand(3)
+    set_rng_states(device, states | {"xpu": torch.zeros(1, dtype=torch.uint8)})
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_the_generator_of_an_accelerator_goes_on(monkeypatch):
+    """An accelerator played by a stand-in, which keeps one state for each of its devices."""
+    kept = {torch.device("xpu", 1): torch.tensor([7], dtype=torch.uint8)}
+
+    class Module:
+        get_rng_state = staticmethod(kept.__getitem__)
+
+        @staticmethod
+        def set_rng_state(state, device):
+            kept[device] = state
+
+    device = torch.device("xpu", 1)
+    monkeypatch.setattr(torch, "get_device_module", {device: Module}.__getitem__)
+    states = rng_states(device)
+    assert set(states) == {"cpu", "xpu"}
+    kept[device] = torch.tensor([9], dtype=torch.uint8)
+    set_rng_states(device, states)
+    assert kept[device].tolist() == [7]
+    set_rng_states(device, {"other": torch.tensor([1], dtype=torch.uint8)})
+    assert kept[device].tolist() == [7]
