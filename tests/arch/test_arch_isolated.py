@@ -19,7 +19,10 @@ MODULES = {  # package -> what must import without any extra
     "omni-rollout": ["omni_rollout", "omni_rollout.types", "omni_rollout.testing"],
     "omni-train": [
         f"omni_train.{name}"
-        for name in ("device", "dist", "shard", "lora", "ema", "gate", "weights", "optim", "data", "log", "config")
+        for name in (
+            *("device", "dist", "shard", "lora", "ema", "gate", "weights", "optim", "data", "log", "config"),
+            *("checkpoint", "export", "signals"),
+        )
     ],
 }
 SIBLINGS = {"omni-rollout": {"omni-sched"}}  # what else of ours is installed along

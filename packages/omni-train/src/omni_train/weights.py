@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
 from omni_train.export import CARD_FILE, model_card
+from omni_train.files import sync_folder
 from omni_train.lora import adapter_params, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
@@ -183,9 +184,11 @@ def _replace(temporary: Path, folder: Path) -> None:
     for path in temporary.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())  # a rename may reach the disk before the content does
+    sync_folder(temporary)
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
         folder.rename(old)
     temporary.rename(folder)
+    sync_folder(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
