@@ -28,10 +28,38 @@ SIGNATURES = {
     "omni_sched.sde_window": "num_steps, size=None, *, low=0, high=None, strategy='random', iteration=0, seed=0, "
     "iters_per_group=1, stride=1",
     "omni_sched.step_noise": "seeds, step, shape",
+    "omni_sched.compress_sigmas": "sigmas, start, ratio",
+    "omni_sched.dpmpp_2m_step": "velocity, x, sigma, sigma_next, *, last_data=None, last_sigma=None",
     "omni_losses.LossOutput": "loss, metrics",
     "omni_losses.group_advantages": "rewards, groups, *, std='batch', eps=1e-4, correction=1",
     "omni_losses.grpo_loss": "log_prob, old_log_prob, advantages, *, clip_range, adv_clip_max=5.0, weights=None",
     "omni_losses.gaussian_kl": "mean, ref_mean, std",
+    "omni_losses.multi_reward_advantages": "rewards, groups, reward_weights, *, std='group', eps=1e-4, correction=1, "
+    "rescale=False",
+    "omni_losses.has_signal": "rewards, groups",
+    "omni_losses.best_of_n": "rewards, groups, n",
+    "omni_losses.reward_probability": "advantages, *, adv_clip_max=5.0, mode='continuous'",
+    "omni_losses.old_policy_decay": "step, *, schedule",
+    "omni_losses.best_worst_pairs": "rewards, groups",
+    "omni_losses.grpo_guard_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, sqrt_dt, clip_range, "
+    "adv_clip_max=5.0, weights=None",
+    "omni_losses.flow_dppo_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, kl_threshold=1e-5, "
+    "weights=None",
+    "omni_losses.tempflow_weights": "std, *, scale=2.25",
+    "omni_losses.gspo_loss": "log_prob, old_log_prob, advantages, mask, *, clip_low=3e-4, clip_high=4e-4",
+    "omni_losses.velocity_error": "velocity, x0, noise",
+    "omni_losses.diffusion_nft_loss": "velocity, old_velocity, x0, x_t, sigma, reward_prob, *, nft_beta, "
+    "adv_clip_max=5.0, ref_velocity=None, kl_coef=0.0, min_weight=1e-5, weights=None",
+    "omni_losses.awm_log_prob": "velocity, x0, noise, sigma, *, weighting='ghuber'",
+    "omni_losses.awm_loss": "log_prob, old_log_prob, advantages, *, clip_range=1.0, adv_clip_max=5.0, weights=None",
+    "omni_losses.diffusion_dpo_loss": "win_error, lose_error, ref_win_error, ref_lose_error, *, dpo_beta",
+    "omni_losses.direct_align": "velocity, x, noise, sigma, sigma_next",
+    "omni_losses.srpo_loss": "positive_reward, negative_reward, *, discount, inversion=False, threshold=0.7",
+    "omni_losses.velocity_kl": "velocity, ref_velocity",
+    "omni_losses.k3_kl": "log_prob, ref_log_prob",
+    "omni_losses.distill_kl_loss": "mean, teacher_mean, std, *, weights=None",
+    "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
+    "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
     "omni_rollout.Prompt": "text, group, seed, negative='', image=None, meta=...",
     "omni_rollout.SamplingParams": "num_steps, height, width, num_frames=1, guidance_scale=..., step=..., "
     "noise_level=..., sde_steps=..., **others",
@@ -78,6 +106,11 @@ SIGNATURES = {
 CHOICES = {  # of a parameter that takes one of several words
     "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},
     "omni_losses.group_advantages.std": {"batch", "group", "none"},
+    "omni_losses.reward_probability.mode": {"continuous", "positive_only", "negative_only", "one_only", "binary"},
+    "omni_losses.old_policy_decay.schedule": {"copy", "linear", "delayed_linear"},
+    "omni_losses.awm_log_prob.weighting": {"uniform", "t", "t2", "huber", "ghuber"},
+    "omni_losses.rollout_weights.level": {"trajectory", "step"},
+    "omni_losses.rollout_weights.mode": {"truncate", "mask"},
     "omni_train.shard.shard.mode": {"none", "ddp", "fsdp2"},
     "omni_reward.RewardClient.__init__.on_failure": {"raise", "mask", "mask_group"},
 }
