@@ -15,11 +15,9 @@ What differs from the released code of the papers:
 4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
 """
 
-import math
 import os
 import sys
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -48,7 +46,16 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
     prompts: str = f"{ROOT}/data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
     eval_prompts: str = f"{ROOT}/data/tiny-signs/eval.txt"  # Prompts of the evaluations
-    engine: Literal["diffusers"] = "diffusers"  # What samples: the embedded engine
+    engine: Literal["diffusers", "vllm-omni"] = (
+        "diffusers"  # What samples: the embedded engine, or vLLM-Omni in process
+    )
+    engine_sleep: bool = True  # Whether the engine's own weights leave the accelerator during updates
+    old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # The engine's (auto with diffusers), the
+    # trainer's before its first update (auto with vllm-omni), or that and weights that correct the engine's samples
+    correction_level: Literal["step", "trajectory"] = "trajectory"  # What shares a weight
+    correction_mode: Literal["truncate", "mask"] = "truncate"  # What happens to weights beyond the bounds
+    correction_low: float = 0.99  # Least density of the trainer over the engine's, per latent element
+    correction_high: float = 1.01  # Largest such ratio
     algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
     prompts_per_step: int = 32  # Groups in a training step, over all ranks
     group_size: int = 16  # Samples of a group
@@ -127,24 +134,23 @@ if __name__ == "__main__":
 
 # 2. Algorithms. One more is one more line.
 
+import rollouts
 import torch
-from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics
-from omni_reward import RewardClient, Score
+from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics, rollout_weights
+from omni_reward import Score
 from omni_rollout import Prompt, SamplingParams, Trajectory
-from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
-from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_seed
+from omni_train.data import PromptSampler, load_prompts
 from omni_train.device import memory
-from omni_train.dist import Dist, gather_floats, init_distributed, mean_metrics, shutdown
+from omni_train.dist import init_distributed, mean_metrics, shutdown
 from omni_train.ema import Ema
 from omni_train.gate import check_ratio
 from omni_train.log import RunLog, claim_folder
-from omni_train.lora import add_lora, reference
+from omni_train.lora import reference, unadapted_params
 from omni_train.optim import build_adamw, optimizer_step, warmup_lr
 from omni_train.shard import reduce_gradients, shard
 from omni_train.weights import save_weights
-from sample import score_label, write_sheet
 
 
 @dataclass(frozen=True)
@@ -162,8 +168,10 @@ ALGOS = {
     "dancegrpo": Algo(dance_step, "subset", grpo_loss),
     "mixgrpo": Algo(sde_step, "sliding", grpo_loss),
 }
-Pending = Future[list[Score]]
-RATIO_TOLERANCE = {"diffusers": 0.0}  # engine -> largest |ratio - 1| before the first update
+RATIO_TOLERANCE = {  # largest |ratio - 1| of trainer and engine before the first update
+    ("diffusers", "float32"): 0.0, ("diffusers", "bfloat16"): 0.0,
+    ("vllm-omni", "float32"): 1e-5, ("vllm-omni", "bfloat16"): 5e-2,
+}  # fmt: skip
 
 # 3. Set-up
 
@@ -173,12 +181,10 @@ class Run:
     """What every part of a step needs."""
 
     args: Args
-    dist: Dist
-    client: RewardClient
+    on: rollouts.Rollouts
     sampler: PromptSampler
     eval_prompts: list[Prompt]
     net: torch.nn.Module
-    engine: DiffusersEngine
     mode: Literal["none", "ddp", "fsdp2"]
     params: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
@@ -190,24 +196,21 @@ class Run:
 def setup(args: Args) -> Run:
     """Joins the ranks, then checks the cheap things before it loads the model."""
     params_at(args, 0)  # raises where window or noise make no sense
+    if args.old_log_prob == "auto":
+        args = replace(args, old_log_prob="rollout" if args.engine == "diffusers" else "recompute")
     dist = init_distributed()
-    token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
     folder = claim_folder(dist, Path("runs") / args.name)
-    in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
-    client = RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s, max_in_flight=in_flight)
-    client.check()
+    client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, timeout_s=args.scorer_timeout_s)
     sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    eval_prompts = samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
-    model = qwen_image.load(args.model, device=dist.device, dtype=getattr(torch, args.dtype))
-    net: Any = model.transformer
+    eval_prompts = rollouts.samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
     auto = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
     mode: Any = auto if args.shard == "auto" else args.shard
-    if args.lora_rank:
-        add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=args.lora_alpha, seed=args.seed)
-    else:
-        net.float().requires_grad_(True)
+    engine, net = rollouts.open_engine(args.engine, args.model, dist, getattr(torch, args.dtype), pool=mode == "fsdp2")
+    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
     if args.gradient_checkpointing:
         net.enable_gradient_checkpointing()
+    if args.engine != "diffusers" and mode != "fsdp2":
+        engine.share(unadapted_params(net))
     compute_dtype = getattr(torch, args.dtype) if mode == "fsdp2" else None
     shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
     params = [p for p in net.parameters() if p.requires_grad]
@@ -219,7 +222,7 @@ def setup(args: Args) -> Run:
     if dist.is_main:
         (folder / "config.toml").write_text(to_toml(replace(args, scorer_url="", scorer_token_file="")))
     return Run(
-        args, dist, client, sampler, eval_prompts, net, DiffusersEngine(qwen_image, model), mode,
+        args, rollouts.Rollouts(dist, engine, client, args.batch_size), sampler, eval_prompts, net, mode,
         params, optimizer, Ema(params, decay=args.ema_decay), folder, log,
     )  # fmt: skip
 
@@ -227,38 +230,11 @@ def setup(args: Args) -> Run:
 # 4. One training step: rollout, score, advantages, update
 
 
-def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
-    """`group_size` samples of each prompt, each with a seed of its own."""
-    return [
-        Prompt(r.text, group, sample_seed(seed, step, r.index, i), r.negative, meta=dict(r.meta))
-        for group, r in enumerate(records)
-        for i in range(group_size)
-    ]
-
-
-def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[Pending]]:
+def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pending]]:
     """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
-    prompts = samples(run.sampler.at(step), run.args.group_size, seed=run.args.seed, step=step)
-    return draw(run, prompts, params_at(run.args, step))
-
-
-def draw(run: Run, prompts: list[Prompt], params: SamplingParams) -> tuple[list[Trajectory], list[Pending]]:
-    """This rank's batches of `prompts`, dealt to the ranks in turn; each is with the scorer while the next is drawn."""
-    size, dist = run.args.batch_size, run.dist
-    batches, pending = [], []
-    for i in range(dist.rank * size, len(prompts), dist.world_size * size):
-        batch = run.engine.generate(prompts[i : i + size], params)
-        images, chunk = batch.media.permute(0, 2, 3, 1).cpu().numpy(), batch.prompts
-        pending.append(run.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk]))
-        batches.append(batch)
-    return batches, pending
-
-
-def gather_rewards(run: Run, scores: list[Score]) -> torch.Tensor:
-    """The rewards of all ranks, [N], in the order of the prompts; NaN where the scorer abstained."""
-    local = torch.tensor([math.nan if score.value is None else score.value for score in scores])
-    by_rank = gather_floats(run.dist, local).view(run.dist.world_size, -1, run.args.batch_size)
-    return by_rank.transpose(0, 1).flatten()
+    prompts = rollouts.samples(run.sampler.at(step), run.args.group_size, seed=run.args.seed, step=step)
+    batches, pending = zip(*rollouts.draw(run.on, prompts, params_at(run.args, step)), strict=True)
+    return list(batches), list(pending)
 
 
 def params_at(args: Args, step: int) -> SamplingParams:
@@ -276,44 +252,68 @@ def params_at(args: Args, step: int) -> SamplingParams:
 
 def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
     """The advantages [batches, B] of this rank's samples, and what the rewards of all ranks look like."""
-    rewards = gather_rewards(run, scores)
+    rewards, dist = rollouts.gather_rewards(run.on, scores), run.on.dist
     if rewards.isnan().all():
         raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
     groups = torch.arange(len(rewards)) // run.args.group_size
     advantages = group_advantages(rewards, groups, std=run.args.adv_std)
     metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    return advantages.view(-1, run.dist.world_size, run.args.batch_size)[:, run.dist.rank], metrics
+    return advantages.view(-1, dist.world_size, run.args.batch_size)[:, dist.rank], metrics
+
+
+def old_log_probs(run: Run, batches: list[Trajectory]) -> list[Any]:
+    """Per batch, [B, K]: the log-probs of the weights before the update; None where its own forwards have them."""
+    source, num_first = run.args.old_log_prob, len(batches) // run.args.updates_per_step
+    if source == "rollout":
+        return [batch.rollout_log_prob for batch in batches]
+    skip = num_first if source == "recompute" else 0  # the first update starts at those weights
+    with torch.no_grad():
+        scored: list[Any] = [[rescore(run, b, k)[0].log_prob for k in range(b.x.shape[1])] for b in batches[skip:]]
+    return [None] * skip + [torch.stack(log_probs, dim=1) for log_probs in scored]
+
+
+def correct(args: Args, old: torch.Tensor | None, batch: Trajectory) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Weights [B, K] that turn the engine's samples into the trainer's own, or None where they are; what to log."""
+    if args.old_log_prob != "correct" or old is None:
+        return None, {}
+    weights, metrics = rollout_weights(
+        old, batch.rollout_log_prob, level=args.correction_level, mode=args.correction_mode,
+        low=args.correction_low, high=args.correction_high,
+    )  # fmt: skip
+    return weights, {f"correction_{name}": value for name, value in metrics.items()}
 
 
 def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Tensor) -> dict[str, float]:
     """Optimizer steps on this step's samples; the metrics are means over batches, kept steps and ranks."""
-    args = run.args
+    args, dist = run.args, run.on.dist
     seen: list[dict[str, torch.Tensor]] = []
     results = []
     per_update, num_kept = len(batches) // args.updates_per_step, batches[0].x.shape[1]
     lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=args.steps * args.lr_decay)
+    old = old_log_probs(run, batches)
     for first in range(0, len(batches), per_update):
         for i in range(first, first + per_update):
-            batch = batches[i]
-            batch_advantages = advantages[i].to(run.dist.device)
+            batch_advantages = advantages[i].to(dist.device)
+            weights, metrics = correct(args, old[i], batches[i])
             for k in range(num_kept):
-                move, kl = rescore(run, batch, k)
-                out = ALGOS[run.args.algo].loss(
-                    move.log_prob, batch.rollout_log_prob[:, k], batch_advantages,
+                move, kl = rescore(run, batches[i], k)
+                out = ALGOS[args.algo].loss(
+                    move.log_prob, move.log_prob.detach() if old[i] is None else old[i][:, k], batch_advantages,
                     clip_range=args.clip_range, adv_clip_max=args.adv_clip_max,
+                    weights=None if weights is None else weights[:, k],
                 )  # fmt: skip
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
-                (loss / (per_update * num_kept * run.dist.world_size)).backward()
-                seen.append(out.metrics | {"loss": loss.detach(), "kl": kl.detach()})
+                (loss / (per_update * num_kept * dist.world_size)).backward()
+                gap = (move.log_prob.detach() - batches[i].rollout_log_prob[:, k]).abs().max().expm1()
+                seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            deviation = check_ratio(run.dist, [m["ratio_max_dev"] for m in seen], RATIO_TOLERANCE[args.engine], step)
-        reduce_gradients(run.params, run.dist.mesh, mode=run.mode)
-        results.append(
-            optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=run.dist)
-        )
-    means = mean_metrics(run.dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
+            tolerance = RATIO_TOLERANCE[args.engine, args.dtype]
+            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step)
+        reduce_gradients(run.params, dist.mesh, mode=run.mode)
+        results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
+    means = mean_metrics(dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
     return {f"policy/{name}": value for name, value in means.items()} | {
         "policy/first_ratio_max_dev": deviation, "policy/lr": lr,
         "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
@@ -321,7 +321,7 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
     }  # fmt: skip
 
 
-def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tensor]:
+def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
     """The k-th kept step of every sample under the weights of now, and the mean KL to the reference."""
     scale, level = run.args.guidance_scale, run.args.noise_level
     x, x_next, sigma, sigma_next = batch.x[:, k], batch.x_next[:, k], batch.sigma(k), batch.sigma_next(k)
@@ -338,59 +338,59 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Transition, torch.Tens
     return move, gaussian_kl(move.mean, ref_mean, move.std).mean()
 
 
-# 5. Evaluation and the loop
-
-
-def evaluate(run: Run, step: int) -> dict[str, float]:
-    """The mean reward on fixed prompts and seeds without injected noise; rank 0 writes its images to runs/NAME/eval."""
-    wanted, per_round = len(run.eval_prompts), run.args.batch_size * run.dist.world_size
-    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
-    prompts = [run.eval_prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
-    params = replace(params_at(run.args, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
-    batches, pending = draw(run, prompts, params)
-    scores = [score for future in pending for score in future.result()]
-    rewards = gather_rewards(run, scores)[:wanted]
-    if run.dist.is_main:
-        images, labels = torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores]
-        write_sheet(run.folder / "eval" / f"{step:06}.png", images, labels)
-    return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
+# 5. The loop
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One training step: rollout, score, advantages, update, sync."""
-    busy_s = run.client.busy_s
+    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
+    busy_s = client.busy_s
     with run.log.phase("rollout"):
         batches, pending = rollout(run, step)
     with run.log.phase("reward_wait"):
         scores = [score for future in pending for score in future.result()]
     advantages, metrics = grade(run, scores)
+    metrics["perf/memory_rollout_mb"] = memory(device).current_mb
     with run.log.phase("update"):
+        if run.args.engine_sleep:
+            engine.sleep()
+        metrics["perf/memory_asleep_mb"] = memory(device).current_mb
         metrics |= update(run, step, batches, advantages)
         run.ema.update(step)
+        engine.wake()
     with run.log.phase("sync"):
-        run.engine.load_weights((), version=step + 1)  # the engine samples with `run.net` itself: nothing moves
-    metrics |= {"reward/busy_s": run.client.busy_s - busy_s, "perf/memory_mb": memory(run.dist.device).current_mb}
-    return metrics | {"perf/peak_memory_mb": memory(run.dist.device).peak_mb}
+        metrics["perf/sync_mb"] = rollouts.sync(engine, run.net, version=step + 1) / 2**20
+    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/memory_mb": memory(device).current_mb}
+    return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
+
+
+def hold_out(run: Run, step: int) -> dict[str, float]:
+    """Evaluates on fixed prompts and seeds without injected noise, and saves the weights that it has evaluated."""
+    params = replace(params_at(run.args, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
+    with run.ema.applied():
+        rollouts.sync(run.on.engine, run.net, version=step)
+        metrics = rollouts.evaluate(run.on, run.eval_prompts, params, run.folder / "eval" / f"{step:06}.png")
+        if step:
+            save_weights(run.net, run.folder / "weights", run.on.dist)
+    rollouts.sync(run.on.engine, run.net, version=step)
+    return metrics
 
 
 def main(args: Args) -> None:
     """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
     run = setup(args)
-    scores = []
-    with run.log, run.client:
+    dist, scores = run.on.dist, []
+    with run.log, run.on.client:
         for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
             metrics = train_step(run, step - 1) if step else {}
             if step % args.eval_every == 0 or step == args.steps:
-                with run.log.phase("eval"), run.ema.applied():
-                    metrics |= evaluate(run, step)
-                    if step:
-                        save_weights(run.net, run.folder / "weights", run.dist)
+                with run.log.phase("eval"):
+                    metrics |= hold_out(run, step)
                 scores.append(metrics["eval/reward"])
-            num_images = args.prompts_per_step * args.group_size // run.dist.world_size if step else 0
+            num_images = args.prompts_per_step * args.group_size // dist.world_size if step else 0
             run.log.log(step, metrics, num_images=num_images)
-    if run.dist.is_main:
+    if dist.is_main:
         print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; images, weights and metrics in {run.folder}")
-    dist = run.dist
     del run  # sharded tensors must go before their process group does
     shutdown(dist)
 

@@ -18,6 +18,7 @@ from omni_train.config import base_config, to_toml
 from omni_train.data import PromptSampler
 from omni_train.dist import Dist
 from omni_train.log import load_metrics
+from rollouts import Rollouts
 
 TINY = replace(
     app.PRESETS["tiny-signs"],
@@ -106,12 +107,12 @@ def test_the_published_preset_s_path_is_the_same_on_two_ranks(in_tmp, bright_url
 def world(rank, world_size):
     """A run that can sample, as one of `world_size` ranks, without the others and without a scorer."""
     model = qwen_image.load(CHECKPOINT)
+    dist = Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None)
+    client = SimpleNamespace(submit=lambda media, prompts, meta: None)
     return SimpleNamespace(
-        args=replace(TINY, batch_size=2),
-        dist=Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None),
+        args=replace(TINY, batch_size=2, old_log_prob="rollout"),
         sampler=PromptSampler(TINY.prompts, prompts_per_step=2, seed=0),
-        engine=DiffusersEngine(qwen_image, model),
-        client=SimpleNamespace(submit=lambda media, prompts, meta: None),
+        on=Rollouts(dist, DiffusersEngine(qwen_image, model), client, 2),
     )
 
 
@@ -127,9 +128,9 @@ def test_trajectories_do_not_depend_on_the_number_of_ranks():
 
 def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     run, events = world(0, 1), []
-    generate = run.engine.generate
-    run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
-    run.client.submit = lambda media, prompts, meta: events.append("submit")
+    generate = run.on.engine.generate
+    run.on.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
+    run.on.client.submit = lambda media, prompts, meta: events.append("submit")
     app.rollout(run, step=0)
     assert events == ["draw", "submit"] * 4
 
@@ -209,7 +210,7 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
     """What reaches the optimizer equals one autograd pass over everything at once."""
     run = world(0, 1)
     run.args = replace(run.args, updates_per_step=1)
-    run.net = run.engine.net.requires_grad_(True)
+    run.net = run.on.engine.net.requires_grad_(True)
     run.params, run.optimizer, run.mode = list(run.net.parameters()), None, "none"
     batches, _ = app.rollout(run, step=0)
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
@@ -236,9 +237,9 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
 
 
 def test_samples_without_a_score_take_no_part():
+    dist = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
     run = SimpleNamespace(
-        args=replace(TINY, prompts_per_step=2, group_size=2, batch_size=4),
-        dist=Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None),
+        args=replace(TINY, prompts_per_step=2, group_size=2, batch_size=4), on=Rollouts(dist, None, None, 4)
     )
     scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
     advantages, metrics = app.grade(run, scores)

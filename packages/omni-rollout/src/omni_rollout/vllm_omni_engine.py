@@ -10,7 +10,8 @@ vLLM-Omni would skip it in silence. The engine keeps its transformer under diffu
 rows of the fused `to_qkv`.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from omni_rollout.types import Prompt, SamplingParams, Trajectory
 from omni_rollout.vllm_omni_worker import start_worker, stop_worker
 
+from vllm.device_allocator.cumem import cumem_available  # isort: skip
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
 from vllm_omni.diffusion.sched.interface import CachedRequestData, DiffusionSchedulerOutput, NewRequestData  # isort: skip
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # isort: skip
@@ -32,9 +34,10 @@ class VllmOmniEngine:
     """One per process. The transformer's weights start as the checkpoint's, and count as `weight_version`.
 
     pipeline: a class of `omni_rollout.vllm_omni_models`. path: folder or hub id of the diffusers pipeline. device: this
-    rank's; its index picks the accelerator. dtype: of all weights. pool: load them into vLLM's own memory pool, so that
-    `sleep` keeps their addresses; needs CUDA, and then nothing can be shared. Where there is a process group, all ranks
-    construct their engines at the same point.
+    rank's; its index picks the accelerator. dtype: of all weights. pool: load them into vLLM's own memory pool where
+    there is one, so that `sleep` keeps their addresses; then nothing can be shared. together: entered around what may
+    fail on one rank alone, so that a context manager that agrees with the other ranks on leaving it ends all of them,
+    and none waits for ever. Where there is a process group, all ranks construct their engines at the same point.
     """
 
     def __init__(
@@ -46,13 +49,16 @@ class VllmOmniEngine:
         dtype: torch.dtype = torch.float32,
         pool: bool = False,
         weight_version: int = 0,
+        together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.weight_version = weight_version
         self.moved_bytes = 0  # by the last `load_weights`
-        index = torch.device(device).index or 0
-        self._worker = start_worker(pipeline, str(path), local_rank=index, dtype=dtype, pool=pool)
+        device = torch.device(device)
+        self._pool = pool and device.type == "cuda" and cumem_available
+        self._worker = start_worker(
+            pipeline, str(path), local_rank=device.index or 0, dtype=dtype, pool=self._pool, together=together
+        )
         self.pipeline: Any = self._worker.model_runner.pipeline
-        self._pool = pool
         self._shared: dict[str, int] = {}  # name -> address of the storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
         self._calls = count()
@@ -86,6 +92,8 @@ class VllmOmniEngine:
         Raises:
             ValueError: the engine has no such weight, or another shape, dtype, device or value.
         """
+        if self._pool:
+            raise ValueError("pool must be False for an engine that shares: what the pool holds leaves in sleep")
         own, num_bytes = self.weights(), 0
         for name, param in params:
             view = _fitting(own, name, param)
@@ -119,9 +127,8 @@ class VllmOmniEngine:
             given[name] = _probe(tensor.to(view.dtype)).to(view.device)
         missing = sorted(own.keys() - given.keys() - self._shared.keys())
         if missing:
-            raise ValueError(
-                f"tensors must hold every weight that is not shared, missing {len(missing)} of {len(own)}: {missing[:4]}"
-            )
+            some = f"{len(missing)} of {len(own)}: {missing[:4]}"
+            raise ValueError(f"tensors must hold every weight that is not shared, missing {some}")
         self._check_arrival(given)
         self.moved_bytes, self.weight_version = moved, version
 
@@ -163,13 +170,13 @@ class VllmOmniEngine:
             raise RuntimeError(f"the engine does not have the weights it was given, or they are NaN: {wrong[:4]}")
 
 
-def diffusers_views(transformer: nn.Module, renamed: dict[str, str]) -> dict[str, Tensor]:
+def diffusers_views(transformer: Any, renamed: dict[str, str]) -> dict[str, Tensor]:
     """The weights of a transformer of vLLM-Omni under diffusers' names, as views of where they lie.
 
-    A fused layer's rows are those of the layers it stands for, in the order of `packed_modules_mapping`. renamed: pieces
-    of names, and what diffusers has in their place.
+    The rows of a fused layer are those of the layers it stands for, in the order of `packed_modules_mapping`. renamed:
+    pieces of names here -> there.
     """
-    views = {}
+    views: dict[str, Tensor] = {}
     for name, param in transformer.named_parameters():
         layer, _, kind = name.rpartition(".")
         parent, _, leaf = layer.rpartition(".")
@@ -177,10 +184,10 @@ def diffusers_views(transformer: nn.Module, renamed: dict[str, str]) -> dict[str
             rows = transformer.get_submodule(layer).output_sizes
             parts = zip(transformer.packed_modules_mapping[leaf], param.data.split(rows), strict=True)
             views |= {f"{parent}.{part}.{kind}": piece for part, piece in parts}
-        else:
-            for here, there in renamed.items():
-                name = name.replace(here, there)
-            views[name] = param.data
+            continue
+        for here, there in renamed.items():
+            name = name.replace(here, there)
+        views[name] = param.data
     return views
 
 

@@ -1,18 +1,18 @@
 """One worker of vLLM-Omni inside a training rank, and the trainer's process as it was before.
 
 vLLM-Omni expects a process of its own. Its worker writes torchrun's environment variables anew, renames the process,
-prefixes every line of output, and takes the process group down when it ends. Here the worker joins the trainer's process
-group, or a private one of a single rank that is gone again once the worker stands, and everything else is put back.
-Sampling itself calls no collective, so ranks may draw different prompts, batches and numbers of steps.
+prefixes every line of output, and takes the process group down when it ends. Here the worker joins the trainer's
+process group, or a private one of a single rank that is gone again once the worker stands, and everything else is put
+back. Sampling itself calls no collective, so ranks may draw different prompts, batches and numbers of steps.
 """
 
 import importlib.metadata
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
@@ -55,8 +55,8 @@ class RolloutPipeline:
     """
 
     supports_request_batch = True
-    family: ModuleType
-    diffusers_names: dict[str, str]
+    family: ClassVar[ModuleType]
+    diffusers_names: ClassVar[dict[str, str]]
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One Trajectory of one sample per request, each in the `output` of its DiffusionOutput."""
@@ -70,31 +70,41 @@ class RolloutPipeline:
 
 
 def start_worker(
-    pipeline: type[nn.Module], model: str, *, local_rank: int, dtype: torch.dtype, pool: bool
+    pipeline: type[nn.Module],
+    model: str,
+    *,
+    local_rank: int,
+    dtype: torch.dtype,
+    pool: bool,
+    together: Callable[[], AbstractContextManager[None]],
 ) -> DiffusionWorker:
     """A worker with the pipeline's checkpoint loaded, on the device that `local_rank` names.
 
-    pool: allocate the weights from vLLM's memory pool, of which a process has one.
     With a process group every rank calls this at the same point: it makes groups, which all ranks take part in.
+
+    pool: allocate the weights from vLLM's memory pool, of which a process has one. together: entered around what may
+    fail on one rank alone, with no collective inside, so that the caller can let every rank fail at that point.
     """
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
     with _undisturbed_process(), _some_process_group():
-        config = OmniDiffusionConfig.from_kwargs(
-            model=model,
-            dtype=dtype,
-            num_gpus=world,
-            parallel_config={"data_parallel_size": world},  # every rank holds the whole model
-            enforce_eager=True,
-            enable_sleep_mode=pool,
-            extras={},  # its default is a placeholder that some pipelines trip over
-        )
-        config.enrich_config()
+        with together():
+            config = OmniDiffusionConfig.from_kwargs(
+                model=model,
+                dtype=dtype,
+                num_gpus=world,
+                parallel_config={"data_parallel_size": world},  # every rank holds the whole model
+                enforce_eager=True,
+                enable_sleep_mode=pool,
+                extras={},  # its default is a placeholder that some pipelines trip over
+            )
+            config.enrich_config()
         worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
         # Both ranks it is told only pick the device: the process group knows the global one.
         worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
         try:
-            worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)
+            with together():
+                worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)
         except BaseException:
             stop_worker(worker)
             raise

@@ -66,6 +66,18 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
     return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
 
 
+def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that count as they are, under the names they had before LoRA; all of them without LoRA.
+
+    Left out are the adapters and the weights below them, for which a receiver of weights needs the merged value.
+    """
+    layers = lora_layers(module)
+    left_out = tuple(piece for name in layers for piece in (f"{name}.lora_", f"{name}.base_layer.weight"))
+    for name, param in module.named_parameters():
+        if not name.startswith(left_out):
+            yield name.replace(".base_layer.", "."), param
+
+
 @contextmanager
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one, for the length of the `with` block."""

@@ -68,6 +68,16 @@ def load(path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.d
     return QwenImage(pipe.transformer, pipe.text_encoder, pipe.tokenizer, pipe.vae, pipe.scheduler)
 
 
+def load_transformer(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The transformer alone, for training beside an engine that has loaded the rest."""
+    from diffusers import QwenImageTransformer2DModel
+
+    transformer = QwenImageTransformer2DModel.from_pretrained(path, subfolder="transformer", torch_dtype=dtype)
+    return transformer.to(device).eval().requires_grad_(False)
+
+
 def latent_shape(model: QwenImage, *, height: int, width: int) -> tuple[int, int, int]:
     """The latent shape (C, h, w) of an image of `height` x `width` pixels.
 

@@ -1,5 +1,6 @@
 """Qwen-Image in vLLM-Omni. Its parts have diffusers' names, so `models.qwen_image` samples with them as they are."""
 
+from types import ModuleType
 from typing import Any, ClassVar
 
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline
@@ -11,8 +12,8 @@ from omni_rollout.vllm_omni_worker import RolloutPipeline
 class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
     """vLLM-Omni's modules and loading; the sampling is ours."""
 
-    family = qwen_image
-    diffusers_names: ClassVar = {".to_out.": ".to_out.0."}
+    family: ClassVar[ModuleType] = qwen_image
+    diffusers_names: ClassVar[dict[str, str]] = {".to_out.": ".to_out.0."}
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

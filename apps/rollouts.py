@@ -1,0 +1,113 @@
+"""What every trainer does with prompts: open an engine, deal the prompts to the ranks, sample, score, evaluate.
+
+Letters: N samples of a step over all ranks, B samples of a batch.
+"""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omni_reward import RewardClient, Score
+from omni_rollout import Prompt, SamplingParams, Trajectory
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_train.data import PromptRecord, sample_seed
+from omni_train.dist import Dist, gather_floats, same_error
+from omni_train.lora import add_lora
+from omni_train.weights import named_weights
+from sample import score_label, write_sheet
+
+Pending = Future[list[Score]]
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Who samples, who scores, and how many samples a forward has."""
+
+    dist: Dist
+    engine: Any  # Engine
+    client: RewardClient
+    batch_size: int
+
+
+def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype, *, pool: bool) -> tuple[Any, Any]:
+    """The engine and the transformer to train: for `diffusers` the engine's own, for `vllm-omni` one beside it."""
+    if kind == "diffusers":
+        model = qwen_image.load(path, device=dist.device, dtype=dtype)
+        return DiffusersEngine(qwen_image, model), model.transformer
+    from omni_rollout.vllm_omni_engine import VllmOmniEngine
+    from omni_rollout.vllm_omni_models.qwen_image import QwenImageRollout
+
+    engine = VllmOmniEngine(
+        QwenImageRollout, path, device=dist.device, dtype=dtype, pool=pool, together=partial(same_error, dist)
+    )
+    return engine, qwen_image.load_transformer(path, device=dist.device, dtype=dtype)
+
+
+def make_trainable(net: Any, *, lora_rank: int, lora_alpha: float, seed: int) -> None:
+    """A fresh adapter on a frozen base, or with rank 0 all weights in float32."""
+    if lora_rank:
+        add_lora(net, qwen_image.LORA_TARGETS, rank=lora_rank, alpha=lora_alpha, seed=seed)
+    else:
+        net.float().requires_grad_(True)
+
+
+def connect(url: str, token_file: str, dist: Dist, *, timeout_s: float) -> RewardClient:
+    """A client of the scorer, which has answered."""
+    token = Path(token_file).read_text().strip() if token_file else None
+    in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
+    client = RewardClient(url, token=token, timeout_s=timeout_s, max_in_flight=in_flight)
+    client.check()
+    return client
+
+
+def sync(engine: Any, net: torch.nn.Module, *, version: int) -> int:
+    """Brings the net's weights to the engine; returns the bytes that were copied. Every rank calls it."""
+    if isinstance(engine, DiffusersEngine):  # it samples with the net itself
+        engine.load_weights((), version=version)
+        return 0
+    engine.load_weights(named_weights(net), version=version)
+    return engine.moved_bytes
+
+
+def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
+    """`group_size` samples of each prompt, each with a seed of its own."""
+    return [
+        Prompt(r.text, group, sample_seed(seed, step, r.index, i), r.negative, meta=dict(r.meta))
+        for group, r in enumerate(records)
+        for i in range(group_size)
+    ]
+
+
+def draw(on: Rollouts, prompts: list[Prompt], params: SamplingParams) -> Iterator[tuple[Trajectory, Pending]]:
+    """This rank's batches of `prompts`, dealt to the ranks in turn; each is with the scorer while the next is drawn."""
+    size, dist = on.batch_size, on.dist
+    for i in range(dist.rank * size, len(prompts), dist.world_size * size):
+        batch = on.engine.generate(prompts[i : i + size], params)
+        images, chunk = batch.media.permute(0, 2, 3, 1).cpu().numpy(), batch.prompts
+        yield batch, on.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk])
+
+
+def gather_rewards(on: Rollouts, scores: list[Score]) -> torch.Tensor:
+    """The rewards of all ranks, [N], in the order of the prompts; NaN where the scorer abstained."""
+    local = torch.tensor([math.nan if score.value is None else score.value for score in scores])
+    by_rank = gather_floats(on.dist, local).view(on.dist.world_size, -1, on.batch_size)
+    return by_rank.transpose(0, 1).flatten()
+
+
+def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, sheet: Path) -> dict[str, float]:
+    """The mean reward of `prompts`; rank 0 writes its images to the contact sheet."""
+    wanted, per_round = len(prompts), on.batch_size * on.dist.world_size
+    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
+    padded = [prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
+    batches, pending = zip(*draw(on, padded, params), strict=True)
+    scores = [score for future in pending for score in future.result()]
+    rewards = gather_rewards(on, scores)[:wanted]
+    if on.dist.is_main:
+        write_sheet(sheet, torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores])
+    return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
