@@ -12,7 +12,7 @@ Import from the modules, in reading order:
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
-- `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks; `state`, `parts`, `files` within
+- `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)
 - `omni_train.signals`: SIGTERM as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights
 - `omni_train.config`: settings from a preset, a TOML file and the command line
