@@ -104,8 +104,8 @@ def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights:
     Raises:
         ValueError: shapes do not fit.
 
-    Source: the per-step KL of DiffusionOPD (arXiv 2605.15055) and Flow-OPD (arXiv 2605.08063). The code of verl-omni
-    takes `std` without sqrt(-dt), so that its loss is |dt| times this one.
+    Source: the closed-form KL of a step in DiffusionOPD (arXiv 2605.15055). The code of verl-omni takes `std` without
+    sqrt(-dt), so that its loss is |dt| times this one.
     """
     kl = gaussian_kl(mean, teacher_mean, std)
     require_shape_of("std", std, weights=weights)
