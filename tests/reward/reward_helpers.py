@@ -23,6 +23,11 @@ def draw_sign(text: str, size: int = 26, *, height: int = 32, width: int = 96) -
     return np.asarray(image)
 
 
+def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+    """A scorer of nothing."""
+    return [0.5] * len(prompts)
+
+
 class Misbehaving:
     """A server that reads whole requests and lets a function of (socket, request) do what it likes with them."""
 

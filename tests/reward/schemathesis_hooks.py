@@ -1,0 +1,22 @@
+"""What schemathesis sends to /score where it wants to send something valid."""
+
+import numpy as np
+import schemathesis
+from hypothesis import strategies as st
+from omni_reward.wire import ScoreRequest, encode_request
+
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
+
+
+@st.composite
+def bodies(draw: st.DrawFn) -> bytes:
+    """Bodies that keep every rule of docs/reward-protocol.md."""
+    prompts = draw(st.lists(TEXTS, min_size=1, max_size=4))
+    sizes = st.integers(1, 6)
+    image = np.full((len(prompts), draw(sizes), draw(sizes), 3), draw(st.integers(0, 255)), np.uint8)
+    meta: list[dict[str, object]] = [{name: draw(TEXTS | st.integers() | st.none())} for name in prompts]
+    request = ScoreRequest({"image": image}, prompts, meta, draw(st.uuids().map(str)))
+    return b"".join(encode_request(request.header(), request.media))
+
+
+schemathesis.openapi.media_type("application/octet-stream", bodies())

@@ -1,0 +1,45 @@
+"""The OpenAPI document: it is served, it is what the server does, and no generated call gets an answer beyond it."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import requests
+from omni_reward.openapi import ERRORS, document
+from reward.reward_helpers import halves
+
+TESTS = Path(__file__).parents[1]
+PROTOCOL_PAGE = (TESTS.parent / "docs/reward-protocol.md").read_text()
+
+
+def schemathesis(url: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """All of its checks on the server there, with valid bodies from schemathesis_hooks.py and its own invalid calls."""
+    paths = [str(TESTS), os.environ.get("PYTHONPATH", "")]
+    env = os.environ | {"SCHEMATHESIS_HOOKS": "reward.schemathesis_hooks", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "schemathesis.cli", "run", url + "/openapi.json", "--checks", "all"]
+    command += ["--max-examples", "100", "--seed", "1", "--generation-database", "none", "--no-color", *options]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+def test_no_generated_call_gets_an_answer_beyond_the_document(serve: Callable[..., str], tmp_path: Path) -> None:
+    done = schemathesis(serve(halves, token="s3cret"), tmp_path, "--header", "Authorization: Bearer s3cret")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (count,) = re.findall(r"(\d+) generated, \1 passed", done.stdout)
+    assert int(count) > 100
+
+
+def test_a_scorer_that_fails_is_found(serve: Callable[..., str], tmp_path: Path) -> None:
+    done = schemathesis(serve(lambda media, prompts, meta: 1 / 0), tmp_path)
+    assert done.returncode == 1
+    assert "Server error" in done.stdout
+
+
+def test_the_document_and_the_protocol_page_name_the_same_errors(serve: Callable[..., str]) -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \| `", PROTOCOL_PAGE, re.MULTILINE)
+    assert {int(status) for row in rows for status in row.split(", ")} == {*ERRORS, 404, 405}
+    responses = document(has_token=True)["paths"]["/score"]["post"]["responses"]
+    assert responses.keys() == {"200", *map(str, ERRORS)}
+    assert requests.get(serve(halves) + "/openapi.json", timeout=10).json() == document(has_token=False)
