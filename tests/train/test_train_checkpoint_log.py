@@ -68,16 +68,18 @@ def test_a_line_is_on_the_disk_when_the_step_is_logged(tmp_path, monkeypatch):
 def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(run_ranks, tmp_path):
     alone = init_distributed()
     folder = tmp_path / "run"
-    assert claim_folder(alone, folder) == folder
+    assert claim_folder(alone, folder, has_checkpoint=False) == folder
     assert folder.is_dir()
     write(folder, [0])
-    claim_folder(alone, folder)  # it died before its first checkpoint, of step 0: nothing was trained
+    claim_folder(alone, folder, has_checkpoint=False)  # it died before its first checkpoint: nothing was trained
+    with pytest.raises(ValueError, match="holds a run already"):
+        claim_folder(alone, folder)  # a run without checkpoints never continues
     write(folder, [1])
-    claim_folder(alone, folder, resumes=True)
+    claim_folder(alone, folder, has_checkpoint=True)
 
     def work(dist):
         with pytest.raises(ValueError, match=f"rank 0: {folder} holds a run already: give another --name"):
-            claim_folder(dist, folder)
+            claim_folder(dist, folder, has_checkpoint=False)
 
     run_ranks(work)
 

@@ -189,18 +189,24 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def claim_folder(dist: Dist, folder: Path, *, resumes: bool = False) -> Path:
-    """The folder of a run, made by the first rank; one with another run's training steps is refused on every rank.
+def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> Path:
+    """The folder of a run, made by the first rank; one that holds another run is refused on every rank.
 
-    resumes: the folder has a checkpoint of this very run, so the steps are its own.
+    Args:
+        dist: every rank calls it.
+        folder: where the run writes.
+        has_checkpoint: whether the run has a checkpoint to continue from, so that the metrics are its own. False where
+            it has none yet: a line of step 0 may then be left from a start that came to nothing. None for a run that
+            saves no checkpoints, whose folder must be new.
 
     Raises:
-        ValueError: `folder` has metrics of training steps, which the run would continue as if they were its own.
+        ValueError: `folder` has metrics, which the run would continue as if they were its own.
     """
     with same_error(dist):
         if dist.is_main:
             path = folder / "metrics.jsonl"
-            if not resumes and path.exists() and any(line["step"] > 0 for line in load_metrics(path)):
+            lines = load_metrics(path) if path.exists() and not has_checkpoint else []
+            if any(line["step"] > 0 or has_checkpoint is None for line in lines):
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
             folder.mkdir(parents=True, exist_ok=True)
     return folder
