@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from omni_train.dist import init_distributed
-from omni_train.signals import catch_stop, command_line
+from omni_train.signals import catch_stop, resume_command
 
 
 @pytest.fixture
@@ -53,10 +53,10 @@ def test_ranks_stop_after_the_same_step_whichever_was_told(run_ranks):
     assert run_ranks(work) == [4, 4]
 
 
-def test_the_command_line_starts_the_same_program_again(tmp_path):
+def test_the_resume_command_starts_the_same_program_again(tmp_path):
     script = tmp_path / "a script.py"
     script.write_text(
-        "import sys\nfrom omni_train.signals import command_line\nprint(sys.argv[1:])\nprint(command_line())"
+        "import sys\nfrom omni_train.signals import resume_command\nprint(sys.argv[1:])\nprint(resume_command())"
     )
     arguments = ["--prompts", 'a sign that says "A B"', "--lr=1e-4"]
     first = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, check=True).stdout
@@ -72,8 +72,8 @@ def test_the_command_line_starts_the_same_program_again(tmp_path):
         ("16", "8", ["torchrun", "--nnodes", "2", "--nproc-per-node", "8"]),
     ],
 )
-def test_the_command_line_of_torchrun_has_its_ranks(monkeypatch, world_size, local, launcher):
+def test_the_resume_command_of_torchrun_has_its_ranks(monkeypatch, world_size, local, launcher):
     monkeypatch.setattr(sys, "argv", ["apps/train.py", "--name", "a b"])
     for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, value)
-    assert shlex.split(command_line()) == [*launcher, "apps/train.py", "--name", "a b"]
+    assert shlex.split(resume_command()) == [*launcher, "apps/train.py", "--name", "a b"]

@@ -43,7 +43,7 @@ def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Iterato
             signal.signal(number, handler)
 
 
-def command_line() -> str:
+def resume_command() -> str:
     """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept."""
     if "RANK" not in os.environ:
         return shlex.join(sys.orig_argv)
