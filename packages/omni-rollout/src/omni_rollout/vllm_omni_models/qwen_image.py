@@ -17,6 +17,8 @@ class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
+        for part in (self.text_encoder, self.vae):
+            part.to(self.od_config.dtype)  # vLLM-Omni leaves them in the type that the checkpoint's files have
         self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
 
 
