@@ -28,7 +28,12 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/vllm_omni_engine.py": {"vllm", "vllm_omni"},
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
 }
-MAY_IMPORT_LAZILY = {"omni_train/config.py": {"tyro"}, "omni_train/log.py": {"rich"}}  # inside a function
+MAY_IMPORT_LAZILY = {  # inside a function
+    "omni_train/config.py": {"tyro"},
+    "omni_train/log.py": {"rich"},
+    "omni_train/report/folder.py": {"PIL"},
+    "omni_train/sinks.py": {"wandb", "trackio"},
+}
 MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_reward/*": ("safetensors.torch",),
     "omni_sched/*": ("torch.distributed",),

@@ -21,7 +21,7 @@ MODULES = {  # package -> what must import without any extra
         f"omni_train.{name}"
         for name in (
             *("device", "dist", "shard", "lora", "ema", "gate", "weights", "optim", "data", "log", "config"),
-            *("checkpoint", "export", "signals"),
+            *("checkpoint", "export", "signals", "report", "sinks"),
         )
     ],
 }

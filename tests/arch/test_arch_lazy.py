@@ -18,7 +18,10 @@ def imported(*arguments: str) -> tuple[set[str], str]:
     return {name.partition(".")[0] for name in table}, result.stdout
 
 
-@pytest.mark.parametrize("module", ["omni_train", "omni_train.config", "omni_train.data", "omni_reward"])
+@pytest.mark.parametrize(
+    "module",
+    ["omni_train", "omni_train.config", "omni_train.data", "omni_train.report", "omni_train.sinks", "omni_reward"],
+)
 def test_importing_costs_no_torch(module: str):
     names, _ = imported("-c", f"import {module}")
     assert module.partition(".")[0] in names

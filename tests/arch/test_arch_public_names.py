@@ -102,6 +102,17 @@ SIGNATURES = {
     "omni_train.data.PromptSampler.at": "self, step",
     "omni_train.log.RunLog": "folder, **others",
     "omni_train.log.RunLog.log": "self, step, metrics, **others",
+    "omni_train.report.Sample": "prompt, reward, **others",
+    "omni_train.report.write_eval": "folder, step, images, samples, **others",
+    "omni_train.report.write_samples": "folder, step, images, samples, **others",
+    "omni_train.report.write_alarm": "folder, step, title, **others",
+    "omni_train.report.write_versions": "folder, **others",
+    "omni_train.report.write_report": "folder",
+    "omni_train.report.write_comparison": "folders, path",
+    "omni_train.sinks.report": "folder",
+    "omni_train.sinks.tensorboard": "folder",
+    "omni_train.sinks.wandb": "project, **others",
+    "omni_train.sinks.trackio": "project, **others",
 }
 CHOICES = {  # of a parameter that takes one of several words
     "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},

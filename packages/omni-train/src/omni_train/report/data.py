@@ -1,0 +1,294 @@
+"""What a report shows of a run, as plain data: curves thinned out, pictures chosen within a budget of bytes, alarms.
+
+Everything here is read from files, hence from outside: it stays data until the page draws it as text.
+"""
+
+import base64
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_train.report.folder import read_lines, step_folders
+
+MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
+MAX_BARS = 60  # of the seconds per phase
+MAX_GROUPS = 12  # whose best and worst samples are shown
+EVAL_BYTES = 2_000_000  # of the evaluations' pictures in the page, over all runs
+SAMPLE_BYTES = 600_000  # of the samples' pictures
+MAX_TEXT = 400  # characters of a prompt, a reason, a detail
+MAX_DETAILS = 6  # that a scorer gives with a score
+MAX_ALARMS = 50
+MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp"}
+Steps = Sequence[Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Metrics that are drawn together: {name: label}. A comparison of runs shows the first that a run has."""
+
+    section: str
+    title: str
+    note: str
+    lines: Mapping[str, str]
+    smooth: bool = False
+
+
+CHARTS = (
+    Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
+          {"eval/reward": "held-out", "reward/mean": "training"}, smooth=True),
+    Chart("policy", "KL", "To the model without its adapter, and half the mean squared log-ratio of an update.",
+          {"policy/kl": "to the reference", "policy/approx_kl": "of the update"}),
+    Chart("policy", "Ratio deviation", "Largest |ratio - 1|. Before the first update: 0 with the embedded engine.",
+          {"policy/ratio_max_dev": "all updates", "policy/first_ratio_max_dev": "before the first"}),
+    Chart("policy", "Clip fraction", "Share of ratios outside the clip range. Below 0.3 is healthy.",
+          {"policy/clip_fraction": "all", "policy/clip_fraction_low": "low", "policy/clip_fraction_high": "high"}),
+    Chart("policy", "Gradient norm", "Before clipping.", {"policy/grad_norm": "norm"}, smooth=True),
+    Chart("policy", "Spread within groups", "Standard deviation of the rewards of a prompt's samples.",
+          {"reward/group_std": "mean over groups"}, smooth=True),
+    Chart("policy", "Nothing to learn from", "Shares of groups that score the same, and of samples without a score.",
+          {"reward/zero_variance_ratio": "groups", "reward/abstained_ratio": "samples"}, smooth=True),
+    Chart("policy", "Learning rate", "", {"policy/lr": "rate"}),
+    Chart("speed", "Throughput", "Images per second and device, evaluations included.",
+          {"perf/images_per_s_per_device": "images/s"}, smooth=True),
+    Chart("speed", "Memory", "Of the first rank, in MB.", {"perf/peak_memory_mb": "peak", "perf/memory_mb": "now"}),
+    Chart("speed", "Scoring", "Seconds that the scorer worked, and those left to wait for when all was drawn.",
+          {"reward/busy_s": "worked", "time/reward_wait_s": "waited for"}, smooth=True),
+)  # fmt: skip
+
+
+def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
+    """All that the page needs of a run. The pictures of `num_runs` such runs fit into one page.
+
+    Raises:
+        ValueError: `folder` has no metrics, or a file in it cannot be read.
+    """
+    from omni_train.log import load_metrics
+
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no metrics.jsonl")
+    steps, config, starts = load_metrics(path), _config(folder), read_lines(folder / "versions.jsonl")
+    seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
+    recent = seconds[-20:]
+    step = int(steps[-1]["step"]) if steps else 0
+    return {
+        "name": folder.resolve().name,
+        "step": step,
+        "total": config["steps"] if isinstance(config.get("steps"), int) else None,
+        "seconds": sum(seconds),
+        "step_s": sum(recent) / len(recent) if recent else None,
+        "logged_at": path.stat().st_mtime,
+        "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
+        "phases": phases(steps),
+        "alarms": [*metric_alarms(steps), *alarms(folder)],
+        **evaluations(folder, step, EVAL_BYTES // num_runs),
+        "groups": groups(folder, step, SAMPLE_BYTES) if num_runs == 1 else [],
+        "config": config,
+        "starts": starts,
+    }
+
+
+def shown_names(steps: Steps) -> list[str]:
+    """The metrics that are drawn as curves, sorted; of the times only those that a chart asks for."""
+    asked = {name for chart in CHARTS for name in chart.lines} | {"time/step_s"}
+    found = {name for step in steps for name in step} - {"step"}
+    return sorted(name for name in found if name in asked or not name.startswith("time/"))
+
+
+def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[float]]:
+    """The points of a metric: x and y, and where there are more than `limit`, means y of stretches with low and high.
+
+    A stretch is one of `limit` equal parts of the steps; x is its middle. Values that are not finite are left out.
+    """
+    points = [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
+    if len(points) <= limit:
+        return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]}
+    parts = _stretches(points, limit)
+    values = [[y for _, y in part] for part in parts]
+    return {
+        "x": [(part[0][0] + part[-1][0]) / 2 for part in parts],
+        "y": [_short(sum(ys) / len(ys)) for ys in values],
+        "low": [_short(min(ys)) for ys in values],
+        "high": [_short(max(ys)) for ys in values],
+    }
+
+
+def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
+    """Mean seconds per step of each phase, and of the rest of the step, over at most `limit` stretches of steps."""
+    timed = [(step["step"], step) for step in steps if math.isfinite(step.get("time/step_s", math.nan))]
+    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # names its phases in the order they run
+    found = dict.fromkeys(name for step in fullest for name in step if name.startswith("time/") and name.endswith("_s"))
+    names = [name for name in found if name != "time/step_s"]
+    parts = _stretches(timed, limit) if timed else []
+
+    def mean(part: list[tuple[float, Mapping[str, float]]], name: str) -> float:
+        return sum(value for _, step in part if math.isfinite(value := step.get(name, 0.0))) / len(part)
+
+    bars = [{name: mean(part, name) for name in names} for part in parts]
+    rest = [max(0.0, mean(part, "time/step_s") - sum(bar.values())) for part, bar in zip(parts, bars, strict=True)]
+    seconds = {name[5:-2].replace("_", " "): [_short(bar[name]) for bar in bars] for name in names}
+    return {
+        "from": [part[0][0] for part in parts],
+        "to": [part[-1][0] for part in parts],
+        "seconds": seconds | {"rest": [_short(value) for value in rest]},
+    }
+
+
+def metric_alarms(steps: Steps) -> list[dict[str, Any]]:
+    """One alarm for each thing that the metrics themselves say is wrong, however many steps say it."""
+    broken = {n for step in steps for n, value in step.items() if not math.isfinite(value)}
+    rules = [(f"{name} is not finite", name, lambda v: not math.isfinite(v), "the steps before it") for name in broken]
+    rules += [
+        ("Updates were skipped", "policy/skipped_updates", lambda v: v > 0,
+         "why a gradient was not finite: learning rate, dtype, rewards"),
+        ("Many ratios are clipped", "policy/clip_fraction", lambda v: v > 0.3,
+         "why the policy moves so far in a step: learning rate, updates per step, clip range"),
+    ]  # fmt: skip
+    alarms = []
+    for title, name, holds, look in sorted(rules):
+        hits = [(int(step["step"]), step[name]) for step in steps if name in step and holds(step[name])]
+        if hits:
+            numbers = {name: hits[-1][1], "steps": len(hits), "since": hits[0][0]}
+            alarms.append({"step": hits[-1][0], "title": title, "numbers": numbers, "look": look})
+    return alarms
+
+
+def alarms(folder: Path) -> list[dict[str, Any]]:
+    """The latest alarms that the trainer wrote; one that a resumed run wrote again counts once."""
+    found = {(entry["step"], entry["title"]): entry for entry in read_lines(folder / "alarms.jsonl")}
+    return list(found.values())[-MAX_ALARMS:]
+
+
+def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
+    """The prompts of the last evaluation and their pictures at each evaluation; contact sheets where that is all.
+
+    Where all would exceed `budget` bytes, evaluations between the first and the last go, then prompts. What is of
+    steps after `last` is left out: a resumed run has yet to come there again.
+    """
+    stored = []
+    for step, path in step_folders(folder / "eval", last):
+        rows = json.loads((path / "rows.json").read_text(encoding="utf-8"))
+        stored.append((step, {_key(row): (_file(path, row), row) for row in rows}))
+    if not stored:
+        return {"prompts": [], "evals": [], "sheets": sheets(folder, budget)}
+    keys = list(stored[-1][1])
+    kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
+    kept, keys = _within(kept, keys, budget)
+    evals = [
+        {"step": step, "pictures": [_picture(*rows[key]) if key in rows else None for key in keys]}
+        for step, rows in kept
+    ]
+    return {"prompts": [{"text": text[:MAX_TEXT], "seed": seed} for text, seed in keys], "evals": evals, "sheets": []}
+
+
+def sheets(folder: Path, budget: int) -> list[dict[str, Any]]:
+    """The contact sheets eval/STEP.png, as many as fit into `budget` bytes; the first and the last go last."""
+    found = sorted((int(path.stem), path) for path in (folder / "eval").glob("*.png") if path.stem.isdecimal())
+    count = len(found)
+    while count and sum(_size(path) for _, path in spread(found, count)) > budget:
+        count -= 1
+    return [{"step": step, "src": _data_uri(path)} for step, path in spread(found, count)]
+
+
+def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
+    """Best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
+    shown: list[dict[str, Any]] = []
+    for step, path in reversed(step_folders(folder / "samples", last)):
+        for group in json.loads((path / "groups.json").read_text(encoding="utf-8")):
+            files = [_file(path, row) for row in group["shown"]]
+            budget -= sum(map(_size, files))
+            if budget < 0 or len(shown) == MAX_GROUPS:
+                return shown
+            pictures = [_picture(file, row) for file, row in zip(files, group["shown"], strict=True)]
+            rewards = [_score(reward) for reward in group["rewards"]]
+            shown.append({"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures})
+    return shown
+
+
+def spread(items: Sequence[Any], count: int) -> list[Any]:
+    """`count` of the items, the first and the last among them, the others evenly between; the last alone for one."""
+    if count >= len(items):
+        return list(items)
+    if count < 2:
+        return list(items[len(items) - count :])
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
+
+
+def _within(kept: list[Any], keys: list[Any], budget: int) -> tuple[list[Any], list[Any]]:
+    """Evaluations and prompts whose pictures fit: at least eight evaluations while there are four prompts or more."""
+    sizes = {(step, key): _size(file) for step, rows in kept for key, (file, _) in rows.items()}
+    every, least_evals, least_prompts = list(kept), 8, 4
+
+    def total() -> int:
+        return sum(sizes.get((step, key), 0) for step, _ in kept for key in keys)
+
+    while keys and total() > budget:
+        if len(kept) > least_evals or (len(keys) <= least_prompts and len(kept) > 2):
+            kept = spread(every, len(kept) - 1)
+        else:
+            keys = keys[:-1]
+    return kept, keys
+
+
+def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tuple[float, Any]]]:
+    """The points (x, ...) in the parts, of `count` equal parts of x, that hold any; each alone if they are no more."""
+    if len(points) <= count:
+        return [[point] for point in points]
+    first, last = points[0][0], points[-1][0]
+    parts: list[list[tuple[float, Any]]] = [[] for _ in range(count)]
+    for point in points:
+        parts[min(count - 1, int((point[0] - first) / (last - first) * count))].append(point)
+    return [part for part in parts if part]
+
+
+def _picture(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    details = [(str(name)[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
+    return {
+        "src": _data_uri(file),
+        "size": row["size"],
+        "reward": _score(row["reward"]),
+        "details": dict(details),
+        "abstained": row["abstained"] and row["abstained"][:MAX_TEXT],
+    }
+
+
+def _text(value: object) -> str:
+    return f"{value:.5g}" if isinstance(value, float) else str(value)[:MAX_TEXT]
+
+
+def _score(value: float | None) -> float | None:
+    return _short(value) if value is not None and math.isfinite(value) else None
+
+
+def _short(value: float) -> float:
+    """Five digits are more than a screen shows."""
+    return float(f"{value:.5g}")
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, int | None]:
+    return row["prompt"], row["seed"]
+
+
+def _file(folder: Path, row: Mapping[str, Any]) -> Path:
+    return folder / Path(row["file"]).name  # never a file elsewhere, whatever the row says
+
+
+def _size(file: Path) -> int:
+    """Bytes in the page, where three take four characters."""
+    return file.stat().st_size * 4 // 3
+
+
+def _data_uri(file: Path) -> str:
+    return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.toml"
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except tomllib.TOMLDecodeError as exc:
+        raise ValueError(f"{path}: not valid TOML: {exc}") from exc

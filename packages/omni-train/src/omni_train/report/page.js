@@ -1,0 +1,446 @@
+
+const DATA = JSON.parse(document.getElementById("data").textContent);
+const RUNS = DATA.runs;
+const MANY = RUNS.length > 1;
+const COLORS = MANY ? ["c1", "c6", "c3", "c4", "c7", "c8", "c5", "c2"] : ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+const KEPT = history.state || {}; // survives a reload of the page
+
+// Words.
+
+function duration(seconds) {
+  const s = Math.round(seconds);
+  if (s < 60) return `${s} s`;
+  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
+  return `${Math.floor(s / 3600)} h ${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} min`;
+}
+
+function plural(count, word) {
+  return `${count} ${word}${count === 1 ? "" : "s"}`;
+}
+
+function median(values) {
+  return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
+}
+
+function last(items) {
+  return items[items.length - 1];
+}
+
+function isGoing(run) {
+  const patience = 120 + 10 * (run.step_s || 0);
+  return run.total !== null && run.step < run.total && Date.now() / 1000 - run.logged_at < patience;
+}
+
+function section(title, note, ...children) {
+  const id = title.toLowerCase().replace(/[^a-z]+/g, "-");
+  return el("section", { "aria-labelledby": id }, el("h2", { id }, title), note ? el("p", { class: "lead" }, note) : null, ...children);
+}
+
+// The head: what run this is, how far it is, and its few most telling numbers.
+
+function status(run) {
+  if (isGoing(run)) {
+    const left = run.step_s ? `, about ${duration((run.total - run.step) * run.step_s)} left` : "";
+    return { word: "running", text: `step ${run.step} of ${run.total}${left}` };
+  }
+  const done = run.total !== null && run.step >= run.total;
+  const of = run.total !== null && !done ? ` of ${run.total}` : "";
+  const word = done ? "finished" : run.total === null ? "logged" : "stopped";
+  return { word, text: `${run.step}${of} steps in ${duration(run.seconds)}` };
+}
+
+function head() {
+  const title = MANY ? `${RUNS.length} runs` : RUNS[0].name;
+  const parts = [el("p", { class: "mark-line" }, "omni-rl"), el("h1", {}, title)];
+  if (!MANY) {
+    const { word, text } = status(RUNS[0]);
+    const start = last(RUNS[0].starts);
+    const commit = start && start.commit ? ` \u00b7 commit ${start.commit.slice(0, 7)}` : "";
+    parts.push(el("p", { class: "status" }, el("span", { class: `pill ${word}` }, word), ` ${text}${commit}`, reloader(RUNS[0])));
+    if (word === "running") parts.push(el("progress", { max: RUNS[0].total, value: RUNS[0].step, "aria-label": "steps done" }));
+  }
+  return el("header", {}, parts);
+}
+
+function reloader(run) {
+  if (!isGoing(run)) return null;
+  const box = el("input", { type: "checkbox", checked: KEPT.reload !== false });
+  box.addEventListener("change", () => keep({ reload: box.checked }));
+  let touched = 0;
+  for (const name of ["pointerdown", "pointermove", "keydown", "scroll"]) addEventListener(name, () => { touched = Date.now(); }, { passive: true });
+  setInterval(() => {
+    if (box.checked && !document.hidden && Date.now() - touched > 10000) location.reload();
+  }, 30000);
+  return el("label", { class: "reload" }, box, "reload every 30 s");
+}
+
+function keep(state) {
+  Object.assign(KEPT, state);
+  history.replaceState(KEPT, "");
+}
+
+function tile(label, value, note) {
+  return el("div", {}, el("dt", {}, label), el("dd", {}, el("strong", {}, value), note ? el("span", {}, note) : null));
+}
+
+function signed(value) {
+  return (value < 0 ? "\u2212" : "+") + show(Math.abs(Number(value.toPrecision(2))));
+}
+
+function tiles(run) {
+  const { "eval/reward": held, "reward/mean": train, "perf/images_per_s_per_device": speed, "perf/peak_memory_mb": memory } = run.curves;
+  const made = [];
+  if (held) {
+    const [first, now] = [held.y[0], last(held.y)];
+    const change = held.y.length > 1 ? `${signed(now - first)} since step ${show(held.x[0])}` : "";
+    made.push(tile("Held-out score", held.y.length > 1 ? `${show(first)} \u2192 ${show(now)}` : show(now), change));
+  }
+  if (train) {
+    const part = train.y.slice(-10);
+    made.push(tile("Training reward", show(part.reduce((a, b) => a + b, 0) / part.length), part.length > 1 ? `mean of the last ${part.length}` : ""));
+  }
+  if (run.step_s) made.push(tile("Seconds per step", show(run.step_s), speed ? `${show(median(speed.y.slice(-10)))} images/s per device` : ""));
+  if (memory) made.push(tile("Peak memory", last(memory.y) >= 10240 ? `${show(last(memory.y) / 1024)} GB` : `${show(last(memory.y))} MB`, "first rank"));
+  return made.length ? el("dl", { class: "tiles" }, made) : null;
+}
+
+function swatch(i) {
+  return el("i", { class: COLORS[i % 8], "aria-hidden": "true" });
+}
+
+function runTable() {
+  const rows = RUNS.map((run, i) => {
+    const held = run.curves["eval/reward"];
+    const start = last(run.starts);
+    return el("tr", {}, el("th", { scope: "row" }, swatch(i), run.name),
+      el("td", {}, `${status(run).word}, ${run.step} steps`), el("td", {}, held ? `${show(held.y[0])} \u2192 ${show(last(held.y))}` : "none"),
+      el("td", {}, show(run.step_s)), el("td", {}, start && start.commit ? start.commit.slice(0, 7) : "none"));
+  });
+  const names = ["Run", "State", "Held-out score", "Seconds per step", "Commit"];
+  const headings = el("tr", {}, names.map((name) => el("th", { scope: "col" }, name)));
+  return el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of runs" }, el("table", {}, el("thead", {}, headings), el("tbody", {}, rows)));
+}
+
+function alarms() {
+  const rows = RUNS.flatMap((run) => run.alarms.map((alarm) => ({ run, alarm })));
+  if (!rows.length) return null;
+  const items = rows.map(({ run, alarm }) => el("li", {},
+    el("strong", {}, alarm.title), el("span", { class: "step" }, `${MANY ? `${run.name}, ` : ""}step ${show(alarm.step)}`),
+    el("p", {}, Object.entries(alarm.numbers || {}).map(([name, value]) => el("code", {}, `${name} ${show(value)}`))),
+    alarm.look ? el("p", { class: "look" }, `Look at: ${alarm.look}`) : null));
+  return section("Alarms", "", el("ul", { class: "alarms" }, items));
+}
+
+// Curves.
+
+// What a point stands for, where curves are so long that stretches of them were put together.
+function thinned(curves) {
+  const curve = curves.find((points) => points.low);
+  if (!curve) return "";
+  const steps = Math.max(2, Math.round((last(curve.x) - curve.x[0]) / (curve.x.length - 1)));
+  return ` A point is the mean of about ${steps} steps, the shade their range.`;
+}
+
+function domain() {
+  const steps = RUNS.flatMap((run) => Object.values(run.curves).flatMap((curve) => [curve.x[0], last(curve.x)]));
+  return { low: Math.min(...steps), high: Math.max(...steps) };
+}
+
+// The lines of a chart: its metrics in one run, or of several runs the metric that moves, one line a run.
+function linesOf(spec) {
+  if (!MANY) {
+    const found = Object.entries(spec.lines).filter(([name]) => RUNS[0].curves[name]);
+    return found.map(([name, label], i) => ({ label, color: COLORS[i % 8], smooth: spec.smooth, ...RUNS[0].curves[name] }));
+  }
+  const names = Object.keys(spec.lines).filter((name) => RUNS.some((run) => run.curves[name]));
+  const drawn = names.map((name) => {
+    const lines = RUNS.map((run, i) => ({ label: run.name, color: COLORS[i % 8], smooth: spec.smooth, ...run.curves[name] }));
+    return Object.assign(lines.filter((line) => line.x), { metric: spec.lines[name] });
+  });
+  return drawn.find((lines) => !lines.every(isSteady)) || drawn[0] || [];
+}
+
+function chartOf(spec) {
+  const lines = linesOf(spec);
+  if (!lines.length) return null;
+  const smoothed = lines.some((line) => line.smooth && line.x.length > LONG);
+  const note = spec.note + (smoothed ? " The strong line is a moving mean." : "") + (spec.section === "reward" ? thinned(lines) : "");
+  const title = MANY && lines.metric && Object.keys(spec.lines).length > 1 ? `${spec.title}: ${lines.metric}` : spec.title;
+  return chartFigure({ title, note: note.trim(), tall: spec.section === "reward", lines, ...domain() });
+}
+
+function timeChart(run) {
+  const { from, to, seconds } = run.phases;
+  if (!from.length) return null;
+  const middles = from.map((step, i) => (step + to[i]) / 2);
+  const names = Object.keys(seconds).filter((name) => Math.max(...seconds[name]) > 0);
+  const color = (name, i) => (name === "rest" ? "c0" : ["c6", "c5", "c3", "c7", "c4", "c2", "c8", "c1"][i % 8]);
+  const bars = names.map((name, i) => ({ label: name, color: color(name, i), x: middles, y: seconds[name] }));
+  const note = "Where the seconds of a step go, on the first rank.";
+  return chartFigure({ title: "Seconds per step", note, bars, middles, from, to, low: from[0] - 0.5, high: last(to) + 0.5 });
+}
+
+function chartsOf(name) {
+  return DATA.charts.filter((spec) => spec.section === name).map(chartOf);
+}
+
+// The charts, and below them the cards of metrics that never moved.
+function grids(figures, kind = "charts") {
+  const made = figures.filter(Boolean);
+  const steady = made.filter((figure) => figure.classList.contains("steady"));
+  const moving = made.filter((figure) => !steady.includes(figure));
+  return [moving, steady].filter((part) => part.length).map((part) => el("div", { class: kind }, part));
+}
+
+function policySection() {
+  const made = grids(chartsOf("policy"));
+  const note = `Point at a step to read it in every chart; arrow keys do the same.${thinned(RUNS.flatMap((run) => Object.values(run.curves)))}`;
+  return made.length ? section("Policy", note, made) : null;
+}
+
+function speedSection() {
+  const spec = { section: "speed", title: "Seconds per step", note: "", lines: { "time/step_s": "" }, smooth: true };
+  const made = grids([MANY ? chartOf(spec) : timeChart(RUNS[0]), ...chartsOf("speed")], "charts two");
+  return made.length ? section("Time and memory", "", made) : null;
+}
+
+function otherSection() {
+  const drawn = new Set(["time/step_s", ...DATA.charts.flatMap((spec) => Object.keys(spec.lines))]);
+  const names = [...new Set(RUNS.flatMap((run) => Object.keys(run.curves)))].filter((name) => !drawn.has(name)).sort();
+  if (!names.length) return null;
+  const details = el("details", {}, el("summary", {}, plural(names.length, "more metric")));
+  const spec = (name) => ({ section: "other", title: name, note: "", lines: { [name]: "value" }, smooth: false });
+  details.addEventListener("toggle", () => details.append(...grids(names.map((name) => chartOf(spec(name))))), { once: true });
+  return details;
+}
+
+// Pictures.
+
+function scoreRange() {
+  const scores = RUNS.flatMap((run) => [...run.evals.flatMap((e) => e.pictures), ...run.groups.flatMap((g) => g.shown)])
+    .filter(Boolean).map((picture) => picture.reward).filter((reward) => reward !== null);
+  return { low: Math.min(0, ...scores), high: Math.max(...scores, 1e-9) };
+}
+
+const RANGE = scoreRange();
+
+function scoreText(value) {
+  return RANGE.high - RANGE.low <= 20 ? value.toFixed(2) : show(value);
+}
+
+function said(picture) {
+  const { target, read, ...others } = picture.details;
+  const parts = [];
+  const say = (name, value) => parts.push(el("span", {}, `${name} `, el("code", {}, value)), " ");
+  if (read !== undefined) say("read", read === "" ? "nothing" : read);
+  if (target !== undefined && target !== read) say("wanted", target);
+  for (const [name, value] of Object.entries(others)) say(name, value);
+  if (picture.reward === null) parts.push(el("span", {}, picture.abstained || "the scorer gave no score"));
+  return parts;
+}
+
+function pane(label, picture, prompt, mark = null) {
+  const title = el("span", { class: "label", title: label }, mark, label);
+  if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
+  const [width, height] = picture.size;
+  const image = el("img", { src: picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  const bar = el("div", { class: "bar-of-score", "aria-hidden": "true" }, el("i"));
+  const share = picture.reward === null ? 0 : (picture.reward - RANGE.low) / (RANGE.high - RANGE.low);
+  bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
+  return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
+    image, bar, el("p", { class: "said" }, said(picture)));
+}
+
+// The prompt; a long one is cut to a few lines, and whole when pointed at.
+function caption(prompt) {
+  return el("figcaption", { title: prompt }, prompt);
+}
+
+function shape(picture) {
+  return picture && picture.size[0] > 1.6 * picture.size[1] ? "panes wide" : "panes";
+}
+
+// What a card shows when the slider stands at `step`: in one run the first evaluation and that one, else each run.
+function panesAt(prompt, step) {
+  const same = (other) => other.text === prompt.text && other.seed === prompt.seed;
+  const at = (run, wanted) => {
+    const chosen = last(run.evals.filter((e) => e.step <= wanted)) || run.evals[0];
+    const picture = chosen && chosen.pictures[run.prompts.findIndex(same)];
+    return picture ? { label: `step ${chosen.step}`, picture } : { label: "", picture: null };
+  };
+  if (MANY) {
+    const name = (run, label) => (label ? `${run.name}, ${label}` : run.name);
+    return RUNS.map((run) => ({ run, ...at(run, step) }))
+      .map(({ run, label, picture }, i) => ({ label: name(run, label), picture, mark: swatch(i) }));
+  }
+  const first = RUNS[0].evals[0].step;
+  const shown = (wanted) => ({ ...at(RUNS[0], wanted), label: `step ${wanted}` });
+  return step === first ? [shown(first)] : [shown(first), shown(step)];
+}
+
+function scoreHistory(prompt, step) {
+  if (MANY || RUNS[0].evals.length < 3) return null;
+  const i = RUNS[0].prompts.indexOf(prompt);
+  const scores = RUNS[0].evals.map((e) => (e.pictures[i] ? e.pictures[i].reward : null));
+  const here = RUNS[0].evals.findIndex((e) => e.step === step);
+  const x = (n) => 4 + (n / (scores.length - 1)) * 92;
+  const y = (score) => 20 - ((score - RANGE.low) / (RANGE.high - RANGE.low)) * 16;
+  const known = scores.map((score, n) => [n, score]).filter(([, score]) => score !== null);
+  if (!known.length) return null;
+  const line = known.map(([n, score], k) => `${k ? "L" : "M"}${x(n).toFixed(1)} ${y(score).toFixed(1)}`).join("");
+  const label = `Scores at the evaluations: ${scores.map((score) => (score === null ? "none" : scoreText(score))).join(", ")}`;
+  const dots = known.filter(([n]) => n === here).map(([n, score]) => svg("line", { class: "here", x1: x(n), x2: x(n), y1: y(score), y2: y(score) }));
+  return svg("svg", { class: "history", viewBox: "0 0 100 24", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    svg("line", { class: "base", x1: 4, x2: 96, y1: 21, y2: 21 }), svg("path", { d: line }), dots);
+}
+
+function pictureSection() {
+  const steps = [...new Set(RUNS.flatMap((run) => run.evals.map((e) => e.step)))].sort((a, b) => a - b);
+  const source = RUNS.find((run) => run.prompts.length);
+  if (!source) return sheetSection();
+  const cards = source.prompts.map((prompt) => {
+    const body = el("div", { class: "panes" });
+    const past = el("div", {});
+    return { prompt, body, past, card: el("figure", { class: "card" }, caption(prompt.text), body, past) };
+  });
+  const control = evaluationSlider(steps, (step) => {
+    for (const { prompt, body, past } of cards) {
+      const panes = panesAt(prompt, step);
+      body.className = shape((panes.find((p) => p.picture) || {}).picture);
+      body.replaceChildren(...panes.map((p) => pane(p.label, p.picture, prompt.text, p.mark)));
+      past.replaceChildren(...[scoreHistory(prompt, step)].filter(Boolean));
+    }
+  });
+  const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds at every evaluation. Beside the first: the one the slider chooses.";
+  return section("Pictures", note, control, few(cards.map(({ card }) => card), last(source.evals).pictures.find(Boolean)));
+}
+
+// Cards, of which a button shows those beyond the first eight.
+function few(cards, picture) {
+  const grid = el("div", { class: shape(picture).replace("panes", "cards") }, cards);
+  if (cards.length <= 8) return grid;
+  grid.classList.add("few");
+  const button = el("button", { type: "button" }, `Show all ${cards.length}`);
+  button.addEventListener("click", () => {
+    grid.classList.remove("few");
+    button.remove();
+  });
+  return el("div", {}, grid, button);
+}
+
+function sheetSection() {
+  const run = RUNS.find((r) => r.sheets.length);
+  if (MANY || !run) return null;
+  const image = el("img", { class: "sheet" });
+  const control = evaluationSlider(run.sheets.map((sheet) => sheet.step), (step) => {
+    image.src = run.sheets.find((sheet) => sheet.step === step).src;
+    image.alt = `Contact sheet of the evaluation after ${plural(step, "step")}`;
+  });
+  return section("Pictures", "The same prompts and seeds at every evaluation.", control, image);
+}
+
+function evaluationSlider(steps, showStep) {
+  const range = el("input", { type: "range", min: 0, max: steps.length - 1, step: 1, id: "evaluation", disabled: steps.length < 2 });
+  const text = el("output", { for: "evaluation" });
+  function update() {
+    const step = steps[range.value];
+    const held = MANY ? null : RUNS[0].curves["eval/reward"];
+    const i = held ? held.x.indexOf(step) : -1;
+    const score = i < 0 ? "" : `held-out ${show(held.y[i])}`;
+    text.replaceChildren(el("strong", {}, `after ${plural(step, "step")}`), el("span", {}, score));
+    range.setAttribute("aria-valuetext", `after ${plural(step, "step")} ${score}`);
+    showStep(step);
+  }
+  const kept = steps.indexOf(KEPT.evaluation);
+  range.value = kept < 0 ? steps.length - 1 : kept;
+  range.addEventListener("input", () => {
+    update();
+    keep({ evaluation: Number(range.value) === steps.length - 1 ? null : steps[range.value] });
+    moveCursor(steps[range.value]);
+  });
+  update();
+  const marks = steps.map((step) => el("span", {}, steps.length <= 9 ? String(step) : ""));
+  return el("div", { class: "control" }, el("label", { for: "evaluation" }, "Evaluation"), range, text,
+    el("div", { class: "marks", "aria-hidden": "true" }, marks));
+}
+
+function groupSection() {
+  if (MANY || !RUNS[0].groups.length) return null;
+  const cards = RUNS[0].groups.map((group) => {
+    const names = group.shown.length > 1 ? ["best", "worst"] : ["all alike"];
+    const panes = group.shown.map((picture, i) => pane(names[i], picture, group.prompt));
+    return el("figure", { class: "card" }, caption(group.prompt), el("div", { class: shape(group.shown[0]) }, panes), strip(group),
+      el("p", { class: "note" }, `group of ${group.rewards.length}, step ${show(group.step)}`));
+  });
+  return section("Recent groups", "Best and worst sample of the latest groups, and the scores of all samples of each.", few(cards, RUNS[0].groups[0].shown[0]));
+}
+
+function strip(group) {
+  const known = group.rewards.filter((reward) => reward !== null);
+  const x = (score) => 3 + ((score - RANGE.low) / (RANGE.high - RANGE.low)) * 94;
+  const missing = group.rewards.length - known.length;
+  const label = `Scores of the group: ${known.map(scoreText).join(", ")}${missing ? `; ${missing} without score` : ""}`;
+  return el("div", { class: "strip", role: "img", "aria-label": label, title: label }, known.map((score) => {
+    const dot = el("i");
+    dot.style.left = `${x(score).toFixed(1)}%`;
+    return dot;
+  }));
+}
+
+// Settings and origin.
+
+function pairs(entries) {
+  return el("dl", { class: "settings" }, entries.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, word(value)))));
+}
+
+function word(value) {
+  return value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
+}
+
+function origin(run) {
+  const start = last(run.starts);
+  if (!start) return null;
+  const { command, packages, ...facts } = start;
+  return el("div", { class: "origin" }, el("h3", {}, "Origin"), el("pre", {}, el("code", {}, command.split(" ").flatMap((part) => [el("span", {}, part), " "]))),
+    pairs(Object.entries(facts).filter(([, value]) => value !== "")),
+    run.starts.length > 1 ? el("p", { class: "note" }, `Started ${run.starts.length} times; this is the last start.`) : null,
+    el("details", {}, el("summary", {}, "Versions"), pairs(Object.entries(packages || {}))));
+}
+
+function settingSection() {
+  const runs = RUNS.filter((run) => Object.keys(run.config).length || run.starts.length);
+  if (!runs.length) return null;
+  if (!MANY) return section("Settings", "", Object.keys(RUNS[0].config).length ? pairs(Object.entries(RUNS[0].config)) : null, origin(RUNS[0]));
+  const all = RUNS.map((run) => ({ ...run.config, ...flat(last(run.starts)) }));
+  const names = [...new Set(all.flatMap((config) => Object.keys(config)))].filter((name) => new Set(all.map((c) => word(c[name]))).size > 1);
+  const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), all.map((config) => el("td", {}, word(config[name])))));
+  const headings = el("tr", {}, el("th", { scope: "col" }, "Setting"), RUNS.map((run, i) => el("th", { scope: "col" }, swatch(i), run.name)));
+  const table = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of settings" },
+    el("table", {}, el("thead", {}, headings), el("tbody", {}, rows)));
+  return section("Settings that differ", "", rows.length ? table : el("p", {}, "None."),
+    runs.map((run) => el("details", {}, el("summary", {}, `All settings of ${run.name}`), pairs(Object.entries(run.config)), origin(run))));
+}
+
+function flat(start) {
+  if (!start) return {};
+  const { packages, command, started, ...facts } = start;
+  return { ...facts, ...packages };
+}
+
+function rewardSection() {
+  const specs = DATA.charts.filter((spec) => spec.section === "reward");
+  const alone = (spec) => Object.entries(spec.lines).map(([name, label]) => ({ ...spec, title: `${spec.title}: ${label}`, note: "", lines: { [name]: label } }));
+  const made = grids((MANY ? specs.flatMap(alone) : specs).map(chartOf), "charts one");
+  return made.length ? el("div", { class: "hero" }, made) : null;
+}
+
+function foot() {
+  const logged = new Date(Math.max(...RUNS.map((run) => run.logged_at)) * 1000);
+  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. This file needs no network.`);
+}
+
+const EMPTY = RUNS.every((run) => !Object.keys(run.curves).length);
+document.getElementById("page").replaceChildren(...[
+  head(), MANY ? runTable() : tiles(RUNS[0]), EMPTY ? el("p", { class: "lead" }, "No step is logged yet.") : null,
+  alarms(), rewardSection(), pictureSection(), groupSection(), policySection(), speedSection(), otherSection(), settingSection(), foot(),
+].filter(Boolean));

@@ -1,0 +1,80 @@
+"""The report as one HTML file that asks for nothing else, neither from the network nor from the disk.
+
+What was read from files stands in the page as JSON, in a script element that no browser runs, without any `<`. The
+page's own script reads it and sets it as text. A content security policy lets no other script run.
+"""
+
+import base64
+import hashlib
+import html
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from omni_train.report.data import CHARTS, run_data
+from omni_train.report.folder import write_whole
+
+
+def write_report(folder: str | Path) -> Path:
+    """Writes `folder`/report.html anew from what the run folder holds, and returns its path.
+
+    Raises:
+        ValueError: `folder` holds no metrics, or a file in it cannot be read.
+    """
+    path = Path(folder) / "report.html"
+    write_whole(path, page([run_data(Path(folder))]).encode())
+    return path
+
+
+def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
+    """Writes one page that lays the curves, pictures and settings of several runs beside each other.
+
+    Raises:
+        ValueError: fewer than two folders, two of one name, or one of them cannot be read.
+    """
+    runs = [run_data(Path(folder), num_runs=len(folders)) for folder in folders]
+    names = [run["name"] for run in runs]
+    if len(set(names)) < max(2, len(names)):
+        raise ValueError(f"folders must be two or more of different names, got {names}")
+    write_whole(Path(path), page(runs).encode())
+    return Path(path)
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The HTML of a page over one run, or over several."""
+    here = files("omni_train.report")
+    style = here.joinpath("page.css").read_text(encoding="utf-8")
+    script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", "page.js"))
+    parts = {
+        "policy": f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        "title": html.escape(" and ".join(run["name"] for run in runs)),
+        "style": style,
+        "data": embed({"runs": runs, "charts": [asdict(chart) for chart in CHARTS]}),
+        "script": script,
+    }
+    template = here.joinpath("page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # in one pass: parts are not searched
+
+
+def embed(data: object) -> str:
+    """JSON that may stand inside a script element: nothing in it can end the element or begin another."""
+    text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"), default=str)
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _plain(value: Any) -> Any:
+    """The value with numbers that JSON cannot hold as words."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

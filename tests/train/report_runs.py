@@ -1,0 +1,56 @@
+"""Run folders for the tests of the report, made with the functions that a trainer calls."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+from omni_train.report import Sample, write_alarm, write_eval, write_samples, write_versions
+
+PROMPTS = ("a red sign", "a green sign", "a blue sign")
+
+
+def write_metrics(folder: Path, steps: list[dict]) -> None:
+    """The lines as RunLog writes them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+
+
+def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
+    """Line n has reward/mean = n / 100 and a step of 2 seconds, half of it rollout; evaluations score n / 50."""
+    lines = []
+    for step in range(num_steps + 1):
+        line: dict[str, float] = {"step": step, "time/step_s": 2.0}
+        if step:
+            line |= {"reward/mean": step / 100, "policy/grad_norm": 1 / step, "policy/clip_fraction": 0.0}
+            line |= {"time/rollout_s": 1.0, "time/update_s": 0.5, "perf/images_per_s_per_device": 32.0}
+        if step % eval_every == 0:
+            line["eval/reward"] = step / 50
+        lines.append(line)
+    return lines
+
+
+def images(count: int, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
+    """uint8 [count, 3, height, width] of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+
+
+def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SIGN") -> list[Sample]:
+    """One sample a reward, in groups of a prompt each."""
+    return [
+        Sample(PROMPTS[i // group_size % 3], reward, i // group_size, i, {"target": "SIGN", "read": read})
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def write_run(folder: Path, *, num_steps: int = 12, total: int | None = None, lr: float = 1e-4) -> Path:
+    """A run with everything in its folder."""
+    write_metrics(folder, metrics(num_steps))
+    total = num_steps if total is None else total
+    (folder / "config.toml").write_text(f'name = "{folder.name}"\nsteps = {total}\nlr = {lr}\nalgo = "flowgrpo"\n')
+    for step in range(0, num_steps + 1, 4):
+        rewards: list[float | None] = [step / 50, step / 50 + 0.1, None]
+        write_eval(folder, step, images(3, seed=step), samples(rewards, read=f"AT{step}"))
+    write_samples(folder, num_steps, images(8), samples([0.1, 0.9, 0.5, 0.4, 0.2, 0.2, 0.2, 0.2], group_size=4))
+    write_alarm(folder, num_steps, "Something odd", numbers={"reward/mean": 0.12}, look="the samples")
+    write_versions(folder, argv=["apps/train.py", "--lr", "1e-4"])
+    return folder

@@ -1,0 +1,89 @@
+"""Run by test_train_sinks.py where nothing but omni-train and its three extras is installed: prints what sinks stored.
+
+python sinks_alone.py FOLDER    with TRACKIO_DIR set
+"""
+
+import json
+import math
+import os
+import sqlite3
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from omni_train.log import RunLog
+from omni_train.sinks import tensorboard, trackio, wandb
+
+LINES = [(0, {"eval/reward": 0.5}), (1, {"loss": 0.25, "bad": math.nan}), (5, {"loss": -1.5, "bad": math.inf})]
+
+
+def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """{name: [(step, value)]} of the event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def records(data: bytes) -> Iterator[bytes]:
+    """The records of a log in LevelDB's format: blocks of 32 KiB, parts of a record with checksum, length and kind."""
+    whole, place = b"", 7  # the file begins with seven bytes of its own
+    while place + 7 <= len(data):
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        if kind == 0:  # padding: go on in the next block
+            place = (place // 32768 + 1) * 32768
+            continue
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if 32768 - place % 32768 < 7:
+            place = (place // 32768 + 1) * 32768
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield whole
+            whole = b""
+
+
+def read_wandb(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of the one offline run in the folder."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    found = []
+    for data in records(path.read_bytes()):
+        record = Record()
+        record.ParseFromString(data)
+        if record.HasField("history"):
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            found.append((record.history.step.num, {n: v for n, v in items.items() if n[0] != "_"}))
+    return found
+
+
+def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
+    """(step, metrics) of the one project in the folder."""
+    (path,) = folder.glob("*.db")
+    with sqlite3.connect(path) as connection:
+        rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = 'try' ORDER BY step").fetchall()
+    return [(step, json.loads(metrics)) for step, metrics in rows]
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    sinks = [
+        tensorboard(folder / "tensorboard"),
+        wandb("project", dir=folder, name="try", config={"lr": 1e-4}),
+        trackio("project", name="try", config={"lr": 1e-4}),
+    ]
+    with RunLog(folder / "run", is_main=True, total_steps=5, sinks=sinks, tty=False) as log:
+        for step, metrics in LINES:
+            log.log(step, metrics)
+    stored = {
+        "tensorboard": read_tensorboard(folder / "tensorboard"),
+        "wandb": read_wandb(folder),
+        "trackio": read_trackio(Path(os.environ["TRACKIO_DIR"])),
+    }
+    (folder / "stored.json").write_text(json.dumps(stored))
+
+
+if __name__ == "__main__":
+    main()

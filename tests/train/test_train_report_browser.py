@@ -1,0 +1,266 @@
+"""The report in a real browser: it draws itself without an error or a request, moves, reads, and fits every screen.
+
+`scripts/chromium` finds or installs the browser.
+"""
+
+import json
+import os
+import subprocess
+import time
+
+import pytest
+from helpers import REPO
+from omni_train.report import Sample, write_alarm, write_comparison, write_eval, write_report, write_samples
+from playwright.sync_api import Page, sync_playwright
+from train.report_runs import images, metrics, write_metrics, write_run
+
+FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+HOSTILE = '</script><img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>{{data}} \' & \u2028'
+
+CONTRAST = """() => {
+  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
+  const luminance = ([r, g, b]) => [r, g, b].map((c) => c / 255)
+    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (node) => {
+    for (; node; node = node.parentElement) {
+      const color = parse(getComputedStyle(node).backgroundColor);
+      if (color.length < 4 || color[3] === 1) return color;
+    }
+  };
+  const found = [];
+  const walker = document.createTreeWalker(document.getElementById("page"), NodeFilter.SHOW_TEXT);
+  while (walker.nextNode()) {
+    const node = walker.currentNode.parentElement;
+    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
+    const style = getComputedStyle(node);
+    const ink = parse(node instanceof SVGElement ? style.fill : style.color);
+    const [a, b] = [luminance(ink), luminance(ground(node))];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) found.push(`${walker.currentNode.data.slice(0, 30)}: ${ratio.toFixed(2)}`);
+  }
+  return found;
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    found = subprocess.run([REPO / "scripts" / "chromium", "--find"], capture_output=True, text=True)
+    assert found.returncode == 0, "no Chromium to draw the report in: run scripts/chromium, which installs one"
+    with sync_playwright() as playwright:
+        context = playwright.chromium.launch_persistent_context(
+            tmp_path_factory.mktemp("profile"), executable_path=found.stdout.strip(), args=FLAGS.split()
+        )
+        yield context
+        context.close()
+
+
+@pytest.fixture
+def show(browser):
+    """`show(path)` opens a page; whatever it logs, throws or asks for beyond itself fails the test."""
+    page: Page = browser.new_page()
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    opened: set[str] = set()
+    page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(tuple(opened)) else None)
+
+    def show(path, *, width=1280, scheme="light") -> Page:
+        opened.update({path.as_uri(), "data:"})
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(path.as_uri())
+        page.wait_for_function("[...document.images].every((image) => image.complete)")
+        return page
+
+    yield show
+    page.close()
+    assert wrong == []
+
+
+def headings(page: Page) -> list[str]:
+    return page.locator("h2").all_inner_texts()
+
+
+def legend(page: Page, title: str) -> str:
+    return (
+        page.locator(".chart", has=page.locator("h3", has_text=title))
+        .locator(".legend")
+        .inner_text()
+        .replace("\n", " ")
+    )
+
+
+def test_the_report_shows_all_that_a_run_has(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    assert page.title() == page.locator("h1").inner_text() == "run"
+    assert headings(page) == ["Alarms", "Pictures", "Recent groups", "Policy", "Time and memory", "Settings"]
+    assert page.locator(".status").inner_text().split()[:6] == ["finished", "12", "steps", "in", "26", "s"]
+    assert "0 \u2192 0.24" in page.locator(".tiles").inner_text()
+    assert page.evaluate("[...document.images].every((image) => image.naturalWidth === 96)")
+    assert page.locator(".chart svg path").count() >= 3
+    assert page.locator(".alarms").inner_text().split("\n")[0] == "Something odd"
+    assert "python apps/train.py --lr 1e-4" in page.locator("pre").inner_text()
+    assert "flowgrpo" in page.locator(".settings").first.inner_text()
+
+
+def test_what_a_run_lacks_is_left_out(show, tmp_path):
+    write_metrics(tmp_path / "run", [{"step": 1, "loss": 0.5, "time/step_s": 1.0}])
+    page = show(write_report(tmp_path / "run"))
+    assert headings(page) == ["Time and memory"]
+    page.locator("summary").click()
+    assert legend(page, "loss") == "value 0.5"
+
+
+def test_a_run_without_a_step_says_so(show, tmp_path):
+    write_metrics(tmp_path / "run", [])
+    assert "No step is logged yet" in show(write_report(tmp_path / "run")).locator("main").inner_text()
+
+
+def test_the_slider_moves_the_pictures_by_keyboard_and_mouse(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    slider, card = page.get_by_role("slider", name="Evaluation"), page.locator(".card").first
+    assert card.locator(".label").all_inner_texts() == ["step 0", "step 12"]
+    last = card.locator("img").nth(1).get_attribute("src")
+    slider.focus()
+    page.keyboard.press("ArrowLeft")
+    assert slider.get_attribute("aria-valuetext") == "after 8 steps held-out 0.16"
+    assert card.locator(".label").all_inner_texts() == ["step 0", "step 8"]
+    assert "read AT8" in card.inner_text()
+    assert card.locator("img").nth(1).get_attribute("src") != last
+    assert legend(page, "Reward") == "held-out 0.16 training 0.08"  # the charts follow
+    box = slider.bounding_box()
+    page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)
+    assert page.locator("output").inner_text().startswith("after 0 steps")
+    assert card.locator("img").count() == 1
+
+
+def test_the_slider_stays_where_it_was_when_the_page_is_loaded_again(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    page.get_by_role("slider", name="Evaluation").press("Home")
+    page.reload()
+    assert page.locator("output").inner_text().startswith("after 0 steps")
+
+
+def test_pointing_at_a_step_reads_it_in_every_chart(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    plot = page.locator(".plot").first
+    box = plot.bounding_box()
+    left, right = 46, box["width"] - 12  # the frame's margins
+    plot.hover(position={"x": left + (right - left) * 5 / 12, "y": 50})
+    assert legend(page, "Reward") == "held-out 0.08 at 4 training 0.05"
+    assert legend(page, "Gradient norm") == "norm 0.2"
+    assert legend(page, "Seconds per step") == "rollout 1 update 0.5 rest 0.5"
+    page.mouse.move(0, 0)
+    assert legend(page, "Reward") == "held-out 0.24 training 0.12"
+
+
+def test_the_keyboard_reads_a_chart(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    plot = page.get_by_role("slider", name="Gradient norm, by step")
+    plot.focus()
+    for key, step, norm in (
+        ("Home", 1, "1"),
+        ("ArrowRight", 2, "0.5"),
+        ("PageUp", 12, "0.0833"),
+        ("ArrowLeft", 11, "0.0909"),
+    ):
+        plot.press(key)
+        assert plot.get_attribute("aria-valuetext") == f"step {step}: norm {norm}"
+        assert plot.get_attribute("aria-valuenow") == str(step)
+
+
+def test_a_metric_that_never_moves_takes_no_chart(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    card = page.locator(".chart", has=page.locator("h3", has_text="Clip fraction"))
+    assert card.locator("svg").count() == 0
+    assert "the same at every step" in card.inner_text()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [375, 1280])
+def test_it_fits_the_screen_and_can_be_read(show, tmp_path, scheme, width):
+    one = write_report(write_run(tmp_path / "a-run-with-a-name-that-is-longer-than-a-phone-is-wide"))
+    write_eval(one.parent, 12, images(2, 300, 300), [Sample("word " * 90, 0.5), Sample("x" * 300, 0.1)])
+    two = write_comparison([one.parent, write_run(tmp_path / "b", lr=1e-3)], tmp_path / "two.html")
+    for path in (write_report(one.parent), two):
+        page = show(path, width=width, scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(CONTRAST) == []
+        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, dark[4:-1].split(","))) < 200) == (scheme == "dark")
+
+
+def test_everything_that_can_be_used_has_a_name(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run", total=40)))
+    nameless = """[...document.querySelectorAll("img, input, button, progress, [role], [tabindex]")]
+      .filter((node) => !(node.alt || node.ariaLabel || node.innerText || (node.labels && node.labels.length)))
+      .map((node) => node.outerHTML.slice(0, 80))"""
+    assert page.evaluate(nameless) == []
+    assert page.evaluate("document.documentElement.lang") == "en"
+    assert "a red sign" in page.locator("img").first.get_attribute("alt")
+
+
+def test_a_going_run_offers_to_reload_and_others_do_not(show, tmp_path):
+    folder = write_run(tmp_path / "run", total=40)
+    page = show(write_report(folder))
+    assert "running step 12 of 40, about 56 s left" in " ".join(page.locator(".status").inner_text().split())
+    assert page.get_by_label("reload every 30 s").is_checked()
+    page.get_by_label("reload every 30 s").uncheck()
+    page.reload()
+    assert not page.get_by_label("reload every 30 s").is_checked()
+    long_ago = time.time() - 3600
+    os.utime(folder / "metrics.jsonl", (long_ago, long_ago))
+    page = show(write_report(folder))
+    assert page.locator(".status").inner_text().startswith("stopped")
+    assert page.get_by_label("reload every 30 s").count() == 0
+
+
+def test_runs_are_compared_on_one_page(show, tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", num_steps=8, lr=1e-3)]
+    page = show(write_comparison(folders, tmp_path / "both.html"))
+    assert page.locator("h1").inner_text() == "2 runs"
+    assert legend(page, "Reward: held-out") == "a 0.24 b 0.16 at 8"
+    table = page.get_by_role("region", name="Table of settings").inner_text().split()
+    assert table == ["Setting", "a", "b", "name", "a", "b", "steps", "12", "8", "lr", "0.0001", "0.001"]
+    card = page.locator(".card").first
+    assert card.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
+    page.get_by_role("slider", name="Evaluation").press("Home")
+    assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
+
+
+def test_text_from_files_stays_text(show, tmp_path):
+    folder = tmp_path / HOSTILE.replace("/", "").replace("\0", "")[:60]
+    write_metrics(folder, [step | {HOSTILE: 1.0 + step["step"]} for step in metrics(4)])
+    (folder / "config.toml").write_text(f"steps = 4\nevil = {json.dumps(HOSTILE)}\n{json.dumps(HOSTILE)} = 1\n")
+    row = Sample(HOSTILE, 0.5, 0, 0, {"read": HOSTILE, HOSTILE: HOSTILE})
+    for step in (0, 4):
+        write_eval(folder, step, images(2), [row, Sample(HOSTILE, None, 1, 1, {}, HOSTILE)])
+    write_samples(folder, 4, images(1), [row])
+    write_alarm(folder, 4, HOSTILE, numbers={HOSTILE: 1.0}, look=HOSTILE)
+    (folder / "versions.jsonl").write_text(json.dumps({"command": HOSTILE, "commit": HOSTILE, HOSTILE: HOSTILE}) + "\n")
+    other = write_run(tmp_path / "other")
+    for path in (write_report(folder), write_comparison([folder, other], tmp_path / "both.html")):
+        page = show(path)
+        for summary in page.locator("summary").all():
+            summary.click()
+        page.wait_for_timeout(50)
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("img[src=x]").count() == 0
+        assert page.locator("script").count() == 2
+        assert HOSTILE.strip() in page.locator(".card figcaption").first.text_content()
+        assert page.locator(".alarms strong").first.text_content() == HOSTILE
+
+
+def test_a_script_that_got_in_all_the_same_would_not_run(browser, tmp_path):
+    page = browser.new_page()
+    page.goto(write_report(write_run(tmp_path / "run")).as_uri())
+    page.evaluate("""() => {
+      document.body.insertAdjacentHTML("beforeend", '<img src="x" onerror="window.hacked = 1">');
+      const script = document.createElement("script");
+      script.textContent = "window.hacked = 1";
+      document.body.append(script);
+    }""")
+    page.wait_for_timeout(50)
+    assert page.evaluate("window.hacked") is None
+    page.close()

@@ -1,0 +1,269 @@
+"""What a report shows: curves that keep their extremes, pictures within a budget, alarms; its JSON has no way out."""
+
+import json
+import math
+import re
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omni_train.log import RunLog
+from omni_train.report import write_alarm, write_comparison, write_eval, write_report, write_samples
+from omni_train.report.__main__ import main
+from omni_train.report.data import CHARTS, curve, metric_alarms, phases, run_data, shown_names, spread
+from omni_train.report.page import embed
+from train.report_runs import images, metrics, samples, write_metrics, write_run
+
+
+def named(values, name="m"):
+    return [{"step": float(i), name: value} for i, value in enumerate(values)]
+
+
+def test_a_short_curve_is_as_logged_without_what_is_not_finite():
+    steps = [*named([1.0, math.nan, 0.123456789, math.inf]), {"step": 9.0}]
+    assert curve(steps, "m") == {"x": [0.0, 2.0], "y": [1.0, 0.12346]}
+    assert curve(steps, "absent") == {"x": [], "y": []}
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=11, max_size=300))
+def test_a_long_curve_keeps_order_extremes_and_range(values):
+    points = curve(named(values), "m", limit=10)
+    assert len(points["x"]) <= 10
+    assert points["x"] == sorted(set(points["x"]))
+    assert points["x"][0] >= 0
+    assert points["x"][-1] <= len(values) - 1
+    assert all(low <= y <= high for low, y, high in zip(points["low"], points["y"], points["high"], strict=True))
+    assert min(points["low"]) == pytest.approx(min(values), rel=1e-4)
+    assert max(points["high"]) == pytest.approx(max(values), rel=1e-4)
+
+
+def test_equal_stretches_of_a_straight_line_have_its_middles():
+    points = curve(named([2.0 * i for i in range(100)]), "m", limit=10)
+    assert points["x"] == [4.5 + 10 * i for i in range(10)]
+    assert points["y"] == [2 * x for x in points["x"]]
+    assert points["low"] == [20.0 * i for i in range(10)]
+    assert points["high"] == [20.0 * i + 18 for i in range(10)]
+
+
+def test_the_phases_of_a_stretch_add_up_to_its_mean_step():
+    steps = [{"step": float(i), "time/a_s": 1.0, "time/b_s": 0.5, "time/step_s": 2.0} for i in range(10)]
+    steps[9] |= {"time/eval_s": 4.0, "time/step_s": 6.0, "time/a_ms_per_image": 3.0}
+    shown = phases(steps, limit=2)
+    assert (shown["from"], shown["to"]) == ([0, 5], [4, 9])
+    assert list(shown["seconds"]) == ["a", "b", "eval", "rest"]
+    assert shown["seconds"]["eval"] == [0.0, 0.8]
+    assert shown["seconds"]["rest"] == [0.5, 0.5]
+    assert [sum(s[i] for s in shown["seconds"].values()) for i in (0, 1)] == pytest.approx([2.0, 2.8])
+    assert phases([])["from"] == []
+
+
+def test_times_are_curves_only_where_a_chart_asks():
+    steps = [{"step": 1, "time/step_s": 1.0, "time/x_ms_per_image": 2.0, "time/reward_wait_s": 1.0, "own": 3.0}]
+    assert shown_names(steps) == ["own", "time/reward_wait_s", "time/step_s"]
+
+
+def test_every_metric_of_a_chart_is_documented():
+    from helpers import REPO
+
+    documented = (REPO / "docs" / "metrics.md").read_text()
+    names = {name for chart in CHARTS for name in chart.lines} - {"time/reward_wait_s"}
+    assert [name for name in sorted(names) if f"`{name}`" not in documented] == []
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_spread_keeps_first_and_last_and_the_order(count):
+    kept = spread(range(5), count)
+    assert kept == sorted(set(kept))
+    assert len(kept) == min(count, 5)
+    assert kept[-1:] == [4][: len(kept)]
+    assert kept[:1] == [0] or count < 2
+
+
+def test_metrics_raise_alarms_once_however_often_they_are_wrong():
+    steps = named([0.0, 0.5, math.nan, 0.4, math.inf], "policy/clip_fraction")
+    steps[3]["policy/skipped_updates"] = 2.0
+    found = {alarm["title"]: alarm for alarm in metric_alarms(steps)}
+    assert set(found) == {"policy/clip_fraction is not finite", "Updates were skipped", "Many ratios are clipped"}
+    assert found["policy/clip_fraction is not finite"]["step"] == 4
+    assert found["Many ratios are clipped"]["numbers"] == {"policy/clip_fraction": math.inf, "steps": 3, "since": 1}
+    assert metric_alarms(metrics(20)) == []
+
+
+def test_alarms_of_the_trainer_count_once_after_a_resume(tmp_path):
+    write_run(tmp_path / "run")
+    for value in (0.2, 0.3):
+        write_alarm(tmp_path / "run", 8, "Dead reward", numbers={"reward/mean": value})
+    shown = run_data(tmp_path / "run")["alarms"]
+    assert [alarm["title"] for alarm in shown] == ["Something odd", "Dead reward"]
+    assert shown[1]["numbers"] == {"reward/mean": 0.3}
+
+
+def test_the_least_that_a_report_needs_is_a_log(tmp_path):
+    with RunLog(tmp_path / "run", is_main=True, total_steps=3, tty=False) as log:
+        path = write_report(tmp_path / "run")
+        log.log(1, {"loss": 0.5})
+    data = run_data(tmp_path / "run")
+    assert path.name == "report.html"
+    assert data["curves"]["loss"] == {"x": [1], "y": [0.5]}
+    assert data["total"] is None
+    assert [data[name] for name in ("evals", "groups", "sheets", "alarms", "starts")] == [[]] * 5
+
+
+def test_pictures_of_the_same_prompt_and_seed_stand_in_one_place(tmp_path):
+    folder = write_run(tmp_path / "run")
+    first, *rest = samples([0.5, 0.6, 0.7])
+    write_eval(folder, 8, images(3), [*rest, first])  # another order, as another number of ranks would deal them
+    data = run_data(folder)
+    assert [prompt["text"] for prompt in data["prompts"]] == ["a red sign", "a green sign", "a blue sign"]
+    assert [e["step"] for e in data["evals"]] == [0, 4, 8, 12]
+    assert [picture["reward"] for picture in data["evals"][2]["pictures"]] == [0.5, 0.6, 0.7]
+    write_eval(folder, 8, images(1), [first])
+    assert [p and p["reward"] for p in run_data(folder)["evals"][2]["pictures"]] == [0.5, None, None]
+
+
+def test_what_a_resumed_run_has_yet_to_reach_is_left_out(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_metrics(folder, metrics(8))
+    data = run_data(folder)
+    assert [e["step"] for e in data["evals"]] == [0, 4, 8]
+    assert data["groups"] == []
+
+
+def test_the_latest_groups_come_first(tmp_path):
+    folder = write_run(tmp_path / "run")
+    for step in (10, 11):
+        write_samples(folder, step, images(4), samples([0.1, 0.2, 0.3, float("nan")], group_size=2))
+    shown = run_data(folder)["groups"]
+    assert [group["step"] for group in shown] == [12, 12, 11, 11, 10, 10]
+    assert shown[0]["rewards"] == [0.1, 0.9, 0.5, 0.4]
+    assert shown[3]["rewards"] == [0.3, None]
+
+
+def test_pictures_stay_within_their_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_train.report.data.EVAL_BYTES", 400_000)
+    monkeypatch.setattr("omni_train.report.data.SAMPLE_BYTES", 100_000)
+    write_metrics(tmp_path / "run", metrics(80))
+    for step in range(0, 81, 4):
+        write_eval(tmp_path / "run", step, images(16, seed=step), samples([0.5] * 16))
+    write_samples(tmp_path / "run", 80, images(40), samples([0.0, 1.0] * 20, group_size=2), groups=20)
+    data = run_data(tmp_path / "run")
+    size = sum(len(picture["src"]) for e in data["evals"] for picture in e["pictures"])
+    assert 300_000 < size <= 420_000
+    steps = [e["step"] for e in data["evals"]]
+    assert (steps[0], steps[-1]) == (0, 80)
+    assert len(steps) >= 8
+    assert max(np.diff(steps)) <= 2 * min(np.diff(steps))
+    assert sum(len(picture["src"]) for group in data["groups"] for picture in group["shown"]) <= 105_000
+
+
+def test_contact_sheets_show_where_there_are_no_single_pictures(tmp_path, monkeypatch):
+    from PIL import Image
+
+    write_metrics(tmp_path / "run", metrics(8))
+    (tmp_path / "run" / "eval").mkdir()
+    for step in (0, 4, 8):
+        Image.fromarray(images(1, seed=step)[0].transpose(1, 2, 0)).save(tmp_path / "run" / "eval" / f"{step:06}.png")
+    assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 4, 8]
+    monkeypatch.setattr("omni_train.report.data.EVAL_BYTES", 30_000)
+    assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 8]
+
+
+def test_a_row_cannot_show_a_file_from_elsewhere(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    rows = folder / "eval" / "000012" / "rows.json"
+    rows.write_text(rows.read_text().replace("0000.png", "../../../secret.png"))
+    with pytest.raises(FileNotFoundError):
+        write_report(folder)
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | FINITE | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_data_comes_back_from_the_page_and_cannot_leave_its_element(data):
+    text = embed(data)
+    assert json.loads(text) == data
+    assert not set(text) & set("<>&")
+
+
+def test_numbers_that_json_cannot_hold_become_words():
+    assert json.loads(embed({"a": [math.nan, math.inf, -math.inf]})) == {"a": ["nan", "inf", "-inf"]}
+
+
+def test_the_page_asks_for_nothing(tmp_path):
+    html = write_report(write_run(tmp_path / "run")).read_text()
+    assert set(re.findall(r"https?://[^\s\"'`)]+", html)) == {"http://www.w3.org/2000/svg"}  # a name, not an address
+    assert not re.search(r"<(link|script|img|iframe)[^>]*\b(src|href)=(?!\"data:)", html)
+    assert "default-src 'none'" in html
+
+
+def test_placeholders_in_data_stay_as_they_are(tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_alarm(folder, 1, "{{script}} {{data}}")
+    html = write_report(folder).read_text()
+    assert html.count("{{script}} {{data}}") == 1
+    assert html.count("function chartFigure") == 1
+
+
+def test_a_reader_always_sees_a_whole_page(tmp_path):
+    folder = write_run(tmp_path / "run")
+    path = write_report(folder)
+    done = threading.Event()
+
+    def write() -> None:
+        for _ in range(30):
+            write_report(folder)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        html = path.read_text()
+        assert html.startswith("<!doctype html>")
+        assert html.endswith("</html>\n")
+    writer.join()
+    assert [p.name for p in folder.iterdir() if p.name.startswith(".")] == []
+
+
+def test_the_command_writes_one_report_or_a_comparison(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        write_run(tmp_path / "runs" / name)
+    main(["runs/a"])
+    main(["runs/a", "runs/b"])
+    main(["runs/a", "runs/b", "--out", "both.html"])
+    assert capsys.readouterr().out.split() == ["runs/a/report.html", "runs/comparison.html", "both.html"]
+    assert "<title>a and b</title>" in (tmp_path / "both.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["runs/none"], "runs/none holds no metrics.jsonl"),
+        (["runs/a", "runs/a"], "folders must be two or more of different names, got ['a', 'a']"),
+        (["runs/a", "--out", "x.html"], "--out needs several runs"),
+        (["runs/torn"], "config.toml: not valid TOML"),
+    ],
+)
+def test_the_command_refuses_with_one_message(tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "runs" / "a")
+    write_metrics(tmp_path / "runs" / "torn", metrics(1))
+    (tmp_path / "runs" / "torn" / "config.toml").write_text("a = ")
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_comparison_needs_several_runs(tmp_path):
+    with pytest.raises(ValueError, match="two or more"):
+        write_comparison([write_run(tmp_path / "a")], tmp_path / "x.html")

@@ -1,0 +1,214 @@
+"""What the trainer leaves in a run folder: exact, bounded, whole at any moment."""
+
+import io
+import json
+import os
+import subprocess
+
+import numpy as np
+import pytest
+import torch
+from omni_train.report import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_train.report.folder import command_line, encode, read_lines, step_folders, write_whole
+from PIL import Image
+from train.report_runs import images, samples
+
+
+def decoded(data: bytes) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(data)).convert("RGB")).transpose(2, 0, 1)
+
+
+def rows_of(folder, name="rows.json"):
+    return json.loads((folder / name).read_text())
+
+
+def test_a_small_picture_keeps_every_bit():
+    for height, width in ((32, 96), (128, 1), (1, 128)):
+        image = images(1, height, width)[0]
+        data, suffix = encode(image)
+        assert suffix == ".png"
+        np.testing.assert_array_equal(decoded(data), image)
+
+
+def test_a_large_picture_is_reduced_and_keeps_its_proportions_and_colors():
+    image = np.empty((3, 400, 800), dtype=np.uint8)
+    image[:] = np.array([200, 40, 90], dtype=np.uint8)[:, None, None]
+    data, suffix = encode(image)
+    assert suffix == ".webp"
+    small = decoded(data)
+    assert small.shape == (3, 160, 320)
+    assert np.abs(small.astype(int) - image[:, :160, :320]).max() <= 8
+    assert len(data) < image.nbytes / 100
+
+
+@pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
+def test_an_evaluation_keeps_its_first_pictures_with_what_is_known_of_them(tmp_path, convert):
+    pictures = images(5)
+    write_eval(tmp_path, 80, convert(pictures), samples([0.0, 0.25, None, 0.75, 1.0]), limit=3)
+    folder = tmp_path / "eval" / "000080"
+    rows = rows_of(folder)
+    assert [row["reward"] for row in rows] == [0.0, 0.25, None]
+    assert [row["size"] for row in rows] == [[96, 32]] * 3
+    assert rows[1]["details"] == {"target": "SIGN", "read": "SIGN"}
+    assert sorted(path.name for path in folder.iterdir()) == [*(row["file"] for row in rows), "rows.json"]
+    for row, picture in zip(rows, pictures, strict=False):
+        np.testing.assert_array_equal(decoded((folder / row["file"]).read_bytes()), picture)
+
+
+def test_of_many_evaluations_the_first_and_the_last_stay_and_others_evenly_between(tmp_path):
+    for step in range(0, 110, 10):
+        write_eval(tmp_path, step, images(1), samples([0.5]), keep=6)
+    kept = [step for step, _ in step_folders(tmp_path / "eval")]
+    assert len(kept) == 6
+    assert kept[0] == 0
+    assert kept[-1] == 100
+    assert max(np.diff(kept)) <= 40
+
+
+def test_best_and_worst_of_the_first_groups_stay(tmp_path):
+    rewards = [0.1, 0.9, None, 0.4] + [None] * 4 + [0.3] * 4 + [0.0, 1.0, 0.5, 0.5]
+    pictures = images(16)
+    write_samples(tmp_path, 7, pictures, samples(rewards, group_size=4), groups=3)
+    folder = tmp_path / "samples" / "000007"
+    groups = rows_of(folder, "groups.json")
+    assert [[row["reward"] for row in group["shown"]] for group in groups] == [[0.9, 0.1], [None], [0.3]]
+    assert [group["rewards"] for group in groups] == [rewards[:4], rewards[4:8], rewards[8:12]]
+    best = groups[0]["shown"][0]
+    np.testing.assert_array_equal(decoded((folder / best["file"]).read_bytes()), pictures[1])
+
+
+def test_a_reward_that_is_no_number_is_neither_best_nor_worst(tmp_path):
+    write_samples(tmp_path, 1, images(3), samples([float("nan"), 0.2, 0.1], group_size=3))
+    (group,) = rows_of(tmp_path / "samples" / "000001", "groups.json")
+    assert [row["reward"] for row in group["shown"]] == [0.2, 0.1]
+
+
+def test_only_the_samples_of_the_last_steps_stay(tmp_path):
+    for step in range(1, 12):
+        write_samples(tmp_path, step, images(2), samples([0.0, 1.0], group_size=2), keep=2)
+    assert [step for step, _ in step_folders(tmp_path / "samples")] == [10, 11]
+
+
+def test_writing_a_step_again_replaces_it_whole(tmp_path):
+    write_eval(tmp_path, 4, images(3), samples([0.0, 0.0, 0.0]))
+    write_eval(tmp_path, 4, images(1), samples([1.0]))
+    folder = tmp_path / "eval" / "000004"
+    assert sorted(path.name for path in folder.iterdir()) == ["0000.png", "rows.json"]
+    assert [path.name for path in folder.parent.iterdir()] == ["000004"]
+
+
+def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
+    monkeypatch.setattr("omni_train.report.folder.json.dumps", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        write_eval(tmp_path, 4, images(1), samples([1.0]))
+    assert step_folders(tmp_path / "eval") == []
+    monkeypatch.undo()
+    write_eval(tmp_path, 4, images(1), samples([1.0]))
+    assert [step for step, _ in step_folders(tmp_path / "eval")] == [4]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (np.zeros((2, 3, 4, 4), dtype=np.float32), "images must be uint8, got float32"),
+        (np.zeros((2, 4, 4, 3), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\), .*, got \(2, 4, 4, 3\)"),
+        (np.zeros((3, 3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\)"),
+        (np.zeros((3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\)"),
+    ],
+)
+@pytest.mark.parametrize("write", [write_eval, write_samples])
+def test_other_images_are_refused(tmp_path, write, bad, message):
+    with pytest.raises(ValueError, match=message):
+        write(tmp_path, 1, bad, samples([0.0, 1.0]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_to_keep_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="keep must be >= 1, got 0"):
+        write_samples(tmp_path, 1, images(1), samples([0.0]), keep=0)
+    with pytest.raises(ValueError, match="keep must be >= 2, got 1"):
+        write_eval(tmp_path, 1, images(1), samples([0.0]), keep=1)
+
+
+def test_alarms_are_lines_and_a_torn_one_is_dropped(tmp_path):
+    path = tmp_path / "alarms.jsonl"
+    write_alarm(tmp_path, 3, "Dead reward", numbers={"reward/mean": 0.0}, look="the scorer")
+    with path.open("a") as file:
+        file.write('{"step": 4, "ti')
+    assert [entry["step"] for entry in read_lines(path)] == [3]
+    write_alarm(tmp_path, 5, "Abstentions")
+    assert read_lines(path) == [
+        {"step": 3, "title": "Dead reward", "numbers": {"reward/mean": 0.0}, "look": "the scorer"},
+        {"step": 5, "title": "Abstentions", "numbers": {}, "look": ""},
+    ]
+
+
+def test_a_malformed_line_inside_is_an_error_and_a_missing_file_is_none(tmp_path):
+    assert read_lines(tmp_path / "none.jsonl") == []
+    (tmp_path / "some.jsonl").write_text('{"a": 1}\nb\n{"c": 1}\n')
+    with pytest.raises(ValueError, match=r"some\.jsonl: not valid JSON"):
+        read_lines(tmp_path / "some.jsonl")
+
+
+def test_the_command_can_be_pasted_and_hides_what_it_should():
+    argv = ["apps/train.py", "--prompt", 'a cat\'s "sign"', "--scorer-url", "http://me:pw@host", "--token=abc", "--x=1"]
+    line = command_line(argv, hide=["--scorer-url", "--token"])
+    assert line == """apps/train.py --prompt 'a cat'"'"'s "sign"' --scorer-url ... --token=... --x=1"""
+
+
+def test_versions_name_the_commit_and_whether_files_differ_from_it(tmp_path):
+    program = tmp_path / "repo" / "train.py"
+    program.parent.mkdir()
+    program.write_text("1")
+    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
+
+    def git(*words: str) -> str:
+        who = ("-c", "user.name=n", "-c", "user.email=e")
+        return subprocess.run(["git", *who, *words], cwd=program.parent, env=env, check=True, capture_output=True,
+                              text=True).stdout.strip()  # fmt: skip
+
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    write_versions(tmp_path, argv=[str(program)], facts={"ranks": 2})
+    program.write_text("2")
+    write_versions(tmp_path, argv=[str(program)])
+    outside = tmp_path / "other.py"
+    write_versions(tmp_path, argv=[str(outside)])
+    clean, changed, none = read_lines(tmp_path / "versions.jsonl")
+    assert clean["commit"] == git("rev-parse", "HEAD")
+    assert changed["commit"] == clean["commit"] + "+"
+    assert none["commit"] == ""
+    assert clean["ranks"] == 2
+    assert clean["packages"]["torch"] == torch.__version__
+    assert clean["command"].startswith("python ")
+
+
+def test_a_command_under_torchrun_says_so(tmp_path, monkeypatch):
+    for name, value in (("TORCHELASTIC_RUN_ID", "x"), ("LOCAL_WORLD_SIZE", "8"), ("GROUP_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    write_versions(tmp_path, argv=["train.py"])
+    assert read_lines(tmp_path / "versions.jsonl")[0]["command"] == "torchrun --nnodes 2 --nproc-per-node 8 train.py"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch):
+    path = tmp_path / "report.html"
+    write_whole(path, b"old")
+
+    def full(self, data):
+        with self.open("wb") as file:
+            file.write(data[:1])
+        raise OSError("no space left")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(path, b"new")
+    assert [p.name for p in tmp_path.iterdir()] == ["report.html"]
+    assert path.read_bytes() == b"old"
+
+
+def test_a_sample_needs_only_a_prompt_and_a_reward(tmp_path):
+    write_eval(tmp_path, 0, images(1), [Sample("a cat", 0.5)])
+    (row,) = rows_of(tmp_path / "eval" / "000000")
+    assert row["details"] == {}
+    assert row["seed"] is None

@@ -1,0 +1,111 @@
+"""Metrics reach every sink with their steps, offline; the report is written anew at a bounded cost."""
+
+import json
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import REPO
+from omni_train import sinks
+from omni_train.log import RunLog
+
+EXTRAS = ("tensorboard", "wandb", "trackio")
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """What the three libraries stored, in an environment of its own: trackio and the pillow of the tests do not fit."""
+    folder = tmp_path_factory.mktemp("sinks")
+    uv = shutil.which("uv") or shutil.which("uv", path=REPO / ".tools" / "bin")
+    assert uv, "uv must be on the PATH or in .tools/bin"
+    env = os.environ | {"UV_FIND_LINKS": os.environ.get("UV_FIND_LINKS") or os.environ.get("PIP_FIND_LINKS", "")}
+    env |= {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_SILENT": "true"}
+    env |= {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "CACHE", "DATA")}
+    command = [uv, "run", "--quiet", "--isolated", "--exact", "--no-dev", "--python", sys.executable]
+    command += ["--package", "omni-train", *(word for extra in EXTRAS for word in ("--extra", extra))]
+    command += ["python", str(Path(__file__).with_name("sinks_alone.py")), str(folder)]
+    result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads((folder / "stored.json").read_text())
+
+
+def test_tensorboard_stores_every_number(stored):
+    found = stored["tensorboard"]
+    assert found["eval/reward"] == [[0, 0.5]]
+    assert found["loss"] == [[1, 0.25], [5, -1.5]]
+    assert [step for step, _ in found["time/step_s"]] == [0, 1, 5]
+    assert math.isnan(found["bad"][0][1])
+    assert found["bad"][1] == [5, math.inf]
+
+
+def test_wandb_stores_every_number_without_a_network(stored):
+    found = dict(stored["wandb"])
+    assert list(found) == [0, 1, 5]
+    assert found[0]["eval/reward"] == 0.5
+    assert set(found[1]) == {"loss", "bad", "time/step_s"}
+    assert math.isnan(found[1]["bad"])
+    assert (found[5]["loss"], found[5]["bad"]) == (-1.5, math.inf)
+
+
+def test_trackio_stores_every_number_in_its_database(stored):
+    found = dict(stored["trackio"])
+    assert list(found) == [0, 1, 5]
+    assert found[0]["eval/reward"] == 0.5
+    assert found[1] == {"loss": 0.25, "bad": "NaN", "time/step_s": found[1]["time/step_s"]}
+    assert found[5]["loss"] == -1.5
+
+
+def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path):
+    seen = []
+    closable = sinks.Sink(lambda step, metrics: seen.append(step), lambda: seen.append("closed"))
+    with RunLog(tmp_path, is_main=True, total_steps=1, tty=False, sinks=[lambda *_: None, closable]) as log:
+        log.log(1, {"loss": 0.5})
+    assert seen == [1, "closed"]
+
+
+def test_the_report_is_there_after_the_first_step_and_complete_after_the_last(tmp_path):
+    with RunLog(tmp_path, is_main=True, total_steps=30, tty=False, sinks=[sinks.report(tmp_path)]) as log:
+        log.log(0, {"loss": 0.5})
+        assert (tmp_path / "report.html").is_file()
+        for step in range(1, 31):
+            log.log(step, {"loss": 1 / step})
+    assert '"step":30,' in (tmp_path / "report.html").read_text()
+
+
+def test_a_report_that_is_slow_to_write_is_written_less_often(tmp_path, monkeypatch):
+    now, written = [0.0], []
+
+    def write_report(folder):
+        written.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr("omni_train.report.write_report", write_report)
+    monkeypatch.setattr(sinks.time, "monotonic", lambda: now[0])
+    sink = sinks.report(tmp_path)
+    for _ in range(100):
+        sink(1, {})
+        now[0] += 1.0
+    assert written == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]  # one second of every twenty
+    sink.close()
+    assert len(written) == 7
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+    def full(folder):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("omni_train.report.write_report", full)
+    sink = sinks.report(tmp_path)
+    with pytest.warns(UserWarning, match="could not be written: no space left on device"):
+        sink(1, {})
+
+
+@pytest.mark.parametrize("make", [sinks.wandb, sinks.trackio])
+def test_a_library_that_is_missing_is_an_error_at_once(make, monkeypatch):
+    monkeypatch.setitem(sys.modules, make.__name__, None)
+    with pytest.raises(ImportError):
+        make("project")
