@@ -48,19 +48,29 @@ class Misbehaving:
 
     def _handle(self, conn: socket.socket) -> None:
         with conn, contextlib.suppress(OSError):  # the client hung up, as it should
-            received = b""
-            while b"\r\n\r\n" not in received:
-                received += conn.recv(65536)
-            head, _, body = received.partition(b"\r\n\r\n")
-            lengths = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line]
-            while len(body) < sum(lengths):
-                body += conn.recv(65536)
-            self._behave(conn, body)
+            body = read_request(conn)
+            if body is not None:
+                self._behave(conn, body)
 
 
-def http(status: str, body: bytes, *headers: str) -> bytes:
+def read_request(conn: socket.socket) -> bytes | None:
+    """Body of the next request on the connection; None when the client has closed it."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        chunk = conn.recv(65536)
+        if not chunk:
+            return None
+        received += chunk
+    head, _, body = received.partition(b"\r\n\r\n")
+    lengths = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line]
+    while len(body) < sum(lengths):
+        body += conn.recv(65536)
+    return body
+
+
+def http(status: str, body: bytes, *headers: str, close: bool = True) -> bytes:
     """A reply as it goes over the wire."""
-    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", "Connection: close", *headers]
+    lines = [f"HTTP/1.1 {status}", f"Content-Length: {len(body)}", *(["Connection: close"] if close else []), *headers]
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 

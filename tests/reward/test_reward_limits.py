@@ -37,9 +37,7 @@ LATENT = {"latent": np.zeros((1, 16, 4, 4), np.float16)}
 
 
 @pytest.mark.parametrize("media", [IMAGE, VIDEO, AUDIO, LATENT, VIDEO | AUDIO], ids=lambda media: "+".join(media))
-def test_a_scorer_gets_the_kinds_of_media_that_it_names(
-    serve: Callable[..., str], media: dict[str, np.ndarray]
-) -> None:
+def test_a_scorer_gets_the_kinds_that_it_names(serve: Callable[..., str], media: dict[str, np.ndarray]) -> None:
     seen = {}
 
     def score(got: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:

@@ -1,0 +1,328 @@
+"""The client when servers fail: what it tries again, where, for how long, and what becomes of the samples."""
+
+import math
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from email.utils import formatdate
+
+import numpy as np
+import pytest
+from omni_reward import (
+    RewardClient,
+    RewardConnectError,
+    RewardError,
+    RewardFormatError,
+    RewardHTTPError,
+    RewardTimeoutError,
+    Score,
+    Scorer,
+)
+from omni_reward.endpoints import MAX_REST_S, Endpoint, Endpoints, is_worth_a_retry
+from omni_reward.transport import _seconds_in
+from reward.reward_helpers import halves, http, reply_to
+
+IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
+PROMPTS = ["a", "b"]
+GOOD = [Score(0.5)] * 2
+Behave = Callable[[socket.socket, bytes], None]
+
+
+def answers(*replies: bytes, seen: list[bytes] | None = None) -> Behave:
+    """A behaviour that sends these in turn, and good replies after them; b"" hangs up."""
+    left = iter(replies)
+    lock = threading.Lock()
+
+    def behave(conn: socket.socket, body: bytes) -> None:
+        with lock:
+            reply = next(left, None)
+            if seen is not None:
+                seen.append(body)
+        conn.sendall(http("200 OK", reply_to(body)) if reply is None else reply)
+
+    return behave
+
+
+def nowhere() -> str:
+    """URL where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+BUSY = http("503 No", b'{"error": {"code": "busy", "message": "full"}}')
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", BUSY, *(http(f"{n} X", b"") for n in (429, 502, 504))],
+    ids=["dropped", "truncated", "503", "429", "502", "504"],
+)
+def test_what_passes_by_itself_is_tried_again_with_the_same_bytes(misbehave: Callable[..., str], reply: bytes) -> None:
+    seen: list[bytes] = []
+    with RewardClient(misbehave(answers(reply, reply, seen=seen)), timeout_s=20) as client:
+        assert client.submit(IMAGES, PROMPTS).result(20) == GOOD
+    assert len(seen) == 3
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 409, 413, 415, 500, 501, 301, 204])
+def test_what_no_repeat_can_mend_is_tried_once(misbehave: Callable[..., str], status: int) -> None:
+    seen: list[bytes] = []
+    with RewardClient(misbehave(answers(http(f"{status} X", b""), seen=seen))) as client:
+        exc = client.submit(IMAGES, PROMPTS).exception(10)
+    assert isinstance(exc, RewardHTTPError)
+    assert (exc.status, exc.num_attempts, len(seen)) == (status, 1, 1)
+    assert exc.fatal == (status < 500)
+
+
+def test_a_bad_reply_is_not_tried_again(misbehave: Callable[..., str]) -> None:
+    seen: list[bytes] = []
+    with RewardClient(misbehave(answers(http("200 OK", b"<html>"), seen=seen))) as client:
+        assert type(client.submit(IMAGES, PROMPTS).exception(10)) is RewardFormatError
+    assert len(seen) == 1
+
+
+def test_all_attempts_share_one_deadline() -> None:
+    start = time.monotonic()
+    with RewardClient(nowhere(), timeout_s=0.5) as client:
+        exc = client.submit(IMAGES, PROMPTS).exception(10)
+    assert time.monotonic() - start < 1.5
+    assert isinstance(exc, RewardConnectError)
+    assert exc.num_attempts > 1
+    assert str(exc).endswith(f"(after {exc.num_attempts} attempts)")
+
+
+def test_a_pause_beyond_the_deadline_is_not_waited_for(misbehave: Callable[..., str]) -> None:
+    seen: list[bytes] = []
+    busy = http("503 No", b'{"error": {"code": "busy", "message": "full"}}', "Retry-After: 3600")
+    start = time.monotonic()
+    with RewardClient(misbehave(answers(busy, seen=seen)), timeout_s=30) as client:
+        exc = client.submit(IMAGES, PROMPTS).exception(10)
+        assert isinstance(exc, RewardHTTPError)
+        assert (exc.status, exc.retry_after_s, len(seen)) == (503, 3600.0, 1)
+        blocked = client.submit(IMAGES, PROMPTS).exception(10)  # asks nobody, and says why
+    assert isinstance(blocked, RewardConnectError)
+    assert "no server could be asked within 30 s; the last failure was: POST" in str(blocked)
+    assert "503 busy full" in str(blocked)
+    assert time.monotonic() - start < 10
+    assert len(seen) == 1
+
+
+def test_retry_after_is_a_number_or_a_date() -> None:
+    assert _seconds_in("7") == 7.0
+    assert _seconds_in(" 0 ") == 0.0
+    assert _seconds_in("") == _seconds_in("soon") == _seconds_in("-5") == _seconds_in("1.5") == 0.0
+    assert 50 < _seconds_in(formatdate(time.time() + 60, usegmt=True)) <= 60
+    assert _seconds_in(formatdate(time.time() - 60, usegmt=True)) == 0.0
+
+
+def test_rests_grow_to_a_bound_and_follow_the_server_s_wish() -> None:
+    random.seed(0)
+    endpoint, now = Endpoint("http://h"), 100.0
+    rests = []
+    for _ in range(2000):
+        endpoint.fail(RewardConnectError("x"), started=now, now=now)
+        rests.append(endpoint.rests_until - now)
+        now = endpoint.rests_until
+    for i, rest in enumerate(rests):
+        whole = min(MAX_REST_S, 0.1 * 2 ** min(i, 20))
+        assert 0.5 * whole - 1e-9 <= rest <= whole + 1e-9
+    assert len({round(rest, 6) for rest in rests[10:]}) > 1000  # jittered
+    endpoint.fail(RewardHTTPError("x", status=503, retry_after_s=40), started=now, now=now)
+    assert 40 <= endpoint.rests_until - now <= 50
+
+
+def test_failures_side_by_side_count_once() -> None:
+    endpoint = Endpoint("http://h")
+    for now in (100.0, 100.1, 100.2):
+        endpoint.fail(RewardConnectError("x"), started=99.0, now=now)
+    assert endpoint.num_failures == 1
+    assert endpoint.rests_until <= 100.2 + 0.1
+    endpoint.fail(RewardConnectError("x"), started=100.3, now=100.4)
+    assert endpoint.num_failures == 2
+
+
+def test_a_server_on_trial_gets_one_attempt_at_a_time() -> None:
+    endpoints = Endpoints(["http://h"])
+    deadline = time.monotonic() + 30
+    for _ in range(3):
+        endpoint = endpoints.take(deadline)
+        assert endpoint
+        endpoints.give_back(endpoint, RewardConnectError("x"), started=time.monotonic())
+    trial = endpoints.take(deadline)
+    assert trial
+    assert endpoints.take(time.monotonic() + 0.05) is None
+    others: list[Endpoint | None] = []
+    threads = [threading.Thread(target=lambda: others.append(endpoints.take(deadline))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.1)
+    assert not others
+    endpoints.give_back(trial, None, started=time.monotonic())  # it has recovered: all may come
+    for thread in threads:
+        thread.join(10)
+    assert others == [trial] * 3
+    assert trial.num_requests == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "rests"),
+    [
+        (RewardConnectError("x"), True),
+        (RewardTimeoutError("x"), True),
+        (RewardHTTPError("x", status=503), True),
+        (RewardHTTPError("x", status=500), False),
+        (RewardHTTPError("x", status=400), False),
+        (RewardFormatError("x"), False),
+    ],
+)
+def test_only_servers_that_are_not_well_rest(error: RewardError, rests: bool) -> None:
+    endpoints = Endpoints(["http://h"])
+    endpoint = endpoints.take(math.inf)
+    assert endpoint
+    endpoints.give_back(endpoint, error, started=time.monotonic())
+    assert (endpoint.rests_until > time.monotonic()) == rests
+    assert is_worth_a_retry(error) == (rests and not isinstance(error, RewardTimeoutError))
+
+
+def test_the_least_busy_of_several_servers_is_taken() -> None:
+    endpoints = Endpoints(["http://a", "http://b", "http://c"])
+    taken = [endpoints.take(math.inf) for _ in range(9)]
+    assert [sum(endpoint is one for one in taken) for endpoint in set(taken)] == [3, 3, 3]
+
+
+def test_several_servers_share_the_requests(misbehave: Callable[..., str]) -> None:
+    seen: list[list[bytes]] = [[], []]
+    with RewardClient([misbehave(answers(seen=bodies)) for bodies in seen], max_in_flight=4) as client:
+        for future in [client.submit(IMAGES, PROMPTS) for _ in range(40)]:
+            assert future.result(10) == GOOD
+    assert len(seen[0]) + len(seen[1]) == 40
+    assert min(map(len, seen)) >= 4
+
+
+def test_another_server_takes_over_at_once(misbehave: Callable[..., str]) -> None:
+    for bad in (nowhere(), misbehave(lambda conn, body: conn.sendall(BUSY)), misbehave(lambda conn, body: None)):
+        with RewardClient([bad, misbehave(answers())], timeout_s=20) as client:
+            assert [client.submit(IMAGES, PROMPTS).result(20) for _ in range(10)] == [GOOD] * 10
+
+
+def failures(url: str, num: int, **options: object) -> list[list[Score] | BaseException]:
+    """What becomes of that many requests, one after the other."""
+    outcomes: list[list[Score] | BaseException] = []
+    with RewardClient(url, timeout_s=2, max_in_flight=1, **options) as client:  # type: ignore[arg-type]
+        for _ in range(num):
+            future = client.submit(IMAGES, PROMPTS)
+            outcomes.append(future.exception(10) or future.result())
+    return outcomes
+
+
+@pytest.mark.parametrize("on_failure", ["mask", "mask_group"])
+def test_a_masked_failure_is_an_abstention_with_its_reason(misbehave: Callable[..., str], on_failure: str) -> None:
+    error = http("500 X", b'{"error": {"code": "scorer_failed", "message": "the scorer failed"}}')
+    [masked, good] = failures(misbehave(answers(error)), 2, on_failure=on_failure)
+    assert isinstance(masked, list)
+    for score in masked:
+        assert score.value is None
+        assert score.abstained
+        assert score.abstained.startswith("the request failed: POST http://127.0.0.1:")
+        assert "500 scorer_failed the scorer failed" in score.abstained
+        assert score.mask_group == (on_failure == "mask_group")
+    assert len(masked) == 2
+    assert good == GOOD
+
+
+def test_an_infinite_score_of_a_careless_server_is_masked(misbehave: Callable[..., str]) -> None:
+    def behave(conn: socket.socket, body: bytes) -> None:
+        results = [{"id": str(i), "score": value} for i, value in enumerate((0.5, math.nan))]
+        conn.sendall(http("200 OK", reply_to(body, results=results)))
+
+    [scores] = failures(misbehave(behave), 1, on_failure="mask")
+    assert isinstance(scores, list)
+    assert [score.value for score in scores] == [None, None]
+    assert "NaN is not JSON" in str(scores[1].abstained)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"protocol": 2},
+        {"request_id": "another"},
+        {"results": [{"id": "0", "score": 0.5}]},
+        {"results": [{"id": "1", "score": 0.5}, {"id": "0", "score": 0.5}]},
+    ],
+    ids=["protocol", "request", "count", "order"],
+)
+def test_replies_to_something_else_are_never_masked(misbehave: Callable[..., str], changes: dict[str, object]) -> None:
+    url = misbehave(lambda conn, body: conn.sendall(http("200 OK", reply_to(body, **changes))))
+    [exc] = failures(url, 1, on_failure="mask")
+    assert isinstance(exc, RewardFormatError)
+    assert exc.fatal
+
+
+def test_a_wrong_token_is_never_masked(serve: Callable[..., str]) -> None:
+    [exc] = failures(serve(halves, token="s3cret"), 1, on_failure="mask", token="wrong")
+    assert isinstance(exc, RewardHTTPError)
+    assert (exc.status, exc.fatal) == (401, True)
+
+
+def test_a_scorer_that_always_fails_is_not_masked_for_ever(misbehave: Callable[..., str]) -> None:
+    error = http("500 X", b"")
+    outcomes = failures(misbehave(answers(*[error] * 5)), 7, on_failure="mask", mask_limit=3)
+    kinds = [type(outcome) for outcome in outcomes]
+    assert kinds == [list, list, list, RewardHTTPError, RewardHTTPError, list, list]
+    assert outcomes[5:] == [GOOD, GOOD]
+
+
+def test_check_scores_a_canary_on_every_server(serve: Callable[..., str]) -> None:
+    seen = []
+
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        seen.append((media["video"].shape, media["audio"].shape, meta[0]["fps"], meta[0]["sample_rate"], prompts))
+        return [3.0]
+
+    urls = [serve(Scorer(score, media=("video", "audio")), name="x") for _ in range(2)]
+    with RewardClient(urls) as client:
+        assert client.check() == [[Score(3.0)], [Score(3.0)]]
+    assert seen == [((1, 8, 64, 64, 3), (1, 16_000, 1), 8.0, 16_000, ['a sign that says "OK"'])] * 2
+
+
+def test_check_takes_a_canary_of_one_s_own(serve: Callable[..., str]) -> None:
+    latents = {"latent": np.zeros((2, 16, 4, 4), np.float32)}
+    with RewardClient(serve(Scorer(halves, media=("latent",)))) as client:
+        with pytest.raises(ValueError, match="media must be given to ask a scorer of \\['latent'\\]"):
+            client.check()
+        assert client.check(latents, PROMPTS) == [GOOD]
+
+
+def test_check_raises_what_is_wrong_whatever_on_failure_says(serve: Callable[..., str]) -> None:
+    url = serve(lambda media, prompts, meta: 1 / 0)
+    with RewardClient(url, on_failure="mask") as client, pytest.raises(RewardHTTPError, match="500 scorer_failed"):
+        client.check()
+    start = time.monotonic()
+    with RewardClient(nowhere(), on_failure="mask") as client, pytest.raises(RewardConnectError):
+        client.check()
+    assert time.monotonic() - start < 10  # at once: nobody waits a deadline for a server that was never started
+
+
+def test_check_refuses_servers_with_different_scorers(serve: Callable[..., str]) -> None:
+    for other, name in ((Scorer(halves, version="2"), "x"), (Scorer(halves, version="1"), "y")):
+        urls = [serve(Scorer(halves, version="1"), name="x"), serve(other, name=name)]
+        with RewardClient(urls) as client, pytest.raises(RewardFormatError, match="must be the same on all servers"):
+            client.check()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"url": []}, "url must be one URL or more, got none"),
+        ({"url": ["http://h", "h"]}, "url must be http"),
+        ({"url": ["http://h", "http://h/"]}, "url must name each server once"),
+        ({"url": "http://h", "on_failure": "zero"}, "on_failure must be one of .*, got 'zero'"),
+        ({"url": "http://h", "mask_limit": 0}, "mask_limit must be >= 1, got 0"),
+    ],
+)
+def test_the_policies_are_checked(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RewardClient(**options)
