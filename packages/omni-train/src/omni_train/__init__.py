@@ -15,6 +15,8 @@ Import from the modules, in reading order:
 - `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)
 - `omni_train.signals`: SIGTERM as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights
+- `omni_train.report`: one page that shows a run, and the files that it is drawn from
+- `omni_train.sinks`: the report, TensorBoard, Weights & Biases and Trackio as sinks of the log
 - `omni_train.config`: settings from a preset, a TOML file and the command line
 
 This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and

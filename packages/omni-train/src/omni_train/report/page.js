@@ -97,10 +97,11 @@ function tiles(run) {
   }
   if (train) {
     const part = train.y.slice(-10);
-    made.push(tile("Training reward", show(part.reduce((a, b) => a + b, 0) / part.length), part.length > 1 ? `mean of the last ${part.length}` : ""));
+    made.push(tile("Training reward", show(part.reduce((a, b) => a + b, 0) / part.length), part.length > 1 ? `mean of the last ${part.length} ${train.low ? "points" : "steps"}` : ""));
   }
   if (run.step_s) made.push(tile("Seconds per step", show(run.step_s), speed ? `${show(median(speed.y.slice(-10)))} images/s per device` : ""));
-  if (memory) made.push(tile("Peak memory", last(memory.y) >= 10240 ? `${show(last(memory.y) / 1024)} GB` : `${show(last(memory.y))} MB`, "first rank"));
+  const peak = memory && Math.max(...memory.y);
+  if (memory) made.push(tile("Peak memory", peak >= 10240 ? `${show(peak / 1024)} GB` : `${show(peak)} MB`, "first rank"));
   return made.length ? el("dl", { class: "tiles" }, made) : null;
 }
 
@@ -216,16 +217,24 @@ function otherSection() {
 
 // Pictures.
 
+// Where the bars of scores begin and end: 0 and 1 if all lie between them.
 function scoreRange() {
-  const scores = RUNS.flatMap((run) => [...run.evals.flatMap((e) => e.pictures), ...run.groups.flatMap((g) => g.shown)])
-    .filter(Boolean).map((picture) => picture.reward).filter((reward) => reward !== null);
-  return { low: Math.min(0, ...scores), high: Math.max(...scores, 1e-9) };
+  const pictures = RUNS.flatMap((run) => [...run.evals.flatMap((e) => e.pictures), ...run.groups.flatMap((g) => g.shown)]);
+  const scores = [...pictures.map((picture) => picture && picture.reward), ...RUNS.flatMap((run) => run.groups.flatMap((g) => g.rewards))];
+  const known = scores.filter((score) => score !== null);
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  if (!known.length || (low >= 0 && high <= 1)) return { low: 0, high: 1 };
+  return { low: low >= 0 && low < 0.6 * high ? 0 : low, high: high > low ? high : low + 1 };
 }
 
 const RANGE = scoreRange();
 
-function scoreText(value) {
-  return RANGE.high - RANGE.low <= 20 ? value.toFixed(2) : show(value);
+function scoreShare(score) {
+  return (score - RANGE.low) / (RANGE.high - RANGE.low);
+}
+
+function scoreText(score) {
+  return Math.max(Math.abs(RANGE.low), Math.abs(RANGE.high)) < 100 ? score.toFixed(2) : show(score);
 }
 
 function said(picture) {
@@ -245,7 +254,7 @@ function pane(label, picture, prompt, mark = null) {
   const [width, height] = picture.size;
   const image = el("img", { src: picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
   const bar = el("div", { class: "bar-of-score", "aria-hidden": "true" }, el("i"));
-  const share = picture.reward === null ? 0 : (picture.reward - RANGE.low) / (RANGE.high - RANGE.low);
+  const share = picture.reward === null ? 0 : scoreShare(picture.reward);
   bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
   return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
     image, bar, el("p", { class: "said" }, said(picture)));
@@ -284,7 +293,7 @@ function scoreHistory(prompt, step) {
   const scores = RUNS[0].evals.map((e) => (e.pictures[i] ? e.pictures[i].reward : null));
   const here = RUNS[0].evals.findIndex((e) => e.step === step);
   const x = (n) => 4 + (n / (scores.length - 1)) * 92;
-  const y = (score) => 20 - ((score - RANGE.low) / (RANGE.high - RANGE.low)) * 16;
+  const y = (score) => 20 - scoreShare(score) * 16;
   const known = scores.map((score, n) => [n, score]).filter(([, score]) => score !== null);
   if (!known.length) return null;
   const line = known.map(([n, score], k) => `${k ? "L" : "M"}${x(n).toFixed(1)} ${y(score).toFixed(1)}`).join("");
@@ -311,7 +320,7 @@ function pictureSection() {
       past.replaceChildren(...[scoreHistory(prompt, step)].filter(Boolean));
     }
   });
-  const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds at every evaluation. Beside the first: the one the slider chooses.";
+  const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds: the first evaluation, and the one that the slider chooses.";
   return section("Pictures", note, control, few(cards.map(({ card }) => card), last(source.evals).pictures.find(Boolean)));
 }
 
@@ -367,7 +376,8 @@ function evaluationSlider(steps, showStep) {
 function groupSection() {
   if (MANY || !RUNS[0].groups.length) return null;
   const cards = RUNS[0].groups.map((group) => {
-    const names = group.shown.length > 1 ? ["best", "worst"] : ["all alike"];
+    const known = group.rewards.filter((reward) => reward !== null).length;
+    const names = group.shown.length > 1 ? ["best", "worst"] : [["first", "the only score"][known] || "all alike"];
     const panes = group.shown.map((picture, i) => pane(names[i], picture, group.prompt));
     return el("figure", { class: "card" }, caption(group.prompt), el("div", { class: shape(group.shown[0]) }, panes), strip(group),
       el("p", { class: "note" }, `group of ${group.rewards.length}, step ${show(group.step)}`));
@@ -377,7 +387,7 @@ function groupSection() {
 
 function strip(group) {
   const known = group.rewards.filter((reward) => reward !== null);
-  const x = (score) => 3 + ((score - RANGE.low) / (RANGE.high - RANGE.low)) * 94;
+  const x = (score) => 3 + scoreShare(score) * 94;
   const missing = group.rewards.length - known.length;
   const label = `Scores of the group: ${known.map(scoreText).join(", ")}${missing ? `; ${missing} without score` : ""}`;
   return el("div", { class: "strip", role: "img", "aria-label": label, title: label }, known.map((score) => {
