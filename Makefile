@@ -16,7 +16,7 @@ install-vllm-omni: ## Builds .venv-vllm-omni with the vLLM-Omni engine, for a ma
 	scripts/env scripts/install_vllm_omni
 
 test-vllm-omni: ## The tests of the vLLM-Omni engine, in its own environment
-	ENGINE=vllm-omni scripts/env pytest -q tests/vllm_omni
+	ENGINE=vllm-omni scripts/env pytest -q tests/vllm_engine
 
 check: ## Lint, format, types, floor rules, and that constraints/ is up to date
 	scripts/env scripts/check

@@ -25,7 +25,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
     "omni_rollout/diffusers_engine.py": {"diffusers", "transformers"},
-    "omni_rollout/vllm_omni_engine.py": {"vllm", "vllm_omni"},
+    "omni_rollout/vllm_omni_*": {"vllm", "vllm_omni"},  # the engine, its worker, its models, the platform for the CPU
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
 }
 MAY_IMPORT_LAZILY = {  # inside a function
@@ -38,7 +38,8 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_reward/*": ("safetensors.torch",),
     "omni_sched/*": ("torch.distributed",),
     "omni_losses/*": ("torch.distributed",),
-    "omni_rollout/*": ("torch.distributed",),
+    "omni_rollout/[!v]*": ("torch.distributed",),
+    "omni_rollout/vllm_omni_[!w]*": ("torch.distributed",),  # its worker alone meets the process group
 }
 MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/vllm_omni_engine.py")
 DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")

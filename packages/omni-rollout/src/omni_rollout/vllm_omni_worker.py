@@ -102,6 +102,8 @@ def start_worker(
         worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
         # Both ranks it is told only pick the device: the process group knows the global one.
         worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
+        # It would hand an autoregressive stage's cache on: a broadcast of pickled objects for every request.
+        worker.model_runner.kv_transfer_manager = None
         try:
             with together():
                 worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)

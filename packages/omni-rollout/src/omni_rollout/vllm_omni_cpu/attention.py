@@ -10,6 +10,7 @@ class CpuAttention(SDPAImpl):
     """Scaled dot-product attention; vLLM-Omni's dispatch knows five platforms, and this is not one of them."""
 
     def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> torch.Tensor:
+        """Attention of [B, T, heads, head size] tensors, with the metadata's mask."""
         return self._forward_impl(query, key, value, attn_metadata)
 
 
@@ -18,4 +19,5 @@ class CpuAttentionBackend(SDPABackend):
 
     @staticmethod
     def get_impl_cls() -> type[SDPAImpl]:
+        """The class that computes."""
         return CpuAttention

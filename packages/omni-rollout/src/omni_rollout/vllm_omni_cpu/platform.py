@@ -18,42 +18,52 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_omni_ar_worker_cls(cls) -> str:
+        """Raises NotImplementedError."""
         raise NotImplementedError("autoregressive stages do not run on this CPU platform")
 
     @classmethod
     def get_omni_generation_worker_cls(cls) -> str:
+        """Raises NotImplementedError."""
         raise NotImplementedError("autoregressive stages do not run on this CPU platform")
 
     @classmethod
     def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
+        """Torch's attention, whatever was asked for."""
         return "omni_rollout.vllm_omni_cpu.attention.CpuAttentionBackend"
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
+        """False: vLLM-Omni compiles for accelerators only."""
         return False
 
     @classmethod
     def supports_diffusion_dense_flash_attention(cls) -> bool:
+        """False."""
         return False
 
     @classmethod
     def get_torch_device(cls, local_rank: int | None = None) -> torch.device:
+        """The CPU, on every rank."""
         return torch.device("cpu")
 
     @classmethod
     def get_device_count(cls) -> int:
+        """One."""
         return 1
 
     @classmethod
     def get_device_version(cls) -> str | None:
+        """None: a CPU has no compute capability."""
         return None
 
     @classmethod
     def is_initialized(cls) -> bool:
+        """True: there is nothing to set up."""
         return True
 
     @classmethod
     def current_device(cls) -> int:
+        """The first and only one."""
         return 0
 
     @classmethod
@@ -62,7 +72,8 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def is_available(cls) -> bool:
-        return False  # vLLM-Omni asks this of an accelerator
+        """False: vLLM-Omni asks this of an accelerator."""
+        return False
 
     @classmethod
     def synchronize(cls) -> None:
@@ -78,22 +89,27 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def stream(cls, stream: Any = None) -> AbstractContextManager[None]:
+        """A context that does nothing."""
         return nullcontext()
 
     @classmethod
     def get_free_memory(cls, device: torch.device | None = None) -> int:
+        """Bytes of free memory of the host."""
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Bytes of memory of the host."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     @classmethod
     def get_device_memory(cls, device: torch.device | None = None) -> tuple[int, int]:
+        """Free and total bytes."""
         return cls.get_free_memory(), cls.get_device_total_memory()
 
     @classmethod
     def get_current_memory_usage(cls, device: Any = None) -> float:
+        """Bytes in use on the host."""
         return float(cls.get_device_total_memory() - cls.get_free_memory())
 
     @classmethod
@@ -102,8 +118,10 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def max_memory_reserved(cls, device: Any = None) -> int:
+        """0: the host keeps no such statistics."""
         return 0
 
     @classmethod
     def max_memory_allocated(cls, device: Any = None) -> int:
+        """0: the host keeps no such statistics."""
         return 0

@@ -1,0 +1,33 @@
+"""An engine for the tests of a file: a process has one at a time, and the next file makes another."""
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from helpers import CHECKPOINT
+from train.conftest import run_ranks as run_ranks
+from vllm_omni_helpers import open_engine
+
+if find_spec("vllm_omni") is None:  # tests/conftest.py says so at the end of the run
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = open_engine()
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def net(engine):
+    """A trainer's transformer of its own; afterwards the engine has the checkpoint's weights again."""
+    from omni_rollout.models import qwen_image
+
+    net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
+    before = {name: view.clone() for name, view in engine.weights().items()}
+    yield net
+    with torch.no_grad():
+        for name, view in engine.weights().items():
+            view.copy_(before[name])
+    engine._shared.clear()

@@ -1,0 +1,224 @@
+"""The vLLM-Omni engine on one rank: the contract, parity with diffusers, whose weights are where, what is refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers import QwenImagePipeline
+from helpers import CHECKPOINT
+from omni_rollout import Prompt, SamplingParams
+from omni_rollout.models import qwen_image
+from omni_rollout.testing import check_engine
+from omni_rollout.vllm_omni_engine import offload
+from omni_sched import INITIAL_NOISE, cps_step, dance_step, sde_step, step_noise
+from omni_train.lora import adapter_params, add_lora, unadapted_params
+from omni_train.weights import named_weights
+from vllm_omni_helpers import PARAMS, gap, train
+
+TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QX"', 'a red sign that says "AB"']
+PROMPTS = [Prompt(text, group=0, seed=i, negative="blurry") for i, text in enumerate(TEXTS)]
+FUSED = "transformer_blocks.0.attn.to_qkv.weight"
+
+
+@pytest.mark.parametrize("step", [sde_step, cps_step, dance_step])
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_the_engine_keeps_the_contract(engine, net, step, guidance_scale):
+    engine.share(net.named_parameters())
+    params = replace(PARAMS, step=step, guidance_scale=guidance_scale, keep_mean=True)
+
+    def velocity(x, sigma, cond):
+        return qwen_image.predict_velocity(net, x, sigma, cond, guidance_scale=guidance_scale)
+
+    check_engine(engine, params, velocity, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 4.0])
+def test_images_without_noise_equal_those_of_the_stock_pipeline(engine, guidance_scale):
+    pipe = QwenImagePipeline.from_pretrained(CHECKPOINT)
+    pipe.set_progress_bar_config(disable=True)
+    params = SamplingParams(8, 32, 96, guidance_scale=guidance_scale)
+    x0 = engine.generate(PROMPTS, params).x0
+    with torch.no_grad():
+        ours = qwen_image.decode(engine.pipeline, x0)
+    noise = step_noise([p.seed for p in PROMPTS], INITIAL_NOISE, (16, 4, 12))
+    theirs = pipe(
+        [p.text for p in PROMPTS],
+        negative_prompt=[p.negative for p in PROMPTS] if guidance_scale > 1 else None,
+        true_cfg_scale=guidance_scale,
+        height=32,
+        width=96,
+        num_inference_steps=8,
+        latents=pipe._pack_latents(noise[:, None], 3, 16, 4, 12),
+        output_type="pt",
+    ).images
+    assert theirs.std() > 0.1  # pictures, not grey
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+def test_nothing_that_comes_out_is_an_inference_tensor(engine):
+    trajectory = engine.generate(PROMPTS, replace(PARAMS, guidance_scale=3.0, keep_mean=True))
+    tensors = [value for value in [*vars(trajectory).values(), *trajectory.cond.values()] if torch.is_tensor(value)]
+    assert len(tensors) == 12
+    assert not any(tensor.is_inference() for tensor in tensors)
+
+
+def test_a_group_is_one_forward_a_step_and_its_text_is_encoded_once(engine, monkeypatch):
+    forwards, encoded = [], []
+    hook = engine.pipeline.transformer.register_forward_pre_hook(lambda module, args: forwards.append(1))
+    encode = qwen_image.encode
+    monkeypatch.setattr(qwen_image, "encode", lambda model, text: encoded.append(text) or encode(model, text))
+    texts = [f'a white sign that says "{word}"' for word in ("ONCE", "TWICE")]
+    prompts = [Prompt(text, group, seed) for group, text in enumerate(texts) for seed in range(4)]
+    engine.generate(prompts, PARAMS)
+    engine.generate(prompts, PARAMS)
+    hook.remove()
+    assert encoded == texts
+    assert len(forwards) == 2 * PARAMS.num_steps
+
+
+def test_a_shared_trainer_trains_the_engine_and_a_sync_moves_nothing(engine, net):
+    assert engine.share(net.named_parameters()) == sum(p.nbytes for p in net.parameters())
+    own = dict(engine.pipeline.transformer.named_parameters())
+    attention = net.transformer_blocks[0].attn
+    rows = attention.to_q.weight.shape[0]
+    for i, layer in enumerate((attention.to_q, attention.to_k, attention.to_v)):
+        assert layer.weight.untyped_storage().data_ptr() == own[FUSED].untyped_storage().data_ptr()
+        assert layer.weight.data_ptr() == own[FUSED][i * rows].data_ptr()
+    before = {name: param.clone() for name, param in own.items()}
+    trajectory = engine.generate(PROMPTS, PARAMS)
+    train(net, trajectory)
+    engine.load_weights(named_weights(net), version=7)
+    assert engine.moved_bytes == 0
+    after = engine.generate(PROMPTS, PARAMS)
+    assert after.weight_version == 7
+    assert gap(net, after, PARAMS) <= 1e-5 < 1e-3 < gap(net, trajectory, PARAMS)
+    with_gradient = [name for name, param in own.items() if not torch.equal(param, before[name])]
+    assert len(with_gradient) > 0.9 * len(own)  # the last block's text stream leads nowhere
+
+
+def test_every_weight_has_one_name_on_either_side(engine, net):
+    views = engine.weights()
+    assert views.keys() == dict(net.named_parameters()).keys()
+    num_elements = sum(param.numel() for param in engine.pipeline.transformer.parameters())
+    assert sum(view.numel() for view in views.values()) == num_elements
+
+
+def test_weights_that_are_not_shared_are_copied(engine, net):
+    trajectory = engine.generate(PROMPTS, PARAMS)
+    train(net, trajectory)
+    engine.load_weights(named_weights(net), version=2)
+    assert engine.moved_bytes == sum(p.nbytes for p in net.parameters())
+    assert gap(net, engine.generate(PROMPTS, PARAMS), PARAMS) <= 1e-5
+
+
+@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
+def test_lora_arrives_merged_on_a_base_that_is_shared_but_for_what_it_changes(engine, net, guidance_scale):
+    params = replace(PARAMS, guidance_scale=guidance_scale)
+    add_lora(net, qwen_image.LORA_TARGETS, rank=4, alpha=8, seed=0)
+    shared = engine.share(unadapted_params(net))
+    targeted = [name for name in engine.weights() if name not in dict(unadapted_params(net))]
+    assert all(name.removesuffix(".weight").endswith(qwen_image.LORA_TARGETS) for name in targeted)
+    trajectory = engine.generate(PROMPTS, params)
+    train(net, trajectory, [p for p in net.parameters() if p.requires_grad])
+    with torch.no_grad():
+        for p in adapter_params(net, "default"):
+            p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+    engine.load_weights(named_weights(net), version=1)
+    assert engine.moved_bytes == sum(engine.weights()[name].nbytes for name in targeted)
+    assert shared + engine.moved_bytes == sum(view.nbytes for view in engine.weights().values())
+    assert gap(net, engine.generate(PROMPTS, params), params) <= 1e-5 < gap(net, trajectory, params)
+
+
+def test_the_base_is_bit_identical_after_1000_merges(engine, net):
+    """In bfloat16, where adding a product and taking it off again would lose bits each time."""
+    net = net.to(torch.bfloat16)
+    base = {name: p.clone() for name, p in net.named_parameters()}
+    add_lora(net, ("to_q", "to_out.0"), rank=4, alpha=8, seed=0)
+    factors = adapter_params(net, "default")
+    generator = torch.Generator().manual_seed(0)
+    for version in range(1000):
+        with torch.no_grad():
+            for p in factors[:4]:
+                p.copy_(torch.randn(p.shape, generator=generator))
+        engine.load_weights(named_weights(net), version=version)
+    for name, param in net.named_parameters():
+        if "lora_" not in name:
+            assert torch.equal(param, base[name.replace(".base_layer.", ".")])
+    with torch.no_grad():
+        for p in factors:
+            p.zero_()
+    engine.load_weights(named_weights(net), version=1000)
+    assert all(torch.equal(view, base[name].float()) for name, view in engine.weights().items())
+
+
+def test_a_name_left_out_unknown_or_of_another_shape_is_an_error(engine, net):
+    weights = dict(named_weights(net))
+    left_out = {name: tensor for name, tensor in weights.items() if name != "proj_out.bias"}
+    with pytest.raises(ValueError, match=r"that is not shared, missing 1 of 141: \['proj_out.bias'\]"):
+        engine.load_weights(left_out.items(), version=1)
+    with pytest.raises(ValueError, match=r"got proj_out.base_layer.bias .* have no such weight"):
+        engine.load_weights([("proj_out.base_layer.bias", weights["proj_out.bias"])], version=1)
+    with pytest.raises(ValueError, match=r"got proj_out.bias \(3,\), have"):
+        engine.load_weights([("proj_out.bias", torch.zeros(3))], version=1)
+    assert engine.weight_version != 1
+
+
+def test_weights_that_did_not_arrive_are_an_error(engine, net, monkeypatch):
+    """As when the engine samples with other storage than the one that was written to."""
+    views = engine.weights()
+    answers = iter([{name: view.clone() for name, view in views.items()}, views])
+    monkeypatch.setattr(engine, "weights", lambda: next(answers))
+    with torch.no_grad():
+        net.proj_out.weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"does not have the weights it was given.*\['proj_out.weight'\]"):
+        engine.load_weights(named_weights(net), version=1)
+
+
+def test_storage_that_moved_away_from_the_trainer_is_an_error(engine, net):
+    engine.share(net.named_parameters())
+    layer = engine.pipeline.transformer.proj_out
+    before = layer.weight.data
+    layer.weight.data = before.clone()
+    with pytest.raises(RuntimeError, match=r"moved away from the trainer's: \['proj_out.weight'\]"):
+        engine.load_weights((), version=1)
+    layer.weight.data = before
+
+
+def test_only_what_the_engine_has_loaded_can_be_shared(engine, net):
+    with torch.no_grad():
+        net.proj_out.bias[0] += 1
+    with pytest.raises(ValueError, match=r"params must hold what the engine has loaded, but proj_out.bias"):
+        engine.share(net.named_parameters())
+    with pytest.raises(ValueError, match=r"proj_out.bias .*bfloat16"):
+        engine.share([("proj_out.bias", torch.nn.Parameter(net.proj_out.bias.to(torch.bfloat16)))])
+
+
+def test_an_engine_that_shares_nothing_wants_every_weight(engine):
+    with pytest.raises(ValueError, match="missing 141 of 141"):
+        engine.load_weights((), version=1)
+
+
+def test_no_prompts_are_refused(engine):
+    with pytest.raises(ValueError, match="prompts must hold at least one prompt"):
+        engine.generate([], PARAMS)
+    with pytest.raises(ValueError, match="height must be a positive multiple of 16"):
+        engine.generate(PROMPTS, replace(PARAMS, height=40))
+
+
+def test_sleeping_on_a_cpu_changes_nothing(engine):
+    before = [p.data_ptr() for p in engine.pipeline.parameters()]
+    engine.sleep()
+    assert [p.data_ptr() for p in engine.pipeline.parameters()] == before
+    engine.wake()
+
+
+def test_offloading_empties_all_but_what_is_kept():
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    before = {name: t.clone() for name, t in module.state_dict().items()}
+    kept = module[0].weight
+    moved = offload(module, keep={kept.untyped_storage().data_ptr()})
+    assert torch.equal(kept, before["0.weight"])
+    assert all(t.numel() == 0 for name, t in module.state_dict().items() if name != "0.weight")
+    for tensor, values in moved:
+        tensor.data = values
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())

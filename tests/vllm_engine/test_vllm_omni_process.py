@@ -1,0 +1,167 @@
+"""The vLLM-Omni engine as a guest: the process, its ranks and its group are as they were."""
+
+import importlib.metadata
+import os
+import signal
+import sys
+import time
+import weakref
+
+import psutil
+import pytest
+import setproctitle
+import torch
+from helpers import CHECKPOINT
+from omni_rollout import Prompt
+from omni_rollout.models import qwen_image
+from omni_rollout.vllm_omni_worker import check_versions
+from omni_train.dist import same_error
+from omni_train.shard import shard
+from omni_train.weights import named_weights
+from vllm_omni.platforms import current_omni_platform
+from vllm_omni_helpers import PARAMS, gap, open_engine, train
+
+PROMPTS = [Prompt(f'a red sign that says "{word}"', group=0, seed=i) for i, word in enumerate(["AB", "CD"])]
+
+
+def process():
+    """What a guest must leave alone."""
+    return {
+        "environment": {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+        "output": [(stream, stream.write) for stream in (sys.stdout, sys.stderr)],
+        "title": setproctitle.getproctitle(),
+        "signals": [signal.getsignal(number) for number in signal.valid_signals()],
+        "group": torch.distributed.is_initialized(),
+        "children": [c.pid for c in psutil.Process().children() if "resource_tracker" not in " ".join(c.cmdline())],
+        "default dtype": torch.get_default_dtype(),
+    }
+
+
+def test_the_process_is_as_it_was_and_a_second_engine_can_follow():
+    before = process()
+    for _ in range(2):
+        engine = open_engine()
+        assert process() == before
+        first = engine.generate(PROMPTS, PARAMS)
+        assert process() == before
+        engine.close()
+        assert process() == before
+    assert first.media.shape == (2, 3, 32, 96)
+
+
+@pytest.mark.parametrize(
+    ("vllm", "omni", "found"),
+    [
+        ("0.29.0", "0.30.0", "vllm 0.29.0, vllm-omni 0.30.0"),
+        ("0.30.0", "0.31.0", "vllm 0.30.0, vllm-omni 0.31.0"),
+        ("0.31.0", "0.31.0", "vllm 0.31.0, vllm-omni 0.31.0"),
+        ("0.30.0", None, "vllm 0.30.0, vllm-omni none"),
+    ],
+)
+def test_another_pair_of_versions_is_refused(monkeypatch, vllm, omni, found):
+    def version(name):
+        if name == "vllm-omni" and omni is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"vllm": vllm, "vllm-omni": omni}[name]
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(ImportError, match=f"needs vllm 0.30.0 and vllm-omni 0.30.0, found {found}"):
+        check_versions()
+
+
+def test_a_local_version_is_the_same_version(monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.30.0+cu130")
+    check_versions()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_two_ranks_sample_train_and_sync(run_ranks, mode):
+    def work(dist):
+        before = process()
+        engine = open_engine(device=dist.device)
+        kept = process() == before
+        net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
+        if mode == "ddp":
+            engine.share(net.named_parameters())
+        shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES)
+        # Ranks draw other prompts in batches of other sizes: sampling is nobody else's business.
+        trajectory = engine.generate(PROMPTS[: 1 + dist.rank], PARAMS)
+        first = gap(net, trajectory, PARAMS)
+        train(net, trajectory)
+        engine.load_weights(named_weights(net), version=1)
+        after = engine.generate(PROMPTS, PARAMS)
+        engine.close()
+        ones = torch.ones(1)
+        torch.distributed.all_reduce(ones)
+        return {
+            "kept": kept and process() == before,
+            "first": first,
+            "stale": gap(net, trajectory, PARAMS),
+            "after": gap(net, after, PARAMS),
+            "moved": engine.moved_bytes,
+            "ranks": ones.item(),
+            "x0": after.x0.sum().item(),
+        }
+
+    results = run_ranks(work)
+    for result in results:
+        assert result["kept"]
+        assert result["first"] <= 1e-5
+        assert result["after"] <= 1e-5 < 1e-3 < result["stale"]
+        assert (result["moved"] == 0) == (mode == "ddp")
+        assert result["ranks"] == 2
+    if mode == "fsdp2":
+        assert results[0]["x0"] == results[1]["x0"]  # both engines have the weights that both ranks trained
+
+
+def test_a_streamed_sync_has_one_gathered_parameter_at_a_time(run_ranks):
+    def work(dist):
+        engine = open_engine(device=dist.device)
+        net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
+        shard(net, dist.mesh, mode="fsdp2", block_names=qwen_image.BLOCK_NAMES)
+        alive, most = [], 0
+
+        def watched():
+            nonlocal most
+            for name, tensor in named_weights(net):
+                alive.append(weakref.ref(tensor))
+                most = max(most, sum(ref() is not None for ref in alive))
+                yield name, tensor
+                del tensor
+
+        engine.load_weights(watched(), version=1)
+        engine.close()
+        return [most, len(alive)]
+
+    for most, total in run_ranks(work):
+        assert total == 141
+        assert most <= 2  # the one that the engine has just copied, and the one that takes its name
+
+
+def test_an_error_of_one_rank_ends_both(run_ranks, tmp_path):
+    (tmp_path / "empty").mkdir()
+
+    def work(dist):
+        path = str(CHECKPOINT if dist.rank == 0 else tmp_path / "empty")
+        start = time.monotonic()
+        try:
+            open_engine(path, device=dist.device, together=lambda: same_error(dist))
+        except (OSError, ValueError) as exc:
+            return [str(exc), time.monotonic() - start]
+        return ["no error", 0.0]
+
+    for message, seconds in run_ranks(work):
+        assert "rank 1:" in message
+        assert seconds < 60
+
+
+def test_the_local_rank_picks_the_device(run_ranks):
+    def work(dist):
+        asked = []
+        platform = type(current_omni_platform)
+        platform.get_torch_device = classmethod(lambda cls, rank=None: asked.append(rank) or torch.device("cpu"))
+        open_engine(device=torch.device("cpu", 5 - dist.rank)).close()  # as on a second node
+        return asked
+
+    for rank, asked in enumerate(run_ranks(work)):
+        assert asked[0] == 5 - rank
