@@ -54,18 +54,18 @@ class Misbehaving:
 
 
 def read_request(conn: socket.socket) -> bytes | None:
-    """Body of the next request on the connection; None when the client has closed it."""
-    received = b""
-    while b"\r\n\r\n" not in received:
+    """Body of the next request on the connection; None when the client closes it before the end."""
+    received, wanted = b"", None
+    while wanted is None or len(received) < wanted:
         chunk = conn.recv(65536)
         if not chunk:
             return None
         received += chunk
-    head, _, body = received.partition(b"\r\n\r\n")
-    lengths = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line]
-    while len(body) < sum(lengths):
-        body += conn.recv(65536)
-    return body
+        head, end, _ = received.partition(b"\r\n\r\n")
+        if end and wanted is None:
+            lengths = [int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if b"content-length" in line]
+            wanted = len(head) + len(end) + sum(lengths)
+    return received.partition(b"\r\n\r\n")[2]
 
 
 def http(status: str, body: bytes, *headers: str, close: bool = True) -> bytes:

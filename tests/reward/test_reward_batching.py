@@ -2,12 +2,14 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omni_reward import RewardClient
 from omni_reward.batching import Batcher, ScorerFailedError
 from omni_reward.wire import Score, Scorer, ScoreRequest
 
@@ -159,6 +161,24 @@ def test_a_caller_that_gives_up_stops_nobody() -> None:
         return await second
 
     assert asyncio.run(main()) == [Score(2.0)]
+
+
+def test_requests_of_several_clients_share_calls(serve: Callable[..., str]) -> None:
+    recorder = Recorder(8)
+    url = serve(recorder.scorer)
+    clients = [RewardClient(url) for _ in range(3)]
+    futures = [
+        clients[i % 3].submit({"image": np.full((2, 2, 2, 3), i, np.uint8)}, [str(i)] * 2, [{}, {}]) for i in range(9)
+    ]
+    while not recorder.calls:
+        time.sleep(0.001)
+    time.sleep(0.3)  # by now the others wait in the queue
+    recorder.go_on.set()
+    assert [[score.value for score in future.result(10)] for future in futures] == [[float(i)] * 2 for i in range(9)]
+    for client in clients:
+        client.close()
+    assert len(recorder.calls) < 9
+    assert max(map(len, recorder.calls)) == 8
 
 
 def test_calls_never_overlap() -> None:

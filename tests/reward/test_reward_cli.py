@@ -56,8 +56,8 @@ def test_sigterm_finishes_the_accepted_requests(
 ) -> None:
     (tmp_path / "token").write_text("s3cret\n")
     process, url = launch("-c", SLOW, "--scorer", "slow", "--token-file", str(tmp_path / "token"))
-    with RewardClient(url, token="s3cret") as client:
-        client.check()
+    with RewardClient(url, token="s3cret", timeout_s=10) as client:
+        client.info()
         accepted = client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"])
         assert [process.stdout.readline() for _ in range(2)] == [f"scorer ready at {url}\n", "scoring\n"]
         late = [client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"]) for _ in range(4)]
@@ -66,6 +66,16 @@ def test_sigterm_finishes_the_accepted_requests(
         assert all(isinstance(future.exception(20), RewardConnectError | None) for future in late)
         assert process.wait(20) == 0  # while the client still holds its connections
     assert process.communicate()[1] == ""
+
+
+def test_the_command_line_sets_the_limits(launch: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
+    flags = ["--batch-size", "3", "--max-body-mb", "5", "--max-batch", "7", "--max-waiting", "9"]
+    _, url = launch("-c", SLOW, "--scorer", "slow", *flags)
+    with RewardClient(url) as client:
+        info = client.info()
+    limits = info["limits"]
+    assert info["batch_size"] == 3
+    assert [limits[name] for name in ("max_body_bytes", "max_batch", "max_waiting")] == [5 * 2**20, 7, 9]
 
 
 @pytest.mark.parametrize(

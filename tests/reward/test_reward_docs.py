@@ -1,5 +1,6 @@
 """The code that the documents show, run as it stands."""
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omni_reward import RewardClient, Score
+from omni_reward import RewardClient, Score, Scorer
 from omni_reward.wire import decode_reply
 from reward.reward_helpers import draw_sign
 
@@ -80,7 +81,39 @@ def test_a_real_scorer_process_scores_signs(readme_server: str) -> None:
 
 def test_the_readme_s_own_scorer_is_a_score_function(serve: Callable[..., str]) -> None:
     names: dict = {"__name__": "readme"}
-    exec(blocks(README, "python")[1], names)
+    exec(blocks(README, "python")[2], names)
     images = np.stack([np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)])
     with RewardClient(serve(names["brightness"])) as client:
         assert client.submit({"image": images}, ["a", "b"]).result(10) == [Score(0.0), Score(1.0)]
+
+
+def test_the_readme_s_client_of_two_servers_checks_both(serve: Callable[..., str]) -> None:
+    seen = []
+
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        seen.append(1)
+        return [1.0]
+
+    code = blocks(README, "python")[1]
+    for port in (8100, 8101):
+        assert f"http://127.0.0.1:{port}" in code
+        code = code.replace(f"http://127.0.0.1:{port}", serve(score))
+    exec(code, {})
+    assert len(seen) == 2
+
+
+def test_the_readme_s_video_scorer_takes_rates_and_abstains(serve: Callable[..., str]) -> None:
+    names: dict = {}
+    exec(blocks(README, "python")[3], names)
+    videos = np.zeros((2, 3, 4, 4, 3), np.uint8)
+    videos[1, 1] = 10
+    scorer = Scorer(names["stillness"], media=("video",), batch_size=8)
+    with RewardClient(serve(scorer)) as client:
+        still, moving = client.submit({"video": videos}, ["a", "b"], [{"fps": 8}, {"fps": 24}]).result(10)
+    assert still == Score(None, abstained="nothing moves")
+    assert moving == Score(-240.0, details={"move": 10.0})
+
+
+def test_the_readme_names_the_limit_on_masks() -> None:
+    default = inspect.signature(RewardClient).parameters["mask_limit"].default
+    assert f"{default + 1}th failure in a row" in README
