@@ -4,7 +4,7 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omni_reward import RewardClient, Score
+from omni_reward import RewardClient, RewardError, Score
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist, gather_floats, same_error
 from omni_train.lora import add_lora
+from omni_train.report import Sample, write_eval
 from omni_train.weights import named_weights
 from sample import score_label, write_sheet
 
@@ -58,11 +59,18 @@ def make_trainable(net: Any, *, lora_rank: int, lora_alpha: float, seed: int) ->
 
 
 def connect(url: str, token_file: str, dist: Dist, *, timeout_s: float) -> RewardClient:
-    """A client of the scorer, which has answered."""
+    """A client of the scorer, which has answered.
+
+    Raises:
+        ValueError: it has not, or it refuses the token.
+    """
     token = Path(token_file).read_text().strip() if token_file else None
     in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
     client = RewardClient(url, token=token, timeout_s=timeout_s, max_in_flight=in_flight)
-    client.check()
+    try:
+        client.check()
+    except RewardError as exc:
+        raise ValueError(f"--scorer-url must be a reward server that answers: {exc}") from exc
     return client
 
 
@@ -100,8 +108,8 @@ def gather_rewards(on: Rollouts, scores: list[Score]) -> torch.Tensor:
     return by_rank.transpose(0, 1).flatten()
 
 
-def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, sheet: Path) -> dict[str, float]:
-    """The mean reward of `prompts`; rank 0 writes its images to the contact sheet."""
+def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, folder: Path, step: int) -> dict[str, float]:
+    """The mean reward of `prompts`; rank 0 writes its images to the folder of the run."""
     wanted, per_round = len(prompts), on.batch_size * on.dist.world_size
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     padded = [prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
@@ -109,5 +117,16 @@ def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, sheet:
     scores = [score for future in pending for score in future.result()]
     rewards = gather_rewards(on, scores)[:wanted]
     if on.dist.is_main:
-        write_sheet(sheet, torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores])
+        images, labels = torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores]
+        write_sheet(folder / "eval" / f"{step:06}.png", images, labels)
+        write_eval(folder, step, *pictures(batches, scores))
     return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
+
+
+def pictures(batches: Sequence[Trajectory], scores: Sequence[Score]) -> tuple[torch.Tensor, list[Sample]]:
+    """This rank's images, [N, 3, H, W], and what the report shows of each."""
+    prompts = [prompt for batch in batches for prompt in batch.prompts]
+    rows = [
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained) for p, s in zip(prompts, scores, strict=True)
+    ]
+    return torch.cat([batch.media for batch in batches]), rows

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omni_train.config import check_least, parse_cli, to_toml
+from omni_train.config import check_least, parse_cli
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -40,6 +40,10 @@ class Args:
     name: str = "run"  # The run writes to runs/NAME
     seed: int = 0  # Decides prompts, noise and windows
     steps: int = 300  # Training steps; one step is one rollout
+    save_every: int = 10  # Training steps between two checkpoints; the same command continues from the newest
+    keep_checkpoints: int = 2  # Newest checkpoints to keep
+    hang_timeout_s: float = 1800.0  # Longest wait of a rank for another, after which the run ends
+    dry_run: bool = False  # Only check the settings, and print them and what a step will do
     eval_every: int = 50  # Training steps between two evaluations
     eval_num_steps: int = 10  # Denoising steps in an evaluation, which uses no noise
     model: str = f"{ROOT}/checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
@@ -100,7 +104,8 @@ PRESETS = {
 
 
 LEAST = {  # setting -> least value
-    "steps": 0, "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1,
+    "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0,
+    "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1,
     "height": 16, "width": 16, "guidance_scale": 1.0, "clip_range": 1e-12, "adv_clip_max": 1e-6, "kl_coef": 0.0,
     "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12,
     "lora_rank": 0, "lora_alpha": 1, "scorer_timeout_s": 1e-3,
@@ -114,7 +119,7 @@ def check_args(args: Args) -> None:
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world
     rounds, wrong_shard = samples // per_round, "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
     for holds, rule in (
-        (args.scorer_url, "--scorer-url must be the URL of a reward server"),
+        (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
         (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
         (args.lora_rank or not args.kl_coef, "--kl-coef needs --lora-rank > 0: the reference is the model without it"),
@@ -138,19 +143,19 @@ import rollouts
 import torch
 from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics, rollout_weights
 from omni_reward import Score
-from omni_rollout import Prompt, SamplingParams, Trajectory
+from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
-from omni_train.data import PromptSampler, load_prompts
 from omni_train.device import memory
-from omni_train.dist import init_distributed, mean_metrics, shutdown
-from omni_train.ema import Ema
+from omni_train.dist import mean_metrics, shutdown
 from omni_train.gate import check_ratio
-from omni_train.log import RunLog, claim_folder
-from omni_train.lora import reference, unadapted_params
-from omni_train.optim import build_adamw, optimizer_step, warmup_lr
-from omni_train.shard import reduce_gradients, shard
-from omni_train.weights import save_weights
+from omni_train.lora import reference
+from omni_train.optim import optimizer_step, warmup_lr
+from omni_train.report import write_samples
+from omni_train.shard import reduce_gradients
+
+import runs
+from runs import Run
 
 
 @dataclass(frozen=True)
@@ -173,61 +178,7 @@ RATIO_TOLERANCE = {  # largest |ratio - 1| of trainer and engine before the firs
     ("vllm-omni", "float32"): 1e-5, ("vllm-omni", "bfloat16"): 1e-2,
 }  # fmt: skip
 
-# 3. Set-up
-
-
-@dataclass(frozen=True)
-class Run:
-    """What every part of a step needs."""
-
-    args: Args
-    on: rollouts.Rollouts
-    sampler: PromptSampler
-    eval_prompts: list[Prompt]
-    net: torch.nn.Module
-    mode: Literal["none", "ddp", "fsdp2"]
-    params: list[torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    ema: Ema
-    folder: Path
-    log: RunLog
-
-
-def setup(args: Args) -> Run:
-    """Joins the ranks, then checks the cheap things before it loads the model."""
-    params_at(args, 0)  # raises where window or noise make no sense
-    if args.old_log_prob == "auto":
-        args = replace(args, old_log_prob="rollout" if args.engine == "diffusers" else "recompute")
-    dist = init_distributed()
-    folder = claim_folder(dist, Path("runs") / args.name)
-    client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, timeout_s=args.scorer_timeout_s)
-    sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    eval_prompts = rollouts.samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
-    auto = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
-    mode: Any = auto if args.shard == "auto" else args.shard
-    engine, net = rollouts.open_engine(args.engine, args.model, dist, getattr(torch, args.dtype), pool=mode == "fsdp2")
-    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
-    if args.gradient_checkpointing:
-        net.enable_gradient_checkpointing()
-    if args.engine != "diffusers" and mode != "fsdp2":
-        engine.share(unadapted_params(net))
-    compute_dtype = getattr(torch, args.dtype) if mode == "fsdp2" else None
-    shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
-    params = [p for p in net.parameters() if p.requires_grad]
-    optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
-    columns = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
-    log = RunLog(
-        folder, is_main=dist.is_main, total_steps=args.steps, tty=None if dist.mesh is None else False, columns=columns
-    )
-    if dist.is_main:
-        (folder / "config.toml").write_text(to_toml(replace(args, scorer_url="", scorer_token_file="")))
-    return Run(
-        args, rollouts.Rollouts(dist, engine, client, args.batch_size), sampler, eval_prompts, net, mode,
-        params, optimizer, Ema(params, decay=args.ema_decay), folder, log,
-    )  # fmt: skip
-
-
-# 4. One training step: rollout, score, advantages, update
+# 3. One training step: rollout, score, advantages, update
 
 
 def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pending]]:
@@ -338,7 +289,7 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
     return move, gaussian_kl(move.mean, ref_mean, move.std).mean()
 
 
-# 5. The loop
+# 4. The whole
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -350,6 +301,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with run.log.phase("reward_wait"):
         scores = [score for future in pending for score in future.result()]
     advantages, metrics = grade(run, scores)
+    if run.on.dist.is_main:
+        write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
     metrics["perf/memory_rollout_mb"] = memory(device).current_mb
     with run.log.phase("update"):
         if run.args.engine_sleep:
@@ -364,36 +317,29 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
 
 
-def hold_out(run: Run, step: int) -> dict[str, float]:
-    """Evaluates on fixed prompts and seeds without injected noise, and saves the weights that it has evaluated."""
-    params = replace(params_at(run.args, 0), sde_steps=(), num_steps=run.args.eval_num_steps)
-    with run.ema.applied():
-        rollouts.sync(run.on.engine, run.net, version=step)
-        metrics = rollouts.evaluate(run.on, run.eval_prompts, params, run.folder / "eval" / f"{step:06}.png")
-        if step:
-            save_weights(run.net, run.folder / "weights", run.on.dist)
-    rollouts.sync(run.on.engine, run.net, version=step)
-    return metrics
+def num_forwards(args: Args) -> dict[str, int]:
+    """Forwards of `batch_size` samples that a rank computes in a training step."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    batches = args.prompts_per_step * args.group_size // (args.batch_size * world)
+    scored = batches * len(params_at(args, 0).sde_steps)
+    again = {"correct": scored, "recompute": scored - scored // args.updates_per_step}.get(args.old_log_prob, 0)
+    return {"rollout": batches * args.num_steps, "update": scored, "old log-probs": again} | (
+        {"reference": scored + again} if args.kl_coef else {}
+    )
 
 
 def main(args: Args) -> None:
-    """Trains, and saves the weights after every evaluation to runs/NAME/weights."""
-    run = setup(args)
-    dist, scores = run.on.dist, []
-    with run.log, run.on.client:
-        for step in range(args.steps + 1):  # line n of the log speaks of n finished steps
-            metrics = train_step(run, step - 1) if step else {}
-            if step % args.eval_every == 0 or step == args.steps:
-                with run.log.phase("eval"):
-                    metrics |= hold_out(run, step)
-                scores.append(metrics["eval/reward"])
-            num_images = args.prompts_per_step * args.group_size // dist.world_size if step else 0
-            run.log.log(step, metrics, num_images=num_images)
-    if dist.is_main:
-        print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; images, weights and metrics in {run.folder}")
+    """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
+    if args.old_log_prob == "auto":
+        args = replace(args, old_log_prob="rollout" if args.engine == "diffusers" else "recompute")
+    run = runs.start(args, num_forwards(args))
+    if run is None:
+        return
+    dist = run.on.dist
+    runs.loop(run, train_step)
     del run  # sharded tensors must go before their process group does
     shutdown(dist)
 
 
 if __name__ == "__main__":
-    main(ARGS)
+    runs.launch(main, ARGS)

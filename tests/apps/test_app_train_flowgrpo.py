@@ -182,10 +182,16 @@ def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, br
         train(bright_url)
 
 
-def test_a_folder_that_holds_a_run_is_refused(in_tmp, bright_url):
+def test_a_finished_run_started_again_has_nothing_to_do(in_tmp, bright_url, capsys):
+    before = train(bright_url, steps=1, eval_every=1)
+    assert train(bright_url, steps=1, eval_every=1) == before
+    assert capsys.readouterr().out.count("held-out score") == 2
+
+
+def test_a_run_with_other_settings_is_refused(in_tmp, bright_url):
     train(bright_url, steps=0)
-    with pytest.raises(ValueError, match="runs/tiny-signs holds a run already: give another --name"):
-        train(bright_url, steps=0)
+    with pytest.raises(ValueError, match=r"differing keys|lr"):
+        train(bright_url, steps=0, lr=5e-4)
 
 
 def test_what_fills_up_the_evaluation_is_not_counted(in_tmp, bright_url):
@@ -197,7 +203,7 @@ def test_what_fills_up_the_evaluation_is_not_counted(in_tmp, bright_url):
 
 def test_every_logged_name_is_documented(in_tmp, bright_url):
     documented = (REPO / "docs" / "metrics.md").read_text()
-    phases = ("rollout", "reward_wait", "update", "sync", "eval", "step")
+    phases = ("rollout", "reward_wait", "update", "sync", "eval", "save", "step")
     for name in {name for line in train(bright_url) for name in line} - {"step"}:
         kind, _, rest = name.partition("/")
         if kind == "time":

@@ -52,6 +52,7 @@ class RunLog:
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
                 will come again: -1 drops all, None keeps all.
         """
+        self.last_phase = "none"  # the phase entered last, on every rank
         self._is_main = is_main
         self._total_steps = total_steps
         self._sinks = tuple(sinks)
@@ -69,6 +70,7 @@ class RunLog:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of the `with` block to this step's `time/<name>_s`; waits for the device at both ends."""
+        self.last_phase = name
         if not self._is_main:
             yield
             return

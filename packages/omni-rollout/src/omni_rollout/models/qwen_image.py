@@ -17,6 +17,8 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
+from omni_rollout.models.files import check_safetensors
+
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
     from transformers import PreTrainedTokenizerBase
@@ -78,15 +80,43 @@ def load_transformer(
     return transformer.to(device).eval().requires_grad_(False)
 
 
+def check_folder(path: str | Path, *, height: int, width: int) -> None:
+    """Returns when a local checkpoint has all its files, whole, and can draw that size; reads no weights.
+
+    Raises:
+        ValueError: what is missing or cut short, or height or width is no positive multiple of 16 pixels.
+    """
+    _check_size(height, width)
+    folder = Path(path)
+    if not folder.is_dir():
+        if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
+            raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
+        return
+    configs = ("vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json")
+    for name in ("model_index.json", "transformer/config.json", *configs, "tokenizer/tokenizer_config.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"model must be the folder of a diffusers QwenImagePipeline, {folder} lacks {name}")
+    for part in ("transformer", "text_encoder", "vae"):
+        check_safetensors(folder / part)
+
+
+def empty_transformer(path: str | Path) -> nn.Module:
+    """The transformer on the meta device: names and shapes without weights."""
+    from diffusers import QwenImageTransformer2DModel
+
+    with torch.device("meta"):
+        return QwenImageTransformer2DModel.from_config(
+            QwenImageTransformer2DModel.load_config(path, subfolder="transformer")
+        ).requires_grad_(False)
+
+
 def latent_shape(model: QwenImage, *, height: int, width: int) -> tuple[int, int, int]:
     """The latent shape (C, h, w) of an image of `height` x `width` pixels.
 
     Raises:
         ValueError: height or width is no positive multiple of 16.
     """
-    for name, value in (("height", height), ("width", width)):
-        if value < PIXELS_PER_TOKEN or value % PIXELS_PER_TOKEN:
-            raise ValueError(f"{name} must be a positive multiple of {PIXELS_PER_TOKEN} pixels, got {value}")
+    _check_size(height, width)
     return model.vae.config.z_dim, height // 8, width // 8
 
 
@@ -166,6 +196,12 @@ def decode(model: QwenImage, x0: Tensor) -> Tensor:
     latents = (x0 * std + mean).to(model.vae.dtype)
     images = model.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
     return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def _check_size(height: int, width: int) -> None:
+    for name, value in (("height", height), ("width", width)):
+        if value < PIXELS_PER_TOKEN or value % PIXELS_PER_TOKEN:
+            raise ValueError(f"{name} must be a positive multiple of {PIXELS_PER_TOKEN} pixels, got {value}")
 
 
 def _stack(embeds: Tensor, mask: Tensor, negative: Tensor, negative_mask: Tensor) -> tuple[Tensor, Tensor]:

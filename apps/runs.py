@@ -1,0 +1,278 @@
+"""What every trainer does around its steps: check, start or continue a run, evaluate, save, stop, say what broke.
+
+    run = start(args, num_forwards)      None after --dry-run
+    loop(run, train_step)                train_step(run, step) -> metrics
+
+A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded. What breaks later
+ends it with exit code 1 and one message that names rank, phase and remedy; the last complete checkpoint stays.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import rollouts
+import torch
+from omni_reward import RewardError
+from omni_rollout import Prompt, SamplingParams
+from omni_rollout.models import qwen_image
+from omni_train.checkpoint import Checkpoint, check_config
+from omni_train.config import to_toml
+from omni_train.data import PromptSampler, load_prompts
+from omni_train.dist import Dist, gather_json, init_distributed, same_error
+from omni_train.ema import Ema
+from omni_train.log import RunLog, claim_folder, load_metrics
+from omni_train.lora import unadapted_params
+from omni_train.optim import build_adamw
+from omni_train.report import write_versions
+from omni_train.report.folder import command_line
+from omni_train.shard import shard
+from omni_train.signals import catch_stop, resume_command
+from omni_train.sinks import report
+from omni_train.weights import save_weights
+
+Mode = Literal["none", "ddp", "fsdp2"]
+COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
+SECRET = {"scorer_url": "", "scorer_token_file": ""}  # not for files that others may read
+HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
+MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
+    *SECRET, "name", "scorer_timeout_s", "hang_timeout_s", "save_every", "keep_checkpoints", "eval_every",
+    "eval_num_steps", "eval_prompts", "shard", "dry_run",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """What every part of a step needs. `args` are the trainer's."""
+
+    args: Any
+    on: rollouts.Rollouts
+    sampler: PromptSampler
+    eval_prompts: list[Prompt]
+    net: torch.nn.Module
+    mode: Mode
+    params: list[torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    ema: Ema
+    folder: Path
+    log: RunLog
+    checkpoints: Checkpoint
+    first_step: int
+
+
+def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
+    """A new run, or the one that runs/NAME holds where it stopped; None with --dry-run, which prints the plan.
+
+    num_forwards: forwards of `batch_size` samples that a rank computes in a training step, by what they are for.
+
+    Raises:
+        ValueError, OSError: something in the settings does not fit; the same on every rank.
+    """
+    dist = init_distributed(timeout_s=args.hang_timeout_s)
+    same_settings(dist, args)
+    mode = sharding(args, dist)
+    with same_error(dist):
+        qwen_image.check_folder(args.model, height=args.height, width=args.width)
+        sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+        eval_prompts = rollouts.samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
+    if args.dry_run:
+        if dist.is_main:
+            print(to_toml(replace(args, **SECRET)), plan(args, dist, mode, num_forwards), sep="\n")
+        return None
+    folder = Path("runs") / args.name
+    checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
+    saved = checkpoints.latest()
+    if saved:
+        check_config(saved, asdict(args), ignore=MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "steps"))
+    claim_folder(dist, folder, has_checkpoint=saved is not None)
+    with same_error(dist):
+        client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, timeout_s=args.scorer_timeout_s)
+    engine, net = load(args, dist, mode)
+    params = [p for p in net.parameters() if p.requires_grad]
+    optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
+    ema = Ema(params, decay=args.ema_decay)
+    checkpoints.load(net, optimizer, ema)
+    done = saved.step if saved else -1  # the step of the last line that stays in the log
+    rollouts.sync(engine, net, version=max(done, 0))
+    on = rollouts.Rollouts(dist, engine, client, args.batch_size)
+    log = open_log(args, dist, folder, resume_step=done)
+    return Run(
+        args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, folder, log, checkpoints, done + 1
+    )  # fmt: skip
+
+
+def same_settings(dist: Dist, args: Any) -> None:
+    """Raises ValueError on every rank unless all were started with the same settings."""
+    by_rank: list[Any] = gather_json(dist, asdict(args))
+    for rank, other in enumerate(by_rank):
+        names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
+        if names:
+            values = ", ".join(f"{name} = {other[name]!r} (rank 0: {by_rank[0][name]!r})" for name in names)
+            raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
+
+
+def sharding(args: Any, dist: Dist) -> Mode:
+    """How the weights are spread: what --shard says, or for auto the simplest way that needs the least traffic."""
+    auto: Mode = "none" if dist.world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    return auto if args.shard == "auto" else args.shard
+
+
+def load(args: Any, dist: Dist, mode: Mode) -> tuple[Any, torch.nn.Module]:
+    """The engine and the transformer, ready to train, whose weights are the engine's own wherever that can be."""
+    dtype = getattr(torch, args.dtype)
+    engine, net = rollouts.open_engine(args.engine, args.model, dist, dtype, pool=mode == "fsdp2")
+    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
+    if args.gradient_checkpointing:
+        net.enable_gradient_checkpointing()
+    if args.engine != "diffusers" and mode != "fsdp2":
+        engine.share(unadapted_params(net))
+    compute_dtype = dtype if mode == "fsdp2" else None
+    shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
+    return engine, net
+
+
+def open_log(args: Any, dist: Dist, folder: Path, *, resume_step: int) -> RunLog:
+    """The log of the run, with its report as a sink; beside it the settings, and what the run was made with."""
+    if dist.is_main:
+        (folder / "config.toml").write_text(to_toml(replace(args, **SECRET)))
+        write_versions(folder, hide=HIDDEN, facts={"ranks": dist.world_size, "device": str(dist.device)})
+    return RunLog(
+        folder, is_main=dist.is_main, total_steps=args.steps, tty=None if dist.mesh is None else False,
+        columns=COLUMNS, resume_step=resume_step, sinks=[report(folder)] if dist.is_main else [],
+    )  # fmt: skip
+
+
+def plan(args: Any, dist: Dist, mode: Mode, num_forwards: Mapping[str, int]) -> str:
+    """What a rank does and holds in a training step, from the model's configuration alone."""
+    net = qwen_image.empty_transformer(args.model)
+    num_weights = sum(p.numel() for p in net.parameters())
+    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
+    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    share = dist.world_size if mode == "fsdp2" else 1
+    frozen_mb = (num_weights if args.lora_rank else 0) * getattr(torch, args.dtype).itemsize / share / 2**20
+    copies = 4 + (1 if args.ema_decay else 0)  # weight, gradient, two moments of AdamW, moving average
+    trained_mb = 4 * num_trained * copies / share / 2**20
+    images = args.prompts_per_step * args.group_size
+    lines = {
+        "ranks": f"{dist.world_size}, weights {mode}",
+        "images per step": f"{images}, {images // dist.world_size} per rank",
+        **{f"forwards for {name}": f"{n} per rank, of {args.batch_size} samples" for name, n in num_forwards.items()},
+        "optimizer steps per step": str(args.updates_per_step),
+        "weights of the transformer": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
+        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB of what is trained (weights, "
+        "gradients, optimizer, average); text encoder, VAE and activations come on top",
+    }
+    return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
+
+
+def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
+    """Trains to the last step, evaluating and saving on the way; after SIGTERM it saves and returns.
+
+    Raises:
+        BrokenRunError: something broke; the message names the rank, the phase and what to do.
+    """
+    args, dist = run.args, run.on.dist
+    with run.log, run.on.client, catch_stop() as stop, broken_runs(run):
+        for step in range(run.first_step, args.steps + 1):  # line n of the log speaks of n finished steps
+            metrics = train_step(run, step - 1) if step else {}
+            if step % args.eval_every == 0 or step == args.steps:
+                with run.log.phase("eval"):
+                    metrics |= hold_out(run, step)
+            num_images = args.prompts_per_step * args.group_size // dist.world_size if step else 0
+            run.log.log(step, metrics, num_images=num_images)
+            stopping = stop.requested(dist)
+            if stopping or step % args.save_every == 0 or step == args.steps:  # after the line, so that none is lost
+                with run.log.phase("save"):
+                    run.checkpoints.save(step, run.net, run.optimizer, run.ema, config=asdict(args))
+            if stopping and step < args.steps:
+                if dist.is_main:
+                    print(f"stopped after step {step}; this continues:\n{resume_command()}", flush=True)
+                return
+    if dist.is_main:
+        scores = held_out_scores(run.folder)
+        print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; report, weights and metrics in {run.folder}")
+
+
+def hold_out(run: Run, step: int) -> dict[str, float]:
+    """Evaluates on fixed prompts and seeds without injected noise, and saves the weights that it has evaluated."""
+    args = run.args
+    params = SamplingParams(args.eval_num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+    with run.ema.applied():
+        rollouts.sync(run.on.engine, run.net, version=step)
+        metrics = rollouts.evaluate(run.on, run.eval_prompts, params, run.folder, step)
+        if step:
+            save_weights(run.net, run.folder / "weights", run.on.dist, card=card(run, metrics["eval/reward"]))
+    rollouts.sync(run.on.engine, run.net, version=step)
+    return metrics
+
+
+def held_out_scores(folder: Path) -> list[float]:
+    """The held-out scores in the log, in step order."""
+    return [line["eval/reward"] for line in load_metrics(folder / "metrics.jsonl") if "eval/reward" in line]
+
+
+def card(run: Run, score: float) -> dict[str, Any]:
+    """What the model card beside the weights says."""
+    first = held_out_scores(run.folder)[:1] if run.on.dist.is_main else []
+    return {
+        "base": run.args.model,
+        "algorithm": getattr(run.args, "algo", "") or Path(sys.argv[0]).stem,
+        "settings": asdict(replace(run.args, **SECRET)),
+        "scores": {"held-out": score, **({"held-out, base": first[0]} if first else {})},
+        "command": command_line(sys.argv, hide=HIDDEN),
+    }
+
+
+class BrokenRunError(RuntimeError):
+    """A run that cannot go on."""
+
+
+@contextmanager
+def broken_runs(run: Run) -> Iterator[None]:
+    """Turns what breaks in the block into a BrokenRunError that says where it broke and what to do."""
+    try:
+        yield
+    except Exception as exc:
+        where = f"rank {run.on.dist.rank}, phase {run.log.last_phase}"
+        raise BrokenRunError(
+            f"{where}: {type(exc).__name__}: {exc}\n{advice(exc)} What was saved stays in {run.checkpoints.folder}; "
+            f"this continues from the newest checkpoint:\n{resume_command()}"
+        ) from exc
+
+
+def advice(error: Exception) -> str:
+    """What to change, by the kind of error."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
+    if isinstance(error, RewardError):
+        return "The scorer failed: look at its log, and start it again."
+    if "Connection closed by peer" in text or "timed out" in text.lower() or "Connection reset" in text:
+        return "Another rank has ended or hangs: its own message, or its missing one, tells which."
+    if "ratio must be 1" in text or "finite" in text:
+        return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
+    return "This is not a mistake in the settings: the traceback above tells where it happened."
+
+
+def launch(main: Callable[[Any], None], args: Any) -> None:
+    """Runs a trainer as a program: its messages, and exit code 0, 1 (something broke) or 2 (a mistake in settings)."""
+    program = Path(sys.argv[0]).name
+    try:
+        main(args)
+        return
+    except BrokenRunError as exc:
+        traceback.print_exception(exc.__cause__)
+        print(f"{program}: {exc}", file=sys.stderr)
+        code = 1
+    except (ValueError, OSError, ImportError) as exc:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{program}: error: {exc}", file=sys.stderr)
+        code = 2
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
