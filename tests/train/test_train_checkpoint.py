@@ -261,6 +261,27 @@ def test_an_average_that_is_applied_is_not_saved(checkpoints):
         checkpoints.save(1, net, None, ema, config={})
 
 
+def test_two_averages_of_one_module_are_kept_apart_by_name(checkpoints):
+    def averages(net):
+        params = list(net.parameters())
+        return Ema(params, decay=0.9), Ema(params, decay=0.5, name="copy"), Ema(params, decay=0.0, name="none")
+
+    ema, copy, none = averages(net := filled(1.0))
+    with torch.no_grad():
+        net.weight.fill_(3.0)
+    ema.update(1000)
+    saved = checkpoints.save(1, net, None, (ema, copy, none), config={})
+    kept = json.loads((saved / "checkpoint.json").read_text())["tensors"]
+    assert {name for name in kept if not name.startswith(("rng", "weight"))} == {
+        "ema/weight", "ema/bias", "copy/weight", "copy/bias",
+    }  # fmt: skip
+    ema, copy, none = averages(other := filled(0.0))
+    checkpoints.load(other, None, (ema, copy, none))
+    for average, value in ((ema, 1.2), (copy, 1.0)):
+        weight = next(tensor for param, tensor in average.averages() if param is other.weight)
+        torch.testing.assert_close(weight, torch.full_like(weight, value))
+
+
 def test_parameters_from_elsewhere_are_refused(checkpoints):
     with pytest.raises(ValueError, match=r"must hold parameters of the module, got one of shape \(3, 2\)"):
         checkpoints.save(1, filled(1.0), ema=Ema(list(filled(2.0).parameters()), decay=0.9), config={})

@@ -16,7 +16,7 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ class Checkpoint:
         step: int,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        ema: Ema | None = None,
+        ema: Ema | Sequence[Ema] | None = None,
         *,
         config: Mapping[str, Any],
         counters: Mapping[str, Any] | None = None,
@@ -90,7 +90,7 @@ class Checkpoint:
             step: finished training steps.
             module: its trained parameters and the factors of all its adapters are saved; sharded or not.
             optimizer: its state is saved, if given.
-            ema: its averages are saved, if given; not inside `ema.applied()`.
+            ema: its averages are saved, if given, or those of each; not inside `ema.applied()`.
             config: the run's settings, which JSON can hold; see `check_config`.
             counters: what else the loop needs to continue, which JSON can hold.
 
@@ -118,7 +118,10 @@ class Checkpoint:
         return final
 
     def load(
-        self, module: nn.Module, optimizer: torch.optim.Optimizer | None = None, ema: Ema | None = None
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Ema | Sequence[Ema] | None = None,
     ) -> Saved | None:
         """Put the newest checkpoint into what `save` was given, by now built anew; None where there is none.
 

@@ -15,13 +15,15 @@ from omni_train.lora import ema_update_params
 class Ema:
     """A copy of `params` that follows them; sharded or not. With decay 0 there is no copy, and nothing happens.
 
-    params: what is trained. decay: share of the average that one update keeps, in [0, 1).
+    params: what is trained. decay: share of the average that one update keeps, in [0, 1). name: what a checkpoint keeps
+    it under; two averages of one module need two names.
     """
 
-    def __init__(self, params: Sequence[Tensor], *, decay: float) -> None:
+    def __init__(self, params: Sequence[Tensor], *, decay: float, name: str = "ema") -> None:
         if not 0.0 <= decay < 1.0:
             raise ValueError(f"decay must be in [0, 1), got {decay}")
         self.decay = decay
+        self.name = name
         self._params = list(params) if decay else []
         self._average = [p.detach().clone() for p in self._params]
         self._is_applied = False

@@ -1,7 +1,8 @@
 """What training changes, as tensors with names that no sharding changes: the contents of a checkpoint.
 
 Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
-keys are exp_avg, exp_avg_sq and step), `ema/NAME`. NAME is that of the parameter in the module.
+keys are exp_avg, exp_avg_sq and step), `ema/NAME`, or with another word for an average of another name. NAME is that of
+the parameter in the module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,9 @@ from omni_train.ema import Ema
 from omni_train.lora import factors, lora_layers
 
 
-def train_state(module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | None) -> dict[str, Tensor]:
+def train_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | Sequence[Ema] | None
+) -> dict[str, Tensor]:
     """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
 
     Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are not.
@@ -31,8 +34,8 @@ def train_state(module: nn.Module, optimizer: torch.optim.Optimizer | None, ema:
         found = optimizer.state.get(param, {}) if optimizer else {}
         named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
         state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    averages = ema.averages() if ema else []
-    return state | {f"ema/{_name(names, param)}": average for param, average in averages}
+    emas = [ema] if isinstance(ema, Ema) else ema or []
+    return state | {f"{e.name}/{_name(names, param)}": average for e in emas for param, average in e.averages()}
 
 
 def allocate_optimizer(
