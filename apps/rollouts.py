@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from omni_reward import RewardClient, RewardError, Score
+from omni_reward.client import OnFailure
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
 from omni_train.data import PromptRecord, sample_seed
-from omni_train.dist import Dist, gather_floats, same_error
+from omni_train.dist import Dist, gather_floats, gather_json, same_error
 from omni_train.lora import add_lora
 from omni_train.report import Sample, write_eval
 from omni_train.weights import named_weights
@@ -28,12 +29,13 @@ Pending = Future[list[Score]]
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Who samples, who scores, and how many samples a forward has."""
+    """Who samples, who scores, how many samples a forward has, and a second scorer that evaluations ask, if any."""
 
     dist: Dist
     engine: Any  # Engine
     client: RewardClient
     batch_size: int
+    watch: RewardClient | None = None
 
 
 def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype, *, pool: bool) -> tuple[Any, Any]:
@@ -50,23 +52,28 @@ def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype, *, pool: b
     return engine, qwen_image.load_transformer(path, device=dist.device, dtype=dtype)
 
 
-def make_trainable(net: Any, *, lora_rank: int, lora_alpha: float, seed: int) -> None:
-    """A fresh adapter on a frozen base, or with rank 0 all weights in float32."""
+def make_trainable(
+    net: Any, *, lora_rank: int, lora_alpha: float, seed: int, frozen_adapters: Sequence[str] = ()
+) -> None:
+    """A fresh adapter on a frozen base, and frozen ones that equal it; with rank 0 all weights in float32."""
     if lora_rank:
-        add_lora(net, qwen_image.LORA_TARGETS, rank=lora_rank, alpha=lora_alpha, seed=seed)
+        for name in ("default", *frozen_adapters):
+            add_lora(net, qwen_image.LORA_TARGETS, rank=lora_rank, alpha=lora_alpha, adapter=name, seed=seed)
     else:
         net.float().requires_grad_(True)
 
 
-def connect(url: str, token_file: str, dist: Dist, *, timeout_s: float) -> RewardClient:
-    """A client of the scorer, which has answered.
+def connect(urls: str, token_file: str, dist: Dist, *, timeout_s: float, on_failure: OnFailure) -> RewardClient:
+    """A client of the scorer at one URL, or of equal ones at several with commas between; all have answered.
 
     Raises:
-        ValueError: it has not, or it refuses the token.
+        ValueError: one has not, or it refuses the token.
     """
     token = Path(token_file).read_text().strip() if token_file else None
     in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
-    client = RewardClient(url, token=token, timeout_s=timeout_s, max_in_flight=in_flight)
+    client = RewardClient(
+        urls.split(","), token=token, timeout_s=timeout_s, max_in_flight=in_flight, on_failure=on_failure
+    )
     try:
         client.check()
     except RewardError as exc:
@@ -97,30 +104,63 @@ def draw(on: Rollouts, prompts: list[Prompt], params: SamplingParams) -> Iterato
     size, dist = on.batch_size, on.dist
     for i in range(dist.rank * size, len(prompts), dist.world_size * size):
         batch = on.engine.generate(prompts[i : i + size], params)
-        images, chunk = batch.media.permute(0, 2, 3, 1).cpu().numpy(), batch.prompts
-        yield batch, on.client.submit({"image": images}, [p.text for p in chunk], [p.meta for p in chunk])
+        yield batch, submit(on.client, batch)
 
 
-def gather_rewards(on: Rollouts, scores: list[Score]) -> torch.Tensor:
-    """The rewards of all ranks, [N], in the order of the prompts; NaN where the scorer abstained."""
-    local = torch.tensor([math.nan if score.value is None else score.value for score in scores])
-    by_rank = gather_floats(on.dist, local).view(on.dist.world_size, -1, on.batch_size)
-    return by_rank.transpose(0, 1).flatten()
+def submit(client: RewardClient, batch: Trajectory) -> Pending:
+    """The scores to come of a batch."""
+    images = batch.media.permute(0, 2, 3, 1).cpu().numpy()
+    return client.submit({"image": images}, [p.text for p in batch.prompts], [p.meta for p in batch.prompts])
+
+
+def collect(on: Rollouts, pending: Sequence[Pending]) -> list[Score]:
+    """The scores of this rank's samples, in order; waits for them.
+
+    Raises:
+        RewardError: the scorer failed for some rank; raised on every rank, so that all can save what there is.
+    """
+    scores: list[Score] = []
+    error: RewardError | None = None
+    try:
+        scores = [score for future in pending for score in future.result()]
+    except RewardError as exc:
+        error = exc
+    for rank, message in enumerate(gather_json(on.dist, None if error is None else str(error))):
+        if message is not None:
+            raise RewardError(f"scores of rank {rank}: {message}") from error
+    return scores
+
+
+def gather_rewards(on: Rollouts, scores: list[Score], *, group_size: int = 1) -> torch.Tensor:
+    """The rewards of all ranks, [N], in the order of the prompts; NaN where there is none.
+
+    A group has none at all where the client asked to leave it out, or where fewer than two of its samples have one.
+    """
+    missing = [math.inf if score.mask_group else math.nan for score in scores]
+    values = [none if score.value is None else score.value for score, none in zip(scores, missing, strict=True)]
+    by_rank = gather_floats(on.dist, torch.tensor(values)).view(on.dist.world_size, -1, on.batch_size)
+    rewards = by_rank.transpose(0, 1).reshape(-1, group_size)
+    scored = rewards.isfinite().sum(dim=1)
+    out = rewards.isinf().any(dim=1) | (scored < min(2, group_size))
+    return rewards.masked_fill(out[:, None], math.nan).flatten()
 
 
 def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, folder: Path, step: int) -> dict[str, float]:
-    """The mean reward of `prompts`; rank 0 writes its images to the folder of the run."""
+    """The mean reward of `prompts`, also by the second scorer; rank 0 writes its images to the folder of the run."""
     wanted, per_round = len(prompts), on.batch_size * on.dist.world_size
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     padded = [prompts[i % wanted] for i in range(-(-wanted // per_round) * per_round)]
     batches, pending = zip(*draw(on, padded, params), strict=True)
-    scores = [score for future in pending for score in future.result()]
-    rewards = gather_rewards(on, scores)[:wanted]
+    scores = collect(on, pending)
+    metrics = {"eval/reward": gather_rewards(on, scores)[:wanted]}
+    if on.watch:
+        metrics["eval/watch"] = gather_rewards(on, collect(on, [submit(on.watch, batch) for batch in batches]))[:wanted]
     if on.dist.is_main:
         images, labels = torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores]
         write_sheet(folder / "eval" / f"{step:06}.png", images, labels)
         write_eval(folder, step, *pictures(batches, scores))
-    return {"eval/reward": rewards.nanmean().item(), "eval/abstained_ratio": rewards.isnan().float().mean().item()}
+    means = {name: rewards.nanmean().item() for name, rewards in metrics.items()}
+    return means | {"eval/abstained_ratio": metrics["eval/reward"].isnan().float().mean().item()}
 
 
 def pictures(batches: Sequence[Trajectory], scores: Sequence[Score]) -> tuple[torch.Tensor, list[Sample]]:

@@ -10,7 +10,7 @@ ends it with exit code 1 and one message that names rank, phase and remedy; the 
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from omni_reward import RewardError
 from omni_rollout import Prompt, SamplingParams
 from omni_rollout.models import qwen_image
+from omni_train.alarms import Alarm, new_alarms
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.config import to_toml
 from omni_train.data import PromptSampler, load_prompts
@@ -29,7 +30,7 @@ from omni_train.ema import Ema
 from omni_train.log import RunLog, claim_folder, load_metrics
 from omni_train.lora import unadapted_params
 from omni_train.optim import build_adamw
-from omni_train.report import write_versions
+from omni_train.report import write_alarm, write_versions
 from omni_train.report.folder import command_line
 from omni_train.shard import shard
 from omni_train.signals import catch_stop, resume_command
@@ -38,10 +39,10 @@ from omni_train.weights import save_weights
 
 Mode = Literal["none", "ddp", "fsdp2"]
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
-SECRET = {"scorer_url": "", "scorer_token_file": ""}  # not for files that others may read
+SECRET = {"scorer_url": "", "scorer_token_file": "", "watch_scorer_url": ""}  # not for files that others may read
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
-    *SECRET, "name", "scorer_timeout_s", "hang_timeout_s", "save_every", "keep_checkpoints", "eval_every",
+    *SECRET, "name", "scorer_timeout_s", "on_failure", "hang_timeout_s", "save_every", "keep_checkpoints", "eval_every",
     "eval_num_steps", "eval_prompts", "shard", "dry_run",
 )  # fmt: skip
 
@@ -88,10 +89,15 @@ def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
     checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
     saved = checkpoints.latest()
     if saved:
-        check_config(saved, asdict(args), ignore=MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "steps"))
+        check_config(
+            saved, asdict(replace(args, **SECRET)), ignore=MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "steps")
+        )
     claim_folder(dist, folder, has_checkpoint=saved is not None)
     with same_error(dist):
-        client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, timeout_s=args.scorer_timeout_s)
+        options = {"timeout_s": args.scorer_timeout_s, "on_failure": args.on_failure}
+        client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, **options)
+        watched = args.watch_scorer_url
+        watch = rollouts.connect(watched, args.scorer_token_file, dist, **options) if watched else None
     engine, net = load(args, dist, mode)
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
@@ -99,7 +105,7 @@ def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
     checkpoints.load(net, optimizer, ema)
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))
-    on = rollouts.Rollouts(dist, engine, client, args.batch_size)
+    on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch)
     log = open_log(args, dist, folder, resume_step=done)
     return Run(
         args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, folder, log, checkpoints, done + 1
@@ -177,25 +183,50 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
         BrokenRunError: something broke; the message names the rank, the phase and what to do.
     """
     args, dist = run.args, run.on.dist
-    with run.log, run.on.client, catch_stop() as stop, broken_runs(run):
+    lines = load_metrics(run.folder / "metrics.jsonl") if dist.is_main else []
+    with run.log, catch_stop() as stop, broken_runs(run):
         for step in range(run.first_step, args.steps + 1):  # line n of the log speaks of n finished steps
-            metrics = train_step(run, step - 1) if step else {}
+            try:
+                metrics = train_step(run, step - 1) if step else {}
+            except RewardError:  # of all ranks at once, before the weights were touched
+                save(run, step - 1)
+                raise
             if step % args.eval_every == 0 or step == args.steps:
                 with run.log.phase("eval"):
                     metrics |= hold_out(run, step)
             num_images = args.prompts_per_step * args.group_size // dist.world_size if step else 0
             run.log.log(step, metrics, num_images=num_images)
+            if dist.is_main:
+                lines.append({"step": step} | metrics)
+                ring(run.folder, step, new_alarms(lines))
             stopping = stop.requested(dist)
             if stopping or step % args.save_every == 0 or step == args.steps:  # after the line, so that none is lost
                 with run.log.phase("save"):
-                    run.checkpoints.save(step, run.net, run.optimizer, run.ema, config=asdict(args))
+                    save(run, step)
             if stopping and step < args.steps:
                 if dist.is_main:
                     print(f"stopped after step {step}; this continues:\n{resume_command()}", flush=True)
                 return
+    run.on.client.close()
     if dist.is_main:
         scores = held_out_scores(run.folder)
         print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; report, weights and metrics in {run.folder}")
+
+
+def save(run: Run, step: int) -> None:
+    """A checkpoint of `step` finished steps, unless there is one."""
+    newest = run.checkpoints.latest()
+    if newest is None or newest.step < step:
+        config = asdict(replace(run.args, **SECRET))
+        run.checkpoints.save(step, run.net, run.optimizer, run.ema, config=config)
+
+
+def ring(folder: Path, step: int, alarms: Sequence[Alarm]) -> None:
+    """Tells of alarms, on the terminal and in the report."""
+    for alarm in alarms:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
+        print(f"ALARM after step {step}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)
+        write_alarm(folder, step, alarm.title, numbers=alarm.numbers, look=alarm.look)
 
 
 def hold_out(run: Run, step: int) -> dict[str, float]:

@@ -34,9 +34,11 @@ ROOT = Path(__file__).parents[1]
 class Args:
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    scorer_url: str = ""  # URL of the reward server
+    scorer_url: str = ""  # URL of the reward server, or several of equal ones with commas between
     scorer_token_file: str = ""  # File that holds the reward server's token
-    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch
+    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch, a restart of the server included
+    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out samples or groups
+    watch_scorer_url: str = ""  # URL of a second server that evaluations ask, with the same token
     name: str = "run"  # The run writes to runs/NAME
     seed: int = 0  # Decides prompts, noise and windows
     steps: int = 300  # Training steps; one step is one rollout
@@ -203,12 +205,14 @@ def params_at(args: Args, step: int) -> SamplingParams:
 
 def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
     """The advantages [batches, B] of this rank's samples, and what the rewards of all ranks look like."""
-    rewards, dist = rollouts.gather_rewards(run.on, scores), run.on.dist
-    if rewards.isnan().all():
+    dist, size = run.on.dist, run.args.group_size
+    rewards = rollouts.gather_rewards(run.on, scores, group_size=size)
+    if rewards.isnan().all() and run.args.on_failure == "raise":
         raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
-    groups = torch.arange(len(rewards)) // run.args.group_size
+    groups = torch.arange(len(rewards)) // size
     advantages = group_advantages(rewards, groups, std=run.args.adv_std)
-    metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
+    seen = {"abstained_ratio": torch.ones(())} if rewards.isnan().all() else reward_metrics(rewards, groups)
+    metrics = {f"reward/{name}": value.item() for name, value in seen.items()}
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     return advantages.view(-1, dist.world_size, run.args.batch_size)[:, dist.rank], metrics
 
@@ -299,7 +303,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     with run.log.phase("rollout"):
         batches, pending = rollout(run, step)
     with run.log.phase("reward_wait"):
-        scores = [score for future in pending for score in future.result()]
+        scores = rollouts.collect(run.on, pending)
     advantages, metrics = grade(run, scores)
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))

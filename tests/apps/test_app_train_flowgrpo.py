@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rollouts
 import torch
 import train_flowgrpo as app
 from helpers import CHECKPOINT, REPO
@@ -253,9 +254,29 @@ def test_samples_without_a_score_take_no_part():
     assert advantages[0, :2].tolist() == [0.0, 0.0]
     assert advantages[0, 3] == -advantages[0, 2] > 0
     assert metrics["reward/mean"] == pytest.approx(0.5)
-    assert metrics["reward/abstained_ratio"] == 0.25
+    assert metrics["reward/abstained_ratio"] == 0.5  # a group with a single score has nothing to compare it with
+    broken = [Score(None, abstained="broken")] * 4
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
-        app.grade(run, [Score(None, abstained="broken")] * 4)
+        app.grade(run, broken)
+    run.args = replace(run.args, on_failure="mask")
+    assert app.grade(run, broken)[0].tolist() == [[0.0] * 4]
+
+
+def test_a_group_is_left_out_whole_when_the_client_says_so():
+    dist = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+    on = Rollouts(dist, None, None, 6)
+    lost = Score(None, abstained="the server was gone", mask_group=True)
+    scores = [Score(0.1), Score(0.2), lost, Score(0.3), Score(None, abstained="unreadable"), Score(0.5)]
+    rewards = rollouts.gather_rewards(on, scores, group_size=3)
+    assert rewards.isnan().tolist() == [True, True, True, False, True, False]
+    assert rollouts.gather_rewards(on, scores).isnan().tolist() == [False, False, True, False, True, False]
+
+
+def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):
+    lines = train(bright_url, watch_scorer_url=bright_url)
+    assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
+    assert "watch_scorer_url" in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
+    assert bright_url not in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
 
 
 def run_cli(*flags):
