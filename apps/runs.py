@@ -7,6 +7,7 @@ A mistake in the settings ends the program with one line and exit code 2, before
 ends it with exit code 1 and one message that names rank, phase and remedy; the last complete checkpoint stays.
 """
 
+import math
 import os
 import sys
 import traceback
@@ -16,9 +17,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import rollouts
 import torch
-from omni_reward import RewardError
+from omni_reward import RewardClient, RewardError
 from omni_rollout import Prompt, SamplingParams
 from omni_rollout.models import qwen_image
 from omni_train.alarms import Alarm, new_alarms
@@ -37,6 +37,8 @@ from omni_train.signals import catch_stop, resume_command
 from omni_train.sinks import report
 from omni_train.weights import save_weights
 
+import rollouts
+
 Mode = Literal["none", "ddp", "fsdp2"]
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
 SECRET = {"scorer_url": "", "scorer_token_file": "", "watch_scorer_url": ""}  # not for files that others may read
@@ -49,7 +51,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
 
 @dataclass(frozen=True)
 class Run:
-    """What every part of a step needs. `args` are the trainer's."""
+    """What every part of a step needs. `args` are the trainer's; `copy` is empty unless `start` was asked for it."""
 
     args: Any
     on: rollouts.Rollouts
@@ -60,16 +62,38 @@ class Run:
     params: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     ema: Ema
+    copy: Ema
     folder: Path
     log: RunLog
     checkpoints: Checkpoint
     first_step: int
 
 
-def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
+def connect(args: Any, dist: Dist) -> Any:
+    """A client of the reward server that the settings name."""
+    return connect_to(args.scorer_url, args, dist)
+
+
+def connect_to(url: str, args: Any, dist: Dist) -> RewardClient:
+    """A client of a reward server, with the settings' token, deadline and answer to failures."""
+    options = {"timeout_s": args.scorer_timeout_s, "on_failure": args.on_failure}
+    return rollouts.connect(url, args.scorer_token_file, dist, **options)
+
+
+def start(
+    args: Any,
+    num_forwards: Mapping[str, int],
+    *,
+    connect: Callable[[Any, Dist], Any] = connect,
+    frozen_adapters: Sequence[str] = (),
+    keep_copy: bool = False,
+) -> Run | None:
     """A new run, or the one that runs/NAME holds where it stopped; None with --dry-run, which prints the plan.
 
     num_forwards: forwards of `batch_size` samples that a rank computes in a training step, by what they are for.
+    connect: returns who scores, the client of a reward server or something with its methods. frozen_adapters: names of
+    further adapters with LoRA, which start as the trained one does. keep_copy: whether to keep a copy of the weights as
+    they were given, without LoRA.
 
     Raises:
         ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -83,7 +107,8 @@ def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
         eval_prompts = rollouts.samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
     if args.dry_run:
         if dist.is_main:
-            print(to_toml(replace(args, **SECRET)), plan(args, dist, mode, num_forwards), sep="\n")
+            copies = 4 + bool(args.ema_decay) + (keep_copy and not args.lora_rank)  # 4: weight, gradient, two moments
+            print(to_toml(replace(args, **SECRET)), plan(args, dist, mode, num_forwards, copies), sep="\n")
         return None
     folder = Path("runs") / args.name
     checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
@@ -94,21 +119,21 @@ def start(args: Any, num_forwards: Mapping[str, int]) -> Run | None:
         )
     claim_folder(dist, folder, has_checkpoint=saved is not None)
     with same_error(dist):
-        options = {"timeout_s": args.scorer_timeout_s, "on_failure": args.on_failure}
-        client = rollouts.connect(args.scorer_url, args.scorer_token_file, dist, **options)
-        watched = args.watch_scorer_url
-        watch = rollouts.connect(watched, args.scorer_token_file, dist, **options) if watched else None
-    engine, net = load(args, dist, mode)
+        client = connect(args, dist)
+        watch = connect_to(args.watch_scorer_url, args, dist) if args.watch_scorer_url else None
+    engine, net = load(args, dist, mode, frozen_adapters)
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
     ema = Ema(params, decay=args.ema_decay)
-    checkpoints.load(net, optimizer, ema)
+    # An average that nobody updates is a copy; a trainer that moves it has its own rule, whatever the decay here says.
+    copy = Ema(params, decay=0.5 if keep_copy and not args.lora_rank else 0.0, name="copy")
+    checkpoints.load(net, optimizer, (ema, copy))
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))
     on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch)
     log = open_log(args, dist, folder, resume_step=done)
     return Run(
-        args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, folder, log, checkpoints, done + 1
+        args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, copy, folder, log, checkpoints, done + 1
     )  # fmt: skip
 
 
@@ -128,11 +153,13 @@ def sharding(args: Any, dist: Dist) -> Mode:
     return auto if args.shard == "auto" else args.shard
 
 
-def load(args: Any, dist: Dist, mode: Mode) -> tuple[Any, torch.nn.Module]:
+def load(args: Any, dist: Dist, mode: Mode, frozen_adapters: Sequence[str]) -> tuple[Any, torch.nn.Module]:
     """The engine and the transformer, ready to train, whose weights are the engine's own wherever that can be."""
     dtype = getattr(torch, args.dtype)
     engine, net = rollouts.open_engine(args.engine, args.model, dist, dtype, pool=mode == "fsdp2")
-    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
+    rollouts.make_trainable(
+        net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed, frozen_adapters=frozen_adapters
+    )
     if args.gradient_checkpointing:
         net.enable_gradient_checkpointing()
     if args.engine != "diffusers" and mode != "fsdp2":
@@ -153,15 +180,17 @@ def open_log(args: Any, dist: Dist, folder: Path, *, resume_step: int) -> RunLog
     )  # fmt: skip
 
 
-def plan(args: Any, dist: Dist, mode: Mode, num_forwards: Mapping[str, int]) -> str:
-    """What a rank does and holds in a training step, from the model's configuration alone."""
+def plan(args: Any, dist: Dist, mode: Mode, num_forwards: Mapping[str, int], copies: int) -> str:
+    """What a rank does and holds in a training step, from the model's configuration alone.
+
+    copies: float32 numbers that are held for each trained weight.
+    """
     net = qwen_image.empty_transformer(args.model)
     num_weights = sum(p.numel() for p in net.parameters())
     rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     share = dist.world_size if mode == "fsdp2" else 1
     frozen_mb = (num_weights if args.lora_rank else 0) * getattr(torch, args.dtype).itemsize / share / 2**20
-    copies = 4 + (1 if args.ema_decay else 0)  # weight, gradient, two moments of AdamW, moving average
     trained_mb = 4 * num_trained * copies / share / 2**20
     images = args.prompts_per_step * args.group_size
     lines = {
@@ -171,7 +200,7 @@ def plan(args: Any, dist: Dist, mode: Mode, num_forwards: Mapping[str, int]) -> 
         "optimizer steps per step": str(args.updates_per_step),
         "weights of the transformer": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
         "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB of what is trained (weights, "
-        "gradients, optimizer, average); text encoder, VAE and activations come on top",
+        "gradients, optimizer, averages); text encoder, VAE and activations come on top",
     }
     return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
 
@@ -218,7 +247,7 @@ def save(run: Run, step: int) -> None:
     newest = run.checkpoints.latest()
     if newest is None or newest.step < step:
         config = asdict(replace(run.args, **SECRET))
-        run.checkpoints.save(step, run.net, run.optimizer, run.ema, config=config)
+        run.checkpoints.save(step, run.net, run.optimizer, (run.ema, run.copy), config=config)
 
 
 def ring(folder: Path, step: int, alarms: Sequence[Alarm]) -> None:
@@ -237,7 +266,8 @@ def hold_out(run: Run, step: int) -> dict[str, float]:
         rollouts.sync(run.on.engine, run.net, version=step)
         metrics = rollouts.evaluate(run.on, run.eval_prompts, params, run.folder, step)
         if step:
-            save_weights(run.net, run.folder / "weights", run.on.dist, card=card(run, metrics["eval/reward"]))
+            facts = card(run, metrics["eval/reward"]) if math.isfinite(metrics["eval/reward"]) else None
+            save_weights(run.net, run.folder / "weights", run.on.dist, card=facts)
     rollouts.sync(run.on.engine, run.net, version=step)
     return metrics
 
