@@ -22,6 +22,7 @@ from omni_train.dist import Dist, gather_floats, gather_json, same_error
 from omni_train.lora import add_lora
 from omni_train.report import Sample, write_eval
 from omni_train.weights import named_weights
+
 from sample import score_label, write_sheet
 
 Pending = Future[list[Score]]

@@ -141,7 +141,6 @@ if __name__ == "__main__":
 
 # 2. Algorithms. One more is one more line.
 
-import rollouts
 import torch
 from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics, rollout_weights
 from omni_reward import Score
@@ -156,6 +155,7 @@ from omni_train.optim import optimizer_step, warmup_lr
 from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 
+import rollouts
 import runs
 from runs import Run
 

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import sample
 import torch
 from helpers import CHECKPOINT
 from omni_rollout.models import qwen_image
@@ -12,6 +11,8 @@ from omni_train.dist import Dist
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights import save_weights
 from PIL import Image
+
+import sample
 
 ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, num_steps=3, batch_size=2)
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)

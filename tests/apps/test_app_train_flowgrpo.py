@@ -8,9 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import rollouts
 import torch
-import train_flowgrpo as app
 from helpers import CHECKPOINT, REPO
 from omni_reward import Score
 from omni_rollout.diffusers_engine import DiffusersEngine
@@ -19,6 +17,9 @@ from omni_train.config import base_config, to_toml
 from omni_train.data import PromptSampler
 from omni_train.dist import Dist
 from omni_train.log import load_metrics
+
+import rollouts
+import train_flowgrpo as app
 from rollouts import Rollouts
 
 TINY = replace(
