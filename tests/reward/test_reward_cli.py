@@ -82,7 +82,7 @@ def test_the_command_line_sets_the_limits(launch: Callable[..., tuple[subprocess
     ("arguments", "message"),
     [
         ([], "the following arguments are required: --scorer"),
-        (["--scorer", "spam"], "scorer must be one of ['ocr'"),
+        (["--scorer", "spam"], "scorer must be one of ['aesthetic'"),
         (["--scorer", "ocr", "--option", "spam"], "--option must be NAME=VALUE, got 'spam'"),
         (["--scorer", "ocr", "--option", "a b=c"], "--option must be NAME=VALUE, got 'a b=c'"),
         (["--scorer", "ocr", "--option", "spam=1"], "options of ocr must fit it: got an unexpected keyword argument"),

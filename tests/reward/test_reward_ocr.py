@@ -4,7 +4,8 @@ import random
 
 import numpy as np
 import pytest
-from omni_reward.scorers.ocr import load_ocr, normalize, target_text
+from omni_reward.scorers.ocr import load_ocr
+from omni_reward.scorers.text import normalize, target_text
 from omni_reward.wire import ScoreFn
 from reward.reward_helpers import draw_sign
 

@@ -22,9 +22,17 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """Parser of `python -m omni_reward.server`."""
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
-    parser.add_argument("--scorer", required=True, help=f"one of {', '.join(sorted(SCORERS))}")
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=VALUE", help="setting of the scorer; may be given again"
+        "--scorer",
+        required=True,
+        help=f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'",
+    )
+    parser.add_argument(
+        "--option",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="setting of the scorer, or SCORER.NAME=VALUE of one of several; may be given again",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
@@ -47,7 +55,7 @@ def read_options(items: list[str]) -> dict[str, str]:
         ValueError: a text is something else.
     """
     for item in items:
-        if not item.partition("=")[0].isidentifier() or "=" not in item:
+        if "=" not in item or not item.partition("=")[0].replace(".", "_").isidentifier():
             raise ValueError(f"--option must be NAME=VALUE, got {item!r}")
     return dict(item.split("=", 1) for item in items)
 

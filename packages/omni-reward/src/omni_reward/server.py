@@ -293,9 +293,7 @@ def main(argv: list[str] | None = None) -> None:
             scorer = replace(scorer, batch_size=args.batch_size)
         limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
         app = create_app(scorer, name=args.scorer, token=token, **limits)
-    except ImportError as exc:
-        parser.error(f"--scorer {args.scorer} needs {exc.name}: install omni-reward[{args.scorer}]")
-    except (ValueError, OSError) as exc:
+    except (ImportError, ValueError, OSError) as exc:
         parser.error(str(exc))
     config = uvicorn.Config(
         app, http="h11", ws="none", log_config=None, log_level="warning", access_log=False, timeout_keep_alive=IDLE_S

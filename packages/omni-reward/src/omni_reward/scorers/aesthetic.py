@@ -1,0 +1,44 @@
+"""LAION's aesthetic score: how much people like an image on average, from 1 to 10, whatever the prompt.
+
+    score = head(embedding / |embedding|), the embedding CLIP ViT-L/14's
+
+The head is five linear layers with nothing in between. Its published weights, the file sac+logos+ava1-l14-linearMSE.pth
+of the repository christophschuhmann/improved-aesthetic-predictor, are a PyTorch file; it is read as tensors only, and a
+.safetensors file of the same tensors does as well. Most images lie between 4 and 7; some divide the score by 10.
+
+Letters: N samples, H height, W width, E size of an embedding.
+"""
+
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from omni_reward.scorers.clip import CLIP, load_embedder
+from omni_reward.scorers.heads import build_head
+from omni_reward.scorers.neural import below, image_scorer, read_weights, short_name
+from omni_reward.wire import Scorer
+
+
+def load_aesthetic(
+    *, head: str, model: str = CLIP, device: str | None = None, dtype: str = "float32", threads: int = 1
+) -> Scorer:
+    """Scorer for `image` [N, H, W, 3], uint8, RGB; it does not read the prompt.
+
+    Args:
+        head: path of the head's weights.
+        model: name of the CLIP model that the head was trained on.
+        device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; the head computes in float32.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read or the head does not fit it.
+        OSError: the head cannot be read.
+    """
+    clip = load_embedder(model, None, device=device, dtype=dtype, threads=threads)
+    weights = below("layers.", read_weights(Path(head)))
+    grade = build_head(weights, clip.model.config.projection_dim, 1, has_relu=False).to(clip.model.device)
+
+    def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
+        return grade(clip.images(images).float())[:, 0]
+
+    return image_scorer(rate, f"{short_name(head)} on {short_name(model)} {dtype}")

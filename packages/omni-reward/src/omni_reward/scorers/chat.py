@@ -1,0 +1,159 @@
+"""One question about one image to an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, under one deadline.
+
+The answer is asked for as JSON of a schema, at temperature 0 and with a fixed seed. What comes back is the text that
+the model wrote and nothing more: whoever asked has to check it, since servers differ in how well they keep to a
+schema, and some ignore it without a word.
+"""
+
+import base64
+import io
+import json
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import requests
+from PIL import Image
+
+from omni_reward.endpoints import is_worth_a_retry
+from omni_reward.errors import RewardError, RewardFormatError, RewardHTTPError
+from omni_reward.transport import Transport
+
+MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
+MAX_TOKENS = 1024  # that the model may write
+FIRST_PAUSE_S = 0.5
+
+
+class UnansweredError(Exception):
+    """The endpoint works, but gave no whole answer to this question; the message says why and names no server."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to ask, and what stays the same for all questions.
+
+    Args:
+        url: base URL, such as http://127.0.0.1:8000/v1.
+        model: the model's name there.
+        timeout_s: longest that a question may take, further tries included.
+        seed: of the endpoint's sampler.
+        token: sent as a bearer token when set.
+    """
+
+    url: str
+    model: str
+    timeout_s: float
+    seed: int = 0
+    token: str | None = None
+
+
+class Connection:
+    """A kept-alive connection to an endpoint, for one thread at a time."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+        self._transport = _JsonTransport(endpoint.url, endpoint.token)
+
+    def ask(self, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
+        """Text of the answer to a question about an image [H, W, 3], uint8, RGB.
+
+        Raises:
+            UnansweredError: the image is too large, or the model refused or did not come to an end.
+            RewardError: the endpoint could not be reached, failed, or speaks something else.
+        """
+        return _answer_in(self._post(_request(self._endpoint, _data_uri(image), question, schema)))
+
+    def models(self) -> list[str]:
+        """Names of the models that are served.
+
+        Raises:
+            RewardError: as above.
+        """
+        body = self._transport.exchange("GET", "/models", timeout_s=self._endpoint.timeout_s)
+        try:
+            return [str(model["id"]) for model in json.loads(body)["data"]]
+        except (ValueError, KeyError, TypeError, RecursionError) as exc:
+            raise RewardFormatError(f"GET {self._endpoint.url}/models: not a list of models: {exc!r:.200}") from exc
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._transport.close()
+
+    def _post(self, body: bytes) -> bytes:
+        """The reply, after further tries where a moment may help."""
+        deadline = time.monotonic() + self._endpoint.timeout_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            left_s = max(0.01, deadline - time.monotonic())
+            try:
+                return self._transport.exchange("POST", "/chat/completions", body=[body], timeout_s=left_s)
+            except RewardError as exc:
+                asked_s = exc.retry_after_s if isinstance(exc, RewardHTTPError) else 0.0
+                wait_s = max(asked_s, pause_s * random.uniform(0.5, 1.0))
+                if not is_worth_a_retry(exc) or time.monotonic() + wait_s >= deadline:
+                    raise
+            time.sleep(wait_s)
+            pause_s *= 2
+
+
+def check_url(url: str) -> str:
+    """The URL without a trailing slash.
+
+    Raises:
+        ValueError: it is not one of an HTTP server.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"url must start with http:// or https:// and a host, got {url!r:.200}")
+    return url.rstrip("/")
+
+
+class _JsonTransport(Transport):
+    """Transport whose bodies are JSON."""
+
+    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
+        request = super()._authorize(request)
+        request.headers["Content-Type"] = "application/json"
+        return request
+
+
+def _data_uri(image: np.ndarray) -> str:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG", compress_level=1)  # exact, and fast
+    if file.tell() > MAX_IMAGE_BYTES:
+        raise UnansweredError(f"the image takes more than {MAX_IMAGE_BYTES} bytes as PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def _request(endpoint: Endpoint, image: str, question: str, schema: dict[str, object]) -> bytes:
+    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": question}]
+    return json.dumps(
+        {
+            "model": endpoint.model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "seed": endpoint.seed,
+            "max_tokens": MAX_TOKENS,
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "answer", "strict": True, "schema": schema},
+            },
+        }
+    ).encode()
+
+
+def _answer_in(reply: bytes) -> str:
+    """The text of the first choice in a chat completion."""
+    try:
+        choice: Any = json.loads(reply)["choices"][0]
+        reason, text = choice["finish_reason"], choice["message"].get("content")
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise RewardFormatError(f"the reply is not a chat completion: {exc!r:.200}") from exc
+    if reason != "stop":
+        raise UnansweredError(f"the answer ended early: {reason!r:.40}")
+    if not isinstance(text, str):
+        raise UnansweredError("the model refused to answer")
+    return text

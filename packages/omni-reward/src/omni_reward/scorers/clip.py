@@ -1,0 +1,116 @@
+"""CLIP and PickScore: how near an image lies to its prompt in the space of a CLIP model.
+
+    clip = cos(image, prompt)                                   in [-1, 1]; good matches lie around 0.3
+    pickscore = exp(logit_scale) cos(image, prompt)             good images lie around 20 to 23
+
+CLIPScore is by Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 2104.08718); others multiply it by 100 or
+2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on people's choices; some divide it by 26. A
+prompt is cut after the number of tokens that the model takes, 77 for the published ones.
+
+Letters: N samples, H height, W width, E size of an embedding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+from transformers import CLIPModel
+
+from omni_reward.scorers.neural import image_scorer, load_model, load_tokenizer, pick_device, pick_dtype, short_name
+from omni_reward.scorers.pixels import square_pixels
+from omni_reward.wire import Scorer
+
+CLIP = "openai/clip-vit-large-patch14"
+PICKSCORE = "yuvalkirstain/PickScore_v1"
+PICKSCORE_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """A CLIP model with its tokenizer.
+
+    Args:
+        model: transformers' CLIPModel.
+        tokenizer: its tokenizer; None where only images are embedded.
+    """
+
+    model: Any
+    tokenizer: Any
+
+    def images(self, images: np.ndarray) -> Tensor:
+        """Embeddings [N, E] of length 1 of images [N, H, W, 3], uint8, RGB."""
+        pixels = torch.from_numpy(square_pixels(images, self.model.config.vision_config.image_size))
+        pixels = pixels.to(self.model.device, self.model.dtype)
+        return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
+
+    def texts(self, prompts: list[str]) -> Tensor:
+        """Embeddings [N, E] of length 1 of N prompts."""
+        most = self.model.config.text_config.max_position_embeddings
+        tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt")
+        tokens = tokens.to(self.model.device)
+        features = self.model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        return normalize(features.pooler_output, dim=-1)
+
+
+def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtype: str, threads: int) -> Embedder:
+    """The CLIP model of that name.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read.
+    """
+    where = pick_device(device, threads=threads)
+    loaded = load_model(CLIPModel, model, dtype=pick_dtype(dtype), device=where)
+    return Embedder(loaded, load_tokenizer(tokenizer) if tokenizer else None)
+
+
+def load_clip(
+    *,
+    model: str = CLIP,
+    tokenizer: str | None = None,
+    device: str | None = None,
+    dtype: str = "float32",
+    threads: int = 1,
+) -> Scorer:
+    """Scorer for `image` [N, H, W, 3], uint8, RGB: the cosine.
+
+    Args:
+        model: name of a CLIP model.
+        tokenizer: name of its tokenizer; the model's own name by default.
+        device: where to compute; the accelerator, or else the CPU, by default.
+        dtype: float32, bfloat16 or float16.
+        threads: cores that it may use.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read.
+    """
+    clip = load_embedder(model, tokenizer or model, device=device, dtype=dtype, threads=threads)
+
+    def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
+        return (clip.images(images) * clip.texts(prompts)).sum(dim=-1)
+
+    return image_scorer(rate, f"{short_name(model)} {dtype}")
+
+
+def load_pickscore(
+    *,
+    model: str = PICKSCORE,
+    tokenizer: str = PICKSCORE_TOKENIZER,
+    device: str | None = None,
+    dtype: str = "float32",
+    threads: int = 1,
+) -> Scorer:
+    """Scorer for `image` [N, H, W, 3], uint8, RGB: the cosine times the model's scale; arguments as in `load_clip`.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read.
+    """
+    clip = load_embedder(model, tokenizer, device=device, dtype=dtype, threads=threads)
+    scale = clip.model.logit_scale.detach().float().exp()
+
+    def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
+        return scale * (clip.images(images) * clip.texts(prompts)).float().sum(dim=-1)
+
+    return image_scorer(rate, f"{short_name(model)} {dtype}")

@@ -1,0 +1,74 @@
+"""Images as the models want them: resized, cropped, normalized, cut into patches. Pillow and numpy only.
+
+The libraries' own processors come in variants whose results differ in the last bits, and some need torchvision. This is
+what the models were trained with: Pillow's bicubic filter on 8-bit pixels.
+
+Letters: N samples, H height, W width, S side of the model's input, P number of patches, D numbers in a patch.
+"""
+
+import math
+
+import numpy as np
+from PIL import Image
+
+MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, which BLIP and Qwen2-VL use too
+STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+MAX_ASPECT = 200  # longer side / shorter side that Qwen2-VL takes
+
+
+def square_pixels(images: np.ndarray, side: int) -> np.ndarray:
+    """Images [N, H, W, 3], uint8, RGB, as CLIP sees them: [N, 3, S, S], float32, normalized.
+
+    The shorter side is brought to S, the longer to the whole number below its share, and the middle is cut out.
+    """
+    return np.stack([_normalize(_middle(image, side)) for image in images])
+
+
+def _middle(image: np.ndarray, side: int) -> np.ndarray:
+    height, width = image.shape[:2]
+    shorter = min(height, width)
+    height, width = side * height // shorter, side * width // shorter
+    top, left = (height - side) // 2, (width - side) // 2
+    return _resize(image, height, width)[top : top + side, left : left + side]
+
+
+def fit_size(height: int, width: int, *, factor: int, num_pixels: int) -> tuple[int, int]:
+    """Height and width, multiples of factor, of about num_pixels and about the same aspect.
+
+    The rule of Qwen2-VL where the least and the most pixels are one number: round both sides to multiples; when that
+    gives too many pixels, scale down and round down, when too few, scale up and round up.
+
+    Raises:
+        ValueError: the image is more than MAX_ASPECT times as long as wide.
+    """
+    if max(height, width) > MAX_ASPECT * min(height, width):
+        raise ValueError(f"an image must not be more than {MAX_ASPECT} times as long as wide, got {height} x {width}")
+    rounded = [max(factor, round(side / factor) * factor) for side in (height, width)]
+    scale = math.sqrt(height * width / num_pixels)
+    if math.prod(rounded) > num_pixels:
+        rounded = [max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)]
+    elif math.prod(rounded) < num_pixels:
+        rounded = [math.ceil(side / scale / factor) * factor for side in (height, width)]
+    return rounded[0], rounded[1]
+
+
+def to_patches(image: np.ndarray, height: int, width: int, *, patch: int, merge: int, frames: int) -> np.ndarray:
+    """An image [H, W, 3], uint8, RGB, resized and cut as Qwen2-VL's vision tower reads it: [P, D], float32.
+
+    Squares of merge x merge patches follow one another row by row, since the tower merges each into one token. Within
+    a patch come the channel, the frame (an image stands still for `frames` frames), the row and the column.
+    """
+    pixels = _normalize(_resize(image, height, width))
+    grid = pixels.reshape(3, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch)
+    ordered = grid.transpose(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, 3, patch, patch]
+    still = np.broadcast_to(ordered[:, :, :, :, :, None], (*ordered.shape[:5], frames, patch, patch))
+    return still.reshape(-1, 3 * frames * patch * patch)
+
+
+def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    return np.asarray(Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def _normalize(image: np.ndarray) -> np.ndarray:
+    """Image [H, W, 3], uint8, as [3, H, W], float32, with CLIP's mean and spread."""
+    return np.moveaxis((image.astype(np.float32) / 255 - MEAN) / STD, -1, 0)

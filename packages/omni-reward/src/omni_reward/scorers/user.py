@@ -1,0 +1,36 @@
+"""A scorer from the user's own file: `--scorer python:path/to/file.py:function`.
+
+The file is run, so this is for the command line of whoever starts the server; no request can name one. What it names
+is a score function as in `omni_reward.wire.ScoreFn`, or a `omni_reward.Scorer` around one.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+from omni_reward.wire import ScoreFn
+
+PREFIX = "python:"
+
+
+def load_user(spec: str) -> ScoreFn:
+    """The function or Scorer that `python:path/to/file.py:name` names.
+
+    Raises:
+        ValueError: there is no such file, or nothing in it of that name that can be called.
+        ImportError: the file needs something that is not installed.
+    """
+    path, _, name = spec.removeprefix(PREFIX).rpartition(":")
+    file = Path(path)
+    if file.suffix != ".py" or not file.is_file():
+        raise ValueError(f"scorer must be python:FILE.py:FUNCTION with a file that exists, got {spec!r}")
+    module_spec = importlib.util.spec_from_file_location(f"omni_reward_user_{file.stem}", file)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # dataclasses look their own module up
+    module_spec.loader.exec_module(module)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ValueError(f"{path} must have a function {name!r}, got {found!r:.80}")
+    return found

@@ -1,0 +1,127 @@
+"""Scorer that asks a vision-language model behind an OpenAI-compatible endpoint; see tasks.py for what it asks.
+
+Every sample has one of three outcomes. A whole answer in the right form is a score. An answer in another form, out of
+range or cut off is an abstention with the reason, as is a sample for which the endpoint failed or took too long. When
+it failed on all samples of a call, the scorer itself fails, and the client's policy decides what becomes of the
+request: a wrong token or a dead endpoint should not pass for a model that has no opinion.
+"""
+
+import logging
+import queue
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from omni_reward.errors import RewardError
+from omni_reward.scorers.chat import Connection, Endpoint, UnansweredError, check_url
+from omni_reward.scorers.tasks import TASKS, Task
+from omni_reward.wire import Score, Scorer, check_token
+
+logger = logging.getLogger("omni_reward.scorers.vlm")
+
+
+def load_vlm(
+    url: str,
+    *,
+    task: str,
+    model: str | None = None,
+    token_file: str | Path | None = None,
+    timeout_s: float = 60.0,
+    max_in_flight: int = 8,
+    seed: int = 0,
+) -> Scorer:
+    """Scorer for `image` [N, H, W, 3], uint8, RGB.
+
+    Args:
+        url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
+        task: what to ask, a key of TASKS.
+        model: name of the model to ask; None where the endpoint serves only one.
+        token_file: file with the endpoint's bearer token.
+        timeout_s: longest that one sample may take, further tries included.
+        max_in_flight: questions that are asked at a time.
+        seed: of the endpoint's sampler; the temperature is 0.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the endpoint does not answer or does not serve the model.
+        OSError: the token file cannot be read.
+    """
+    if task not in TASKS:
+        raise ValueError(f"task must be one of {sorted(TASKS)}, got {task!r}")
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
+    token = Path(token_file).read_text().strip() if token_file is not None else None
+    check_token(token)
+    endpoint = _find_model(Endpoint(check_url(url), model or "", timeout_s, seed, token))
+    judge = _Judge(endpoint, TASKS[task], max_in_flight)
+    return Scorer(judge.score, version=f"{endpoint.model} {task} {TASKS[task].version}")
+
+
+def _find_model(endpoint: Endpoint) -> Endpoint:
+    """The endpoint with a model that it serves."""
+    connection = Connection(endpoint)
+    try:
+        models = connection.models()
+    except RewardError as exc:
+        raise ValueError(f"url must be that of an OpenAI-compatible endpoint: {exc}") from exc
+    finally:
+        connection.close()
+    if not endpoint.model and len(models) == 1:
+        return replace(endpoint, model=models[0])
+    if endpoint.model not in models:
+        raise ValueError(f"model must be one of {models}, got {endpoint.model or None!r}")
+    return endpoint
+
+
+class _Judge:
+    """Asks one question per sample, several at a time."""
+
+    def __init__(self, endpoint: Endpoint, task: Task, max_in_flight: int) -> None:
+        self._task = task
+        self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm")
+        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        for _ in range(max_in_flight):
+            self._idle.put(Connection(endpoint))
+
+    def score(self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        scores = {i: declined for i, prompt in enumerate(prompts) if (declined := self._task.decline(prompt))}
+        asked = [i for i in range(len(prompts)) if i not in scores]
+        answers = list(self._pool.map(lambda i: self._ask(media["image"][i], prompts[i]), asked))
+        failures = [answer for answer in answers if isinstance(answer, RewardError)]
+        if failures and len(failures) == len(answers):
+            raise failures[0]
+        for i, answer in zip(asked, answers, strict=True):
+            scores[i] = _no_answer(answer) if isinstance(answer, RewardError) else answer
+        return [scores[i] for i in range(len(prompts))]
+
+    def _ask(self, image: np.ndarray, prompt: str) -> Score | RewardError:
+        with self._connection() as connection:
+            try:
+                answer = connection.ask(image, self._task.ask(prompt), self._task.schema())
+            except UnansweredError as exc:
+                return Score(None, abstained=str(exc))
+            except RewardError as exc:
+                return exc
+        try:
+            return self._task.score(self._task.read(answer), prompt)
+        except ValueError as exc:
+            reason = f"the answer has another form: {exc}"[:500]
+            return Score(None, abstained=reason, details={"answer": answer[:1000]})
+
+    @contextmanager
+    def _connection(self) -> Iterator[Connection]:
+        connection = self._idle.get()
+        try:
+            yield connection
+        finally:
+            self._idle.put(connection)
+
+
+def _no_answer(error: RewardError) -> Score:
+    logger.warning("no answer for a sample: %s", error)  # its URL is for the server's owner only
+    return Score(None, abstained=f"the endpoint did not answer: {type(error).__name__}")
