@@ -19,7 +19,7 @@ from omni_reward import (
     Score,
 )
 from omni_reward.transport import MAX_REPLY_BYTES, error_class
-from reward.reward_helpers import http, reply_to, trickle
+from reward.reward_helpers import http, read_request, reply_to, trickle
 
 IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
 PROMPTS = ["a", "b"]
@@ -110,12 +110,10 @@ def test_connections_are_kept_alive(misbehave: Callable[..., str]) -> None:
     def behave(conn: socket.socket, body: bytes) -> None:
         nonlocal num_connections
         num_connections += 1
-        for _ in range(3):
-            conn.sendall(http("200 OK", reply_to(body)).replace(b"Connection: close\r\n", b""))
-            received = b""
-            while len(received) < 10 or not received.endswith(IMAGES["image"].tobytes()):
-                received += conn.recv(65536)
-            body = received.partition(b"\r\n\r\n")[2]
+        request: bytes | None = body
+        while request is not None:
+            conn.sendall(http("200 OK", reply_to(request), close=False))
+            request = read_request(conn)
 
     with RewardClient(misbehave(behave), max_in_flight=1) as client:
         for _ in range(3):
@@ -160,8 +158,9 @@ def test_submit_checks_its_arguments_at_once(arguments: tuple, message: str) -> 
         ({"url": "http://a..b"}, "url must be"),
         ({"url": "http://[::1"}, "url must be"),
         ({"url": "http://h/?a=b"}, "url must be"),
-        ({"url": "http://h", "timeout_s": 0}, "timeout_s must be > 0, got 0"),
-        ({"url": "http://h", "timeout_s": math.nan}, "timeout_s must be > 0, got nan"),
+        ({"url": "http://h", "timeout_s": 0}, "timeout_s must be > 0 and finite, got 0"),
+        ({"url": "http://h", "timeout_s": math.nan}, "timeout_s must be > 0 and finite, got nan"),
+        ({"url": "http://h", "timeout_s": math.inf}, "timeout_s must be > 0 and finite, got inf"),
         ({"url": "http://h", "max_in_flight": 0}, "max_in_flight must be >= 1, got 0"),
         ({"url": "http://h", "token": "a\nb"}, "token must be printable ASCII"),
         ({"url": "http://h", "token": ""}, "token must be printable ASCII"),

@@ -108,9 +108,7 @@ def test_bytes_that_wait_are_bounded_and_given_back(serve: Callable[..., str]) -
     assert [reply.status_code for reply in replies] == [200] * 4
 
 
-def test_connections_that_bring_no_request_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr(server.time, "monotonic", lambda: clock[0])
+def test_connections_that_bring_no_request_are_closed() -> None:
     closed = []
 
     class Connection:
@@ -123,11 +121,13 @@ def test_connections_that_bring_no_request_are_closed(monkeypatch: pytest.Monkey
     silent, idle, busy = Connection("silent", None), Connection("idle", done), Connection("busy", at_work)
     ours.server_state.connections = {silent, idle, busy}  # type: ignore[assignment]
     asyncio.run(ours.on_tick(1))
-    clock[0] += server.IDLE_S / 2
+    assert ours._idle_since.keys() == {silent, idle}
     idle.cycle = at_work  # it brings a request
     asyncio.run(ours.on_tick(1))
-    idle.cycle = None
+    idle.cycle = done
     asyncio.run(ours.on_tick(1))
-    clock[0] += server.IDLE_S / 2 + 1
+    assert ours._idle_since[silent] < ours._idle_since[idle]
+    ours._idle_since[silent] -= server.IDLE_S
+    assert not closed
     asyncio.run(ours.on_tick(1))
     assert closed == ["silent"]

@@ -13,6 +13,7 @@ Letters: N samples, H height, W width.
 """
 
 import itertools
+import math
 import threading
 import time
 import uuid
@@ -68,8 +69,8 @@ class RewardClient:
         mask_limit: int = 16,
     ) -> None:
         self.urls = _check_urls([url] if isinstance(url, str) else list(url))
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
         wire.check_token(token)
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
