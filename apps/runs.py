@@ -25,7 +25,7 @@ from omni_train.alarms import Alarm, new_alarms
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.config import to_toml
 from omni_train.data import PromptSampler, load_prompts
-from omni_train.dist import Dist, gather_json, init_distributed, same_error
+from omni_train.dist import Dist, gather_json, init_distributed, same_error, shutdown
 from omni_train.ema import Ema
 from omni_train.log import RunLog, claim_folder, load_metrics
 from omni_train.lora import unadapted_params
@@ -109,6 +109,7 @@ def start(
         if dist.is_main:
             copies = 4 + bool(args.ema_decay) + (keep_copy and not args.lora_rank)  # 4: weight, gradient, two moments
             print(to_toml(replace(args, **SECRET)), plan(args, dist, mode, num_forwards, copies), sep="\n")
+        shutdown(dist)
         return None
     folder = Path("runs") / args.name
     checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
@@ -318,6 +319,17 @@ def advice(error: Exception) -> str:
     if "ratio must be 1" in text or "finite" in text:
         return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
     return "This is not a mistake in the settings: the traceback above tells where it happened."
+
+
+def carry_out(args: Any, num_forwards: Mapping[str, int], train_step: Callable[[Run, int], dict[str, float]]) -> None:
+    """A whole run: start, loop, end."""
+    run = start(args, num_forwards)
+    if run is None:
+        return
+    dist = run.on.dist
+    loop(run, train_step)
+    del run  # sharded tensors must go before their process group does
+    shutdown(dist)
 
 
 def launch(main: Callable[[Any], None], args: Any) -> None:

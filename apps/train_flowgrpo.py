@@ -1,4 +1,4 @@
-"""Reverse-process policy gradients for flow-matching models: FlowGRPO, Flow-CPS, DanceGRPO, MixGRPO.
+"""Reverse-process policy gradients for flow-matching models: FlowGRPO, DanceGRPO, MixGRPO, GRPO-Guard, Flow-DPPO.
 
     prompts -> rollout -> Trajectory -> score -> advantages -> update (rescore -> loss -> step) -> sync
 
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from omni_train.config import check_least, parse_cli
 
@@ -62,7 +62,10 @@ class Args:
     correction_mode: Literal["truncate", "mask"] = "truncate"  # What happens to weights beyond the bounds
     correction_low: float = 0.99  # Least density of the trainer over the engine's, per latent element
     correction_high: float = 1.01  # Largest such ratio
-    algo: Literal["flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo"] = "flowgrpo"  # Row of the table ALGOS
+    algo: Literal[
+        "flowgrpo", "flowgrpo-cps", "dancegrpo", "mixgrpo", "mixgrpo-decay", "mixgrpo-exp-decay", "grpo-guard",
+        "flow-dppo"
+    ] = "flowgrpo"  # Row of the table ALGOS  # fmt: skip
     prompts_per_step: int = 32  # Groups in a training step, over all ranks
     group_size: int = 16  # Samples of a group
     batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike: same shape, same bits
@@ -77,6 +80,7 @@ class Args:
     window_iters: int = 1  # Training steps that share a window
     window_stride: int = 1  # Steps that a sliding window moves at a time
     clip_range: float = 1e-4  # Half-width of the ratio's free range around 1
+    kl_threshold: float = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: float = 5.0  # Bound on advantages
     adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
     kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
@@ -106,11 +110,11 @@ PRESETS = {
 
 
 LEAST = {  # setting -> least value
-    "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0,
-    "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1,
-    "height": 16, "width": 16, "guidance_scale": 1.0, "clip_range": 1e-12, "adv_clip_max": 1e-6, "kl_coef": 0.0,
-    "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12,
-    "lora_rank": 0, "lora_alpha": 1, "scorer_timeout_s": 1e-3,
+    "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3,
+    "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1, "height": 16,
+    "width": 16, "guidance_scale": 1.0, "clip_range": 1e-12, "kl_threshold": 1e-30, "adv_clip_max": 1e-6,
+    "kl_coef": 0.0, "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1, "warmup_steps": 0, "weight_decay": 0.0,
+    "max_grad_norm": 1e-12, "lora_rank": 0, "lora_alpha": 1,
 }  # fmt: skip
 
 
@@ -128,7 +132,7 @@ def check_args(args: Args) -> None:
         (args.shard != wrong_shard, f"--shard {args.shard} does not fit {world} ranks"),
         (args.lora_rank or args.dtype == "float32" or args.shard == "fsdp2",
          "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
-        (args.window_size or args.algo not in ("dancegrpo", "mixgrpo"), f"--window-size must be given for {args.algo}"),
+        (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
         (args.ema_decay < 1, "--ema-decay must be < 1"),
     ):  # fmt: skip
@@ -142,13 +146,22 @@ if __name__ == "__main__":
 # 2. Algorithms. One more is one more line.
 
 import torch
-from omni_losses import LossOutput, gaussian_kl, group_advantages, grpo_loss, reward_metrics, rollout_weights
+from omni_losses import (
+    LossOutput,
+    flow_dppo_loss,
+    gaussian_kl,
+    group_advantages,
+    grpo_guard_loss,
+    grpo_loss,
+    reward_metrics,
+    rollout_weights,
+)  # fmt: skip
 from omni_reward import Score
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
 from omni_train.device import memory
-from omni_train.dist import mean_metrics, shutdown
+from omni_train.dist import mean_metrics
 from omni_train.gate import check_ratio
 from omni_train.lora import reference
 from omni_train.optim import optimizer_step, warmup_lr
@@ -160,20 +173,56 @@ import runs
 from runs import Run
 
 
+class Old(NamedTuple):
+    """A step under the weights before the update: log-prob [B], and mean [B, ...] where the loss asks for it."""
+
+    log_prob: torch.Tensor
+    mean: Any
+
+
+def clipped(now: Any, old: Old, advantages: torch.Tensor, args: Args, **others: Any) -> LossOutput:
+    """PPO's clipped loss."""
+    return grpo_loss(
+        now.log_prob, old.log_prob, advantages, clip_range=args.clip_range, adv_clip_max=args.adv_clip_max,
+        weights=others["weights"],
+    )  # fmt: skip
+
+
+def guarded(now: Any, old: Old, advantages: torch.Tensor, args: Args, **others: Any) -> LossOutput:
+    """The same with a ratio that is centered at 1 and spreads alike at every step (GRPO-Guard)."""
+    return grpo_guard_loss(
+        now.log_prob, old.log_prob, advantages, mean=now.mean, old_mean=old.mean, std=now.std,
+        clip_range=args.clip_range, adv_clip_max=args.adv_clip_max, **others,
+    )  # fmt: skip
+
+
+def in_region(now: Any, old: Old, advantages: torch.Tensor, args: Args, **others: Any) -> LossOutput:
+    """No clip, but a trust region in the KL of the step (Flow-DPPO)."""
+    return flow_dppo_loss(
+        now.log_prob, old.log_prob, advantages, mean=now.mean, old_mean=old.mean, std=now.std,
+        kl_threshold=args.kl_threshold, weights=others["weights"],
+    )  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Algo:
-    """A stochastic step, the strategy of its window, a loss."""
+    """A stochastic step, the strategy of its window, a loss, and whether that asks for the step's mean."""
 
     step: Callable[..., Transition]
-    window: Literal["random", "sliding", "subset"]
-    loss: Callable[..., LossOutput]
+    window: Literal["random", "sliding", "decay", "exp_decay", "subset"]
+    loss: Callable[..., LossOutput] = clipped
+    needs_mean: bool = False
 
 
 ALGOS = {
-    "flowgrpo": Algo(sde_step, "random", grpo_loss),
-    "flowgrpo-cps": Algo(cps_step, "random", grpo_loss),
-    "dancegrpo": Algo(dance_step, "subset", grpo_loss),
-    "mixgrpo": Algo(sde_step, "sliding", grpo_loss),
+    "flowgrpo": Algo(sde_step, "random"),
+    "flowgrpo-cps": Algo(cps_step, "random"),
+    "dancegrpo": Algo(dance_step, "subset"),
+    "mixgrpo": Algo(sde_step, "sliding"),
+    "mixgrpo-decay": Algo(sde_step, "decay"),
+    "mixgrpo-exp-decay": Algo(sde_step, "exp_decay"),
+    "grpo-guard": Algo(sde_step, "random", guarded, needs_mean=True),
+    "flow-dppo": Algo(sde_step, "random", in_region, needs_mean=True),
 }
 RATIO_TOLERANCE = {  # largest |ratio - 1| of trainer and engine before the first update
     ("diffusers", "float32"): 0.0, ("diffusers", "bfloat16"): 0.0,
@@ -199,7 +248,7 @@ def params_at(args: Args, step: int) -> SamplingParams:
     )  # fmt: skip
     return SamplingParams(
         args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=algo.step,
-        noise_level=args.noise_level, sde_steps=window,
+        noise_level=args.noise_level, sde_steps=window, keep_mean=algo.needs_mean,
     )  # fmt: skip
 
 
@@ -217,24 +266,31 @@ def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]
     return advantages.view(-1, dist.world_size, run.args.batch_size)[:, dist.rank], metrics
 
 
-def old_log_probs(run: Run, batches: list[Trajectory]) -> list[Any]:
-    """Per batch, [B, K]: the log-probs of the weights before the update; None where its own forwards have them."""
-    source, num_first = run.args.old_log_prob, len(batches) // run.args.updates_per_step
+def old_policy(run: Run, batches: list[Trajectory]) -> list[list[Old] | None]:
+    """Per batch and kept step, the policy before the update; None where the first update's own forwards have it."""
+    source, kept = run.args.old_log_prob, range(batches[0].x.shape[1])
     if source == "rollout":
-        return [batch.rollout_log_prob for batch in batches]
-    skip = num_first if source == "recompute" else 0  # the first update starts at those weights
+        return [
+            [Old(b.rollout_log_prob[:, k], None if b.rollout_mean is None else b.rollout_mean[:, k]) for k in kept]
+            for b in batches
+        ]
+    skip = len(batches) // run.args.updates_per_step if source == "recompute" else 0
     with torch.no_grad():
-        scored: list[Any] = [[rescore(run, b, k)[0].log_prob for k in range(b.x.shape[1])] for b in batches[skip:]]
-    return [None] * skip + [torch.stack(log_probs, dim=1) for log_probs in scored]
+        return [None] * skip + [[as_old(run, rescore(run, b, k)[0]) for k in kept] for b in batches[skip:]]
 
 
-def correct(args: Args, old: torch.Tensor | None, batch: Trajectory) -> tuple[Any, dict[str, torch.Tensor]]:
+def as_old(run: Run, move: Any) -> Old:
+    """What is kept of a step that the weights before the update take."""
+    return Old(move.log_prob.detach(), move.mean.detach() if ALGOS[run.args.algo].needs_mean else None)
+
+
+def correct(args: Args, old: list[Old] | None, batch: Trajectory) -> tuple[Any, dict[str, torch.Tensor]]:
     """Weights [B, K] that turn the engine's samples into the trainer's own, or None where they are; what to log."""
     if args.old_log_prob != "correct" or old is None:
         return None, {}
     weights, metrics = rollout_weights(
-        old, batch.rollout_log_prob, level=args.correction_level, mode=args.correction_mode,
-        low=args.correction_low, high=args.correction_high,
+        torch.stack([step.log_prob for step in old], dim=1), batch.rollout_log_prob, level=args.correction_level,
+        mode=args.correction_mode, low=args.correction_low, high=args.correction_high,
     )  # fmt: skip
     return weights, {f"correction_{name}": value for name, value in metrics.items()}
 
@@ -246,22 +302,22 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
     results = []
     per_update, num_kept = len(batches) // args.updates_per_step, batches[0].x.shape[1]
     lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=args.steps * args.lr_decay)
-    old = old_log_probs(run, batches)
+    old = old_policy(run, batches)
     for first in range(0, len(batches), per_update):
         for i in range(first, first + per_update):
-            batch_advantages = advantages[i].to(dist.device)
-            weights, metrics = correct(args, old[i], batches[i])
+            batch, before, batch_advantages = batches[i], old[i], advantages[i].to(dist.device)
+            weights, metrics = correct(args, before, batch)
             for k in range(num_kept):
-                move, kl = rescore(run, batches[i], k)
+                move, kl = rescore(run, batch, k)
                 out = ALGOS[args.algo].loss(
-                    move.log_prob, move.log_prob.detach() if old[i] is None else old[i][:, k], batch_advantages,
-                    clip_range=args.clip_range, adv_clip_max=args.adv_clip_max,
+                    move, before[k] if before else as_old(run, move), batch_advantages, args,
+                    sqrt_dt=(batch.sigma(k) - batch.sigma_next(k)).sqrt(),
                     weights=None if weights is None else weights[:, k],
                 )  # fmt: skip
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 (loss / (per_update * num_kept * dist.world_size)).backward()
-                gap = (move.log_prob.detach() - batches[i].rollout_log_prob[:, k]).abs().max().expm1()
+                gap = (move.log_prob.detach() - batch.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
             tolerance = RATIO_TOLERANCE[args.engine, args.dtype]
@@ -336,13 +392,7 @@ def main(args: Args) -> None:
     """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
     if args.old_log_prob == "auto":
         args = replace(args, old_log_prob="rollout" if args.engine == "diffusers" else "recompute")
-    run = runs.start(args, num_forwards(args))
-    if run is None:
-        return
-    dist = run.on.dist
-    runs.loop(run, train_step)
-    del run  # sharded tensors must go before their process group does
-    shutdown(dist)
+    runs.carry_out(args, num_forwards(args), train_step)
 
 
 if __name__ == "__main__":

@@ -299,7 +299,7 @@ def run_cli(*flags):
         (["--scorer-url", "http://x", "--updates-per-step", "3"], "--updates-per-step must divide a rank's batches"),
         (["--scorer-url", "http://x", "--kl-coef", "0.1"], "--kl-coef needs --lora-rank > 0"),
         (["--scorer-url", "http://x", "--dtype", "bfloat16"], "--dtype bfloat16 needs --lora-rank > 0"),
-        (["--scorer-url", "http://x", "--algo", "mixgrpo"], "--window-size must be given for mixgrpo"),
+        (["--scorer-url", "http://x", "--algo", "mixgrpo"], "--window-size must be set for mixgrpo"),
         (["--scorer-url", "http://x", "--algo", "flowgrpo-cps", "--noise-level", "1.2"], "--noise-level must be <= 1"),
         (["--scorer-url", "http://x", "--guidance-scale", "0.5"], "--guidance-scale must be >= 1, got 0.5"),
         (["--scorer-url", "http://x", "--lr", "nan"], "--lr must be >= 0, got nan"),
