@@ -1,0 +1,115 @@
+"""A scorer that goes away while the trainer runs: it comes back, or is gone for good."""
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import CHECKPOINT, REPO
+from omni_train.log import load_metrics
+
+import runs
+import train_flowgrpo as app
+
+TINY = replace(
+    app.PRESETS["tiny-signs"],
+    model=str(CHECKPOINT),
+    prompts=str(REPO / "data" / "tiny-signs" / "train.txt"),
+    eval_prompts="eval.txt",
+    prompts_per_step=2,
+    group_size=4,
+    batch_size=4,
+    num_steps=4,
+    window_high=None,
+    eval_num_steps=2,
+    shard="auto",
+    lr_decay=False,
+)
+SCORER = """
+def score(media, prompts, meta):
+    return [float(image.mean()) / 255 for image in media["image"]]
+"""
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """`server()` starts a reward server on a port that stays the same; all are stopped at the end."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
+    (tmp_path / "bright.py").write_text(SCORER)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+
+    def start():
+        flags = ["--scorer", "python:bright.py:score", "--port", str(port), "--url-file", "url"]
+        (tmp_path / "url").unlink(missing_ok=True)
+        started.append(subprocess.Popen([sys.executable, "-m", "omni_reward.server", *flags]))
+        while not (tmp_path / "url").exists():
+            assert started[-1].poll() is None
+            time.sleep(0.05)
+        return started[-1]
+
+    start.url = f"http://127.0.0.1:{port}"
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def settings(server, **changes):
+    return replace(TINY, scorer_url=server.url, **changes)
+
+
+def lose_at(monkeypatch, process, step, then=lambda: None):
+    """Kills the server when the trainer comes to `step`, and calls `then` a moment later."""
+    rollout = app.rollout
+
+    def rollout_without_scorer(run, now):
+        if now == step and process.poll() is None:
+            process.kill()
+            process.wait()
+            threading.Timer(1.0, then).start()
+        return rollout(run, now)
+
+    monkeypatch.setattr(app, "rollout", rollout_without_scorer)
+
+
+def test_a_scorer_that_comes_back_is_waited_for(server, monkeypatch):
+    lose_at(monkeypatch, server(), step=1, then=server)
+    app.main(settings(server, steps=3, eval_every=3, scorer_timeout_s=60.0))
+    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert all(line["reward/abstained_ratio"] == 0 for line in lines[1:])
+
+
+def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatch):
+    lose_at(monkeypatch, server(), step=1, then=server)
+    # Two requests a step: both of step 1 fail, and by step 2 the server is back.
+    args = settings(server, steps=3, eval_every=3, scorer_timeout_s=0.8, on_failure="mask_group")
+    rollout = app.rollout
+    monkeypatch.setattr(app, "rollout", lambda run, now: (time.sleep(4 if now == 2 else 0), rollout(run, now))[1])
+    app.main(args)
+    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
+
+
+def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch):
+    process = server()
+    lose_at(monkeypatch, process, step=2)
+    args = settings(server, steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0)
+    with pytest.raises(runs.BrokenRunError, match=r"(?s)rank 0, phase reward_wait: .*The scorer failed") as error:
+        app.main(args)
+    assert "this continues from the newest checkpoint" in str(error.value)
+    assert Path("runs/tiny-signs/checkpoints/step-00000002").is_dir()  # though save_every has not come round
+    monkeypatch.undo()
+    monkeypatch.chdir(Path("runs").resolve().parent)
+    server()
+    app.main(replace(args, steps=9, scorer_timeout_s=60.0))
+    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    assert [line["step"] for line in lines] == list(range(10))
