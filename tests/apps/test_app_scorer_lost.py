@@ -99,7 +99,7 @@ def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatc
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 
 
-def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch):
+def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch, tmp_path):
     process = server()
     lose_at(monkeypatch, process, step=2)
     args = settings(server, steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0)
@@ -108,7 +108,7 @@ def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(serv
     assert "this continues from the newest checkpoint" in str(error.value)
     assert Path("runs/tiny-signs/checkpoints/step-00000002").is_dir()  # though save_every has not come round
     monkeypatch.undo()
-    monkeypatch.chdir(Path("runs").resolve().parent)
+    monkeypatch.chdir(tmp_path)
     server()
     app.main(replace(args, steps=9, scorer_timeout_s=60.0))
     lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))

@@ -17,7 +17,7 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.files import check_safetensors
+from omni_rollout.files import check_safetensors
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
