@@ -324,10 +324,10 @@ def test_a_run_can_be_repeated_from_its_own_config(tmp_path):
     ("text", "message"),
     [
         ("lrr = 1.0", "unknown key 'lrr'; did you mean 'lr'"),
-        ('lr = "fast"', "lr must be a float, got 'fast'"),
+        ('lr = "fast"', "lr must be a number, got 'fast'"),
         ('algo = "ppo"', "algo must be one of 'flowgrpo', .*, got 'ppo'"),
-        ('window_size = "two"', "window_size must be a int, got 'two'"),
-        ("steps = true", "steps must be a int, got True"),
+        ('window_size = "two"', "window_size must be a whole number, got 'two'"),
+        ("steps = true", "steps must be a whole number, got True"),
     ],
 )
 def test_a_mistake_in_a_config_file_is_named(tmp_path, text, message):

@@ -1,10 +1,22 @@
 """Small gathers: rank order, clear errors, and the same code without ranks."""
 
 import math
+import os
+import time
 
 import pytest
 import torch
-from omni_train.dist import any_rank, barrier, gather_floats, gather_json, init_distributed, mean_metrics, shutdown
+from omni_train.dist import (
+    any_rank,
+    barrier,
+    gather_floats,
+    gather_json,
+    init_distributed,
+    is_lost_rank,
+    mean_metrics,
+    shutdown,
+    tell_failure,
+)
 
 
 @pytest.fixture
@@ -75,6 +87,66 @@ def test_different_names_are_an_error_on_every_rank(run_ranks):
             mean_metrics(dist, {f"m{dist.rank}": 0.0})
 
     run_ranks(work)
+
+
+def test_a_metric_that_must_be_finite_names_its_rank_on_every_rank(run_ranks, alone):
+    def work(dist):
+        metrics = {"loss": math.nan if dist.rank else 1.0, "other": math.inf}
+        with pytest.raises(FloatingPointError, match=r"^loss must be finite, but is nan on rank 1$"):
+            mean_metrics(dist, metrics, finite=("loss",))
+
+    run_ranks(work)
+    assert mean_metrics(alone, {"other": math.inf}, finite=("loss",)) == {"other": math.inf}
+
+
+@pytest.fixture
+def store(monkeypatch):
+    """What torchrun's agent holds, and the environment that leads to it."""
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    return store
+
+
+def test_ranks_that_fail_tell_each_other(run_ranks, store):
+    def work(dist):
+        told = tell_failure(f"rank {dist.rank} is tired", wait_s=20)
+        return [told[0], told[1]]
+
+    assert run_ranks(work) == [["rank 0 is tired", "rank 1 is tired"]] * 2
+
+
+def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_asked(run_ranks, store):
+    def work(dist):
+        start = time.monotonic()
+        told = tell_failure("", wait_s=0.3) if dist.is_main else {}
+        return [list(told), time.monotonic() - start < 5]
+
+    assert run_ranks(work) == [[[0], True], [[], True]]
+
+
+def test_a_rank_whose_store_is_gone_hears_nobody(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setitem(os.environ, name, value)
+    assert tell_failure("broken", wait_s=0.3) == {1: "broken"}
+    monkeypatch.delitem(os.environ, "WORLD_SIZE")
+    assert tell_failure("broken") == {1: "broken"}
+
+
+def test_the_errors_of_a_lost_rank_are_known(run_ranks):
+    def work(dist):
+        if dist.rank:
+            os._exit(0)
+        with pytest.raises(RuntimeError) as caught:
+            barrier(dist)
+        assert is_lost_rank(caught.value)
+        os._exit(0)  # there is nobody to meet at the end
+
+    with pytest.raises(FileNotFoundError, match=r"0\.json"):  # neither rank has written a result
+        run_ranks(work)
+    assert not is_lost_rank(RuntimeError("out of memory"))
 
 
 @pytest.mark.parametrize("flags", [(False, False), (False, True), (True, True)])

@@ -3,15 +3,18 @@
 Precedence: command line, then file, then preset, then the defaults of the dataclass.
 """
 
+import os
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 ConfigT = TypeVar("ConfigT")
+
+_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
 def parse_cli(
@@ -32,12 +35,44 @@ def parse_cli(
     try:
         preset, path, rest = split_config_flags(argv)
         base = base_config(cls(), presets, preset=preset, path=path)
+        if not {"--help", "-h"} & set(rest):
+            check_flags(cls, rest)
         config = tyro.cli(cls, default=base, args=rest, description=description)
         check(config)
     except ValueError as exc:
-        print(f"{Path(sys.argv[0]).name}: error: {exc}", file=sys.stderr)
-        sys.exit(2)
+        refuse(exc)
     return config
+
+
+def refuse(mistake: object) -> NoReturn:
+    """Ends the program with exit code 2 and one line; of several ranks on a machine, the first prints it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def check_flags(cls: type, words: Sequence[str]) -> None:
+    """Returns when the words are flags of the dataclass with values that fit.
+
+    Raises:
+        ValueError: an unknown flag (the nearest known one is suggested), a value that is missing or does not fit, or a
+            word that belongs to no flag.
+    """
+    known = {"--" + name.replace("_", "-"): kind for name, kind in get_type_hints(cls).items()}
+    switches = {flag for name, kind in known.items() if kind is bool for flag in (name, "--no-" + name[2:])}
+    rest = iter(words)
+    for word in rest:
+        flag, equals, value = word.partition("=")
+        flag = flag.replace("_", "-")
+        if not flag.startswith("--"):
+            raise ValueError(f"unexpected {word!r}: a flag begins with --")
+        if flag in switches:
+            if equals:
+                raise ValueError(f"{flag} takes no value, got {value!r}")
+        elif flag not in known:
+            raise ValueError(f"unknown flag {flag}{suggest(flag, [*known, *switches, '--preset', '--config'])}")
+        else:
+            _checked(known[flag], _parsed(known[flag], value if equals else next(rest, None), flag), flag)
 
 
 def check_least(config: Any, least: Mapping[str, float]) -> None:
@@ -109,17 +144,34 @@ def _read_toml(path: Path, base: Any) -> dict[str, object]:
     return values
 
 
+def _parsed(wanted: Any, text: str | None, place: str) -> object:
+    """What a word of the command line says where that type is wanted; the word itself where it says nothing of it."""
+    if text is None:
+        raise ValueError(f"{place} needs a value")
+    kinds = get_args(wanted) or (wanted,)
+    if type(None) in kinds and text == "None":
+        return None
+    for kind in (int, float):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                return text
+    return text
+
+
 def _checked(wanted: Any, value: object, place: str) -> object:
     """`value` if it has the wanted type; an integer also where a float is wanted."""
     if get_origin(wanted) is Literal:
         if value not in get_args(wanted):
-            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}")
+            hint = suggest(str(value), get_args(wanted))
+            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}{hint}")
         return value
     kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
-        raise ValueError(f"{place} must be a {kinds[0].__name__}, got {value!r}")
+        raise ValueError(f"{place} must be {_KINDS[kinds[0]]}, got {value!r}")
     return value
 
 

@@ -10,7 +10,8 @@ Work that runs beside training (an asynchronous save, for example) must make its
 import gc
 import json
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,11 +113,16 @@ def gather_json(dist: Dist, value: object) -> list[object]:
     return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
-def mean_metrics(dist: Dist, metrics: Mapping[str, float | Tensor]) -> dict[str, float]:
+def mean_metrics(
+    dist: Dist, metrics: Mapping[str, float | Tensor], *, finite: Collection[str] = ()
+) -> dict[str, float]:
     """The mean over ranks of each metric. Every rank must pass the same names.
+
+    finite: metrics that must be finite on every rank.
 
     Raises:
         ValueError: the names differ between ranks (raised on every rank).
+        FloatingPointError: one of `finite` is NaN or infinite; the rank is named (raised on every rank).
     """
     names = sorted(metrics)
     names_by_rank = gather_json(dist, names)
@@ -125,8 +131,12 @@ def mean_metrics(dist: Dist, metrics: Mapping[str, float | Tensor]) -> dict[str,
     if not names:
         return {}
     values = torch.tensor([torch.as_tensor(metrics[name]).item() for name in names], dtype=torch.float32)
-    means = gather_floats(dist, values).view(dist.world_size, -1).mean(dim=0)
-    return dict(zip(names, means.tolist(), strict=True))
+    by_rank = gather_floats(dist, values).view(dist.world_size, -1)
+    for i, name in enumerate(names):
+        off = (~by_rank[:, i].isfinite()).nonzero().flatten().tolist() if name in finite else []
+        if off:
+            raise FloatingPointError(f"{name} must be finite, but is {by_rank[off[0], i].item()} on rank {off[0]}")
+    return dict(zip(names, by_rank.mean(dim=0).tolist(), strict=True))
 
 
 def any_rank(dist: Dist, flag: bool) -> bool:
@@ -152,6 +162,41 @@ def same_error(dist: Dist) -> Iterator[None]:
         if isinstance(entry, list):
             kind = OSError if entry[0] else ValueError
             raise kind(entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether a collective failed as another rank has ended or did not come in time; that rank is the cause."""
+    return isinstance(error, torch_dist.DistError) or "gloo/transport" in str(error)
+
+
+def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
+    """What each rank that ends in failure has to say, by rank; for a rank that is about to end.
+
+    Waits until all ranks have told, at most `wait_s`: those that are missing run on, hang or were killed. It asks the
+    store that the ranks met at, so it works where their collectives no longer do.
+
+    Args:
+        message: "" where another rank is the cause.
+        wait_s: seconds.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    told = {rank: message}
+    if world_size == 1 or "MASTER_PORT" not in os.environ:  # alone, or met without a store
+        return told
+    place, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=wait_s)
+    key = f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    deadline = time.monotonic() + wait_s
+    try:
+        store = torch_dist.TCPStore(*place, is_master=False, timeout=wait)
+        store.set(f"{key}{rank}", message)
+        while len(told) < world_size and time.monotonic() < deadline:
+            for other in set(range(world_size)) - set(told):
+                if store.check([f"{key}{other}"]):
+                    told[other] = store.get(f"{key}{other}").decode()
+            time.sleep(0.05)
+    except torch_dist.DistError:  # the process with the store has ended; what was told until then counts
+        pass
+    return told
 
 
 def _gather(dist: Dist, values: Tensor) -> Tensor:
