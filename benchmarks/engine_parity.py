@@ -1,0 +1,159 @@
+"""How far the vLLM-Omni engine's log-probs are from the trainer's, and its samples from the embedded engine's.
+
+    python benchmarks/engine_parity.py
+    python benchmarks/engine_parity.py --random 12 --height 512 --width 512
+
+Prints one table. A gap is the largest |log-prob(trainer) - log-prob(engine)| over the samples of a batch and all steps
+but the last; where it is small it is |ratio - 1|, which the trainer checks before every update. `x0` is the largest
+difference of a clean latent from the embedded engine's, before any update. Needs vLLM-Omni.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from engines import LEAST, checkpoint, open_engine, prompts, setting, table
+from engines import Args as Common
+from omni_rollout import SamplingParams, Trajectory
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_sched import Transition, cps_step, dance_step, sde_step
+from omni_train.config import check_least, parse_cli
+from omni_train.device import empty_cache, local_device
+from omni_train.lora import add_lora, unadapted_params
+from omni_train.weights import named_weights
+from torch import nn
+
+STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels that the README shows
+    "sde": (sde_step, 0.7),
+    "cps": (cps_step, 0.8),
+    "dance": (dance_step, 0.3),
+}
+LORA_LR, FULL_LR = 1e-2, 1e-4
+HEADER = ("dtype", "step", "guidance", "before", "sync left out", "LoRA, merged", "all weights, shared", "x0")
+
+
+@dataclass(frozen=True)
+class Args(Common):
+    """What is compared."""
+
+    dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
+    guidance_scale: float = 4.0  # Of the half of the cases that have guidance
+
+
+def main(args: Args) -> None:
+    device = local_device()
+    rows: list[list[str]] = []
+    for name in ("float32", "bfloat16") if args.dtype == "both" else (args.dtype,):
+        dtype = getattr(torch, name)
+        with checkpoint(args, device, dtype) as path:
+            if not rows:
+                print(setting(args, path, device) + "\n")
+            rows += [[name, *row] for row in measure(args, path, device, dtype)]
+        empty_cache()
+    print(table(HEADER, rows))
+
+
+def measure(args: Args, path: str, device: torch.device, dtype: torch.dtype) -> list[list[str]]:
+    """The table's rows for one dtype: one for each step function without and with guidance."""
+    cases = [params_of(args, step, scale) for step in STEPS for scale in (1.0, args.guidance_scale)]
+    names = [[step, scale] for step in STEPS for scale in ("off", f"{args.guidance_scale:g}")]
+    embedded = DiffusersEngine(qwen_image, qwen_image.load(path, device=device, dtype=dtype))
+    expected = [embedded.generate(prompts(args), params).x0 for params in cases]
+    del embedded
+    engine = open_engine(path, device, dtype)
+
+    def sample() -> list[Trajectory]:
+        return [engine.generate(prompts(args), params) for params in cases]
+
+    def load_transformer() -> Any:
+        return qwen_image.load_transformer(path, device=device, dtype=dtype)
+
+    before = sample()
+    columns = lora_columns(args, engine, load_transformer(), before, sample, cases)
+    columns.append(full_column(engine, load_transformer(), before, sample, cases))
+    columns.append([(one.x0 - x0).abs().max().item() for one, x0 in zip(before, expected, strict=True)])
+    engine.close()
+    return [[*name, *(f"{value:.1e}" for value in values)] for name, *values in zip(names, *columns, strict=True)]
+
+
+def params_of(args: Args, step: str, scale: float) -> SamplingParams:
+    """All steps but the last are kept."""
+    function, noise_level = STEPS[step]
+    return SamplingParams(
+        args.num_steps, args.height, args.width, guidance_scale=scale, step=function, noise_level=noise_level,
+        sde_steps=tuple(range(args.num_steps - 1)),
+    )  # fmt: skip
+
+
+Sample = Callable[[], list[Trajectory]]
+
+
+def lora_columns(
+    args: Args, engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
+) -> list[list[float]]:
+    """The gaps before an update of an adapter, after it with the sync left out, and after the sync."""
+    add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
+    engine.share(unadapted_params(net))
+    columns = [gaps(net, before, cases)]
+    update(net, before[0], cases[0], lr=LORA_LR)
+    columns.append(gaps(net, before, cases))
+    engine.load_weights(named_weights(net), version=1)
+    return [*columns, gaps(net, sample(), cases)]
+
+
+def full_column(
+    engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
+) -> list[float]:
+    """The gaps after an update of all weights, which the engine shares."""
+    engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
+    engine.share(net.requires_grad_(True).named_parameters())
+    update(net, before[0], cases[0], lr=FULL_LR)
+    engine.load_weights(named_weights(net), version=3)
+    return gaps(net, sample(), cases)
+
+
+def gaps(net: nn.Module, sampled: list[Trajectory], cases: list[SamplingParams]) -> list[float]:
+    """Of each trajectory the largest difference between the trainer's and the engine's log-probs."""
+    found = []
+    for trajectory, params in zip(sampled, cases, strict=True):
+        with torch.no_grad():
+            scores = [score(net, trajectory, params, k) for k in range(trajectory.x.shape[1])]
+        found.append((torch.stack(scores, dim=1) - trajectory.rollout_log_prob).abs().max().item())
+    return found
+
+
+def score(net: nn.Module, trajectory: Trajectory, params: SamplingParams, k: int) -> torch.Tensor:
+    """The trainer's log-probs [B] of the k-th kept step."""
+    x, sigma = trajectory.x[:, k], trajectory.sigma(k)
+    velocity = qwen_image.predict_velocity(net, x, sigma, trajectory.cond, guidance_scale=params.guidance_scale)
+    log_prob = params.step(
+        velocity, x, sigma, trajectory.sigma_next(k), noise_level=params.noise_level, x_next=trajectory.x_next[:, k]
+    ).log_prob
+    assert log_prob is not None
+    return log_prob
+
+
+def update(net: Any, trajectory: Trajectory, params: SamplingParams, *, lr: float) -> None:
+    """Makes the first kept step more likely. Every weight moves by `lr`, as in Adam's first step.
+
+    Without an optimizer, for whose state a large model would leave no room.
+    """
+    net.enable_gradient_checkpointing()
+    score(net, trajectory, params, 0).mean().backward()
+    with torch.no_grad():
+        for param in net.parameters():
+            if param.grad is not None:
+                param.add_(param.grad.sign(), alpha=lr)
+                param.grad = None
+
+
+def check_args(args: Args) -> None:
+    """Raises ValueError for sizes that leave nothing to compare."""
+    check_least(args, LEAST)
+
+
+if __name__ == "__main__":
+    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))

@@ -1,0 +1,180 @@
+"""The vLLM-Omni engine beside the embedded one: images a second, what a sync costs, what is held in memory.
+
+    python benchmarks/engine_speed.py
+    python benchmarks/engine_speed.py --random 12 --height 512 --width 512 --rounds 5
+
+Prints one table. Both engines take turns in one process, sample the same prompts and seeds, and sample with the same
+storage where it can be shared; of each the fastest round counts. On a CPU the seconds are those of this process's own
+work, since others may use the machine. Needs vLLM-Omni.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from engines import LEAST, MB, checkpoint, now, open_engine, prompts, setting, table
+from engines import Args as Common
+from omni_rollout import SamplingParams
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_train.config import check_least, parse_cli
+from omni_train.device import default_compute_dtype, local_device, memory, reset_peak_memory
+from omni_train.lora import add_lora, unadapted_params
+from omni_train.weights import named_weights
+from torch import nn
+
+HEADER = ("", "embedded", "vLLM-Omni", "vLLM-Omni / embedded")
+
+
+@dataclass(frozen=True)
+class Args(Common):
+    """What is timed."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
+    guidance_scale: float = 4.0  # Of the rows that have guidance
+    rounds: int = 3  # Of which the fastest counts
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What every row needs."""
+
+    args: Args
+    device: torch.device
+    dtype: torch.dtype
+    path: str
+
+
+def main(args: Args) -> None:
+    device = local_device()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    dtype = default_compute_dtype(device) if args.dtype == "auto" else getattr(torch, args.dtype)
+    with checkpoint(args, device, dtype) as path:
+        print(f"{setting(args, path, device)}, {dtype}\n")
+        print(table(HEADER, measure(Bench(args, device, dtype, path))))
+
+
+def measure(bench: Bench) -> list[list[str]]:
+    """The table's rows. The engine is opened sharing nothing, then shares all, then all that LoRA does not change."""
+    start = memory(bench.device).current_mb
+    model: Any = qwen_image.load(bench.path, device=bench.device, dtype=bench.dtype)
+    embedded = DiffusersEngine(qwen_image, model)
+    opened = memory(bench.device).current_mb
+    engine = open_engine(bench.path, bench.device, bench.dtype)
+    taken = [opened - start, memory(bench.device).current_mb - opened]
+    held, sync = [], []
+
+    sync.append(sync_rows(bench, "all weights copied", embedded, engine, model.transformer))
+    held.append(held_row("nothing shared", model, engine, model.transformer))
+
+    engine.share(model.transformer.named_parameters())
+    sync.append(sync_rows(bench, "all weights shared", embedded, engine, model.transformer))
+    held.append(held_row("all weights shared", model, engine, model.transformer))
+    images = image_rows(bench, "", embedded, engine)
+    held.append(asleep_row(bench, engine))
+
+    net: Any = qwen_image.load_transformer(bench.path, device=bench.device, dtype=bench.dtype)
+    add_lora(net, qwen_image.LORA_TARGETS, rank=bench.args.lora_rank, alpha=2 * bench.args.lora_rank, seed=0)
+    engine.share(unadapted_params(net))
+    adapted = replace(model, transformer=net)
+    lora = f"LoRA of rank {bench.args.lora_rank}"
+    sync.append(sync_rows(bench, f"{lora}, merged", embedded, engine, net))
+    held.append(held_row(lora, adapted, engine, net))
+    images += image_rows(bench, f", {lora}", DiffusersEngine(qwen_image, adapted), engine)
+    engine.close()
+    kind = "resident memory" if bench.device.type == "cpu" else "device memory"
+    return [*images, *(row for rows in sync for row in rows), *held, row(f"{kind} that opening takes, MB", *taken)]
+
+
+def image_rows(bench: Bench, what: str, embedded: Any, engine: Any) -> list[list[str]]:
+    """Images a second without and with guidance, and the most memory that sampling takes."""
+    rows, group = [], prompts(bench.args)
+    for scale in (1.0, bench.args.guidance_scale):
+        params = SamplingParams(bench.args.num_steps, bench.args.height, bench.args.width, guidance_scale=scale)
+
+        def sample(engine: Any, params: SamplingParams = params) -> Callable[[], object]:
+            return lambda: engine.generate(group, params)
+
+        seconds = fastest(bench, sample(embedded), sample(engine))
+        guidance = f"guidance {scale:g}" if scale > 1 else "no guidance"
+        rows.append(row(f"images/s, {guidance}{what}", *(len(group) / s for s in seconds)))
+        if bench.device.type != "cpu":  # a process cannot reset the peak of its resident memory
+            peaks = [peak_mb(bench, sample(embedded)), peak_mb(bench, sample(engine))]
+            rows.append(row(f"peak while sampling, {guidance}{what}, MB", *peaks))
+    return rows
+
+
+def sync_rows(bench: Bench, what: str, embedded: Any, engine: Any, net: nn.Module) -> list[list[str]]:
+    """Milliseconds and bytes of a sync."""
+    seconds = fastest(
+        bench,
+        lambda: embedded.load_weights((), version=1),
+        lambda: engine.load_weights(named_weights(net), version=1),
+    )
+    milliseconds = [1000 * s for s in seconds]
+    return [
+        row(f"sync, {what}, ms", *milliseconds, ratio=False),
+        row(f"sync, {what}, MB moved", 0, engine.moved_bytes / MB, ratio=False),
+    ]
+
+
+def held_row(what: str, model: Any, engine: Any, net: nn.Module) -> list[str]:
+    """The weights that trainer and engine hold together, each storage counted once."""
+    own = held_mb(model.transformer, model.text_encoder, model.vae)
+    return row(f"weights of trainer and engine, {what}, MB", own, held_mb(net, engine.pipeline))
+
+
+def asleep_row(bench: Bench, engine: Any) -> list[str]:
+    """Device memory in use while the engine sleeps, below that while it is awake."""
+    before = memory(bench.device).current_mb
+    engine.sleep()
+    freed = before - memory(bench.device).current_mb if bench.device.type != "cpu" else 0.0
+    engine.wake()
+    return row("freed by sleep, all weights shared, MB", 0, freed, ratio=False)
+
+
+def fastest(bench: Bench, *calls: Callable[[], object]) -> list[float]:
+    """The fastest round of each, in seconds; they take turns, after one round that warms up."""
+    times: list[list[float]] = [[] for _ in calls]
+    for i in range(bench.args.rounds + 1):
+        for call, series in zip(calls, times, strict=True):
+            start = now(bench.device)
+            call()
+            if i:
+                series.append(now(bench.device) - start)
+    return [min(series) for series in times]
+
+
+def peak_mb(bench: Bench, call: Callable[[], object]) -> float:
+    """The most memory that a call takes above what is in use before it."""
+    reset_peak_memory(bench.device)
+    before = memory(bench.device).current_mb
+    call()
+    return memory(bench.device).peak_mb - before
+
+
+def held_mb(*modules: nn.Module) -> float:
+    """MB of the distinct storages of all parameters and buffers."""
+    storages = {}
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values()) / MB
+
+
+def row(name: str, embedded: float, ours: float, *, ratio: bool = True) -> list[str]:
+    """One row; a ratio where it says something."""
+    return [name, f"{embedded:.4g}", f"{ours:.4g}", f"{ours / embedded:.3f}" if ratio else ""]
+
+
+def check_args(args: Args) -> None:
+    """Raises ValueError for sizes that leave nothing to time."""
+    check_least(args, LEAST | {"rounds": 1})
+
+
+if __name__ == "__main__":
+    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))

@@ -1,0 +1,134 @@
+"""What the two benchmarks of the engines share: the model, the prompts, the clock and the table.
+
+Where there is no checkpoint of a meaningful size, `--random` makes a transformer of Qwen-Image's shape with random
+weights beside the small checkpoint's other parts. Only its text input is narrower, as wide as the small text encoder.
+"""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from omni_rollout import Prompt
+from omni_train.device import synchronize
+from torch import nn
+
+TEXT = 'a pink sign that says "K7QX"'
+HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
+MB = 2**20
+LEAST = {  # setting -> least value
+    "height": 16, "width": 16, "num_steps": 2, "batch_size": 1, "guidance_scale": 1.001, "lora_rank": 1,
+    "random": 0, "random_heads": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Args:
+    """What is sampled."""
+
+    model: str = str(Path(__file__).parents[1] / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
+    height: int = 32  # Pixels
+    width: int = 96  # Pixels
+    num_steps: int = 10  # Denoising steps
+    batch_size: int = 8  # Samples of one prompt, in one forward
+    lora_rank: int = 16  # Of the adapters that are merged
+    random: int = 0  # Blocks of a transformer with random weights that takes the place of the model's; 0 keeps that one
+    random_heads: int = 24  # Its heads, of 128 channels each; Qwen-Image has 60 blocks and 24 heads
+
+
+def prompts(args: Args) -> list[Prompt]:
+    """One group."""
+    return [Prompt(TEXT, group=0, seed=seed) for seed in range(args.batch_size)]
+
+
+@contextmanager
+def checkpoint(args: Args, device: torch.device, dtype: torch.dtype) -> Iterator[str]:
+    """The folder of the pipeline, with a random transformer in it if one is asked for."""
+    if not args.random:
+        yield args.model
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(args.model, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("transformer"))
+        text_width = config(folder, "text_encoder")["text_config"]["hidden_size"]
+        net = random_transformer(args.random, args.random_heads, text_width, device=device, dtype=dtype)
+        net.save_pretrained(Path(folder) / "transformer")
+        del net
+        yield folder
+
+
+@torch.no_grad()
+def random_transformer(
+    num_blocks: int, num_heads: int, text_width: int, *, device: torch.device, dtype: torch.dtype
+) -> Any:
+    """Weights and biases normal with standard deviation 0.02; norms as they are in a fresh model, 1.
+
+    Never zeros: matrix products of zeros draw less power, and run faster than any real ones.
+    """
+    from diffusers import QwenImageTransformer2DModel
+
+    with torch.device("meta"):
+        net = QwenImageTransformer2DModel(
+            num_layers=num_blocks,
+            num_attention_heads=num_heads,
+            attention_head_dim=HEAD_SIZE,
+            axes_dims_rope=ROPE_AXES,
+            joint_attention_dim=text_width,
+        )
+    net = net.to(dtype).to_empty(device=device)
+    torch.manual_seed(0)
+    for module in net.modules():
+        for param in module.parameters(recurse=False):
+            param.normal_(std=0.02) if isinstance(module, nn.Linear) else param.fill_(1)
+    return net
+
+
+def config(path: str, part: str) -> dict[str, Any]:
+    """The configuration of one part of a pipeline's folder."""
+    found: dict[str, Any] = json.loads((Path(path) / part / "config.json").read_text())
+    return found
+
+
+def open_engine(path: str, device: torch.device, dtype: torch.dtype) -> Any:
+    """The vLLM-Omni engine. Imported here, so that what it takes in memory can be told from the rest."""
+    from omni_rollout.vllm_omni_engine import VllmOmniEngine
+    from omni_rollout.vllm_omni_models.qwen_image import QwenImageRollout
+
+    return VllmOmniEngine(QwenImageRollout, path, device=device, dtype=dtype)
+
+
+def now(device: torch.device) -> float:
+    """Seconds: of this process's work on a CPU, which others may share, and of the wall clock on an accelerator."""
+    synchronize()
+    return time.process_time() if device.type == "cpu" else time.perf_counter()
+
+
+def setting(args: Args, path: str, device: torch.device) -> str:
+    """One line that says what was measured, where and when."""
+    from diffusers import QwenImageTransformer2DModel
+
+    shape = config(path, "transformer")
+    with torch.device("meta"):
+        num_params = QwenImageTransformer2DModel.from_config(shape).num_parameters()
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers", "vllm-omni"))
+    name = f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them used"
+    if device.type != "cpu":
+        name = torch.get_device_module(device).get_device_name(device)
+    return (
+        f"{date.today()}; {name}; {versions}; {shape['num_layers']} blocks, {shape['num_attention_heads']} heads of "
+        f"{shape['attention_head_dim']}, {num_params / 1e6:.1f} M parameters{', random' if args.random else ''}; "
+        f"{args.width} x {args.height} pixels, {args.num_steps} steps, batch of {args.batch_size}"
+    )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [header, ["---"] * len(header), *rows])
