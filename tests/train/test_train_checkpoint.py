@@ -216,8 +216,24 @@ def test_what_is_not_finite_in_a_file_is_refused_by_name(checkpoints, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr("omni_train.parts._check_finite", lambda *_: None)
         checkpoints.save(1, filled(math.nan), config={})
-    with pytest.raises(ValueError, match="NaN or infinity in weight/weight"):
+    with pytest.raises(ValueError, match="NaN or infinity in weight/"):
         checkpoints.load(filled(0.0))
+
+
+def test_a_checkpoint_is_verified_without_a_model(checkpoints, monkeypatch):
+    folder = checkpoints.save(1, filled(1.0), config={})
+    saved = checkpoints.latest()
+    with torch.device("meta"):
+        net, other = nn.Linear(2, 3), nn.Linear(2, 4)
+    checkpoints.verify(saved, net)
+    with pytest.raises(ValueError, match=r"weight/weight is torch.float32 \[3, 2\], the module has .* \[4, 2\]"):
+        checkpoints.verify(saved, other)
+    with monkeypatch.context() as patch:  # what is verified is not read for that again
+        patch.setattr("omni_train.checkpoint.check_file", None)
+        checkpoints.load(filled(0.0))
+    damage(folder / "rank-00000-000.safetensors")
+    with pytest.raises(ValueError, match=r"is damaged: rank-00000-000\.safetensors has the SHA-256"):
+        checkpoints.verify(saved)
 
 
 def test_a_mask_may_be_infinite(checkpoints):

@@ -7,8 +7,8 @@ import torch
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora, reference
 from omni_train.shard import shard
-from omni_train.weights import load_weights, named_adapter, named_weights, save_weights
-from safetensors.torch import load_file
+from omni_train.weights import check_weights, load_weights, named_adapter, named_weights, save_weights
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 
@@ -139,6 +139,26 @@ def test_folders_without_fitting_weights_are_errors(tiny_qwen, tmp_path, alone):
     save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
     with pytest.raises(ValueError, match=r"load_lora_adapter\(\).*got Linear"):
         load_weights(nn.Linear(2, 2), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_weights_are_checked_without_reading_one(tiny_qwen, tmp_path, alone, kind):
+    save_weights(with_lora(tiny_qwen) if kind == "adapter" else tiny_qwen.build(), tmp_path / kind, alone)
+    with torch.device("meta"):
+        model = tiny_qwen.build()
+    check_weights(model, tmp_path / kind)
+    (file,) = (tmp_path / kind).glob("*.safetensors")
+    tensors = load_file(file)
+    name = next(name for name in tensors if "to_q" in name and "lora_A" not in name)
+    for other in ({name: torch.zeros(5, 64)}, {name.replace("to_q", "to_z"): tensors[name].clone()}):
+        save_file(tensors | other, file)
+        with pytest.raises(ValueError, match=r"does not fit QwenImageTransformer2DModel: \d+ of \d+ tensors, such"):
+            check_weights(model, tmp_path / kind)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=f"{file.name} is no whole safetensors file"):
+        check_weights(model, tmp_path / kind)
+    with pytest.raises(ValueError, match="folder must hold"):
+        check_weights(model, tmp_path)
 
 
 def test_saving_again_replaces_the_folder_and_leaves_nothing_beside_it(tiny_qwen, tmp_path, alone):

@@ -28,7 +28,7 @@ from omni_train.device import rng_states, set_rng_states
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.ema import Ema
 from omni_train.files import check_file, check_size, sync_folder, write_file
-from omni_train.parts import check_fits, merge_parts, read_tensors, write_part
+from omni_train.parts import check_file_finite, check_fits, merge_parts, read_tensors, write_part
 from omni_train.state import allocate_optimizer, train_state
 
 INDEX_FILE = "checkpoint.json"
@@ -56,6 +56,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.dist = dist
         self.keep = keep
+        self._verified: int | None = None  # the step of the checkpoint that `verify` has found whole
 
     def latest(self) -> Saved | None:
         """The newest checkpoint, of which only the index is read; None where there is none.
@@ -73,6 +74,32 @@ class Checkpoint:
                 return self._open(newest[0])
             except ValueError as exc:
                 raise self._damaged(newest[0], exc) from exc
+
+    def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
+        """Check all of a checkpoint before any model is loaded; `load` then need not check it again.
+
+        The ranks share the files: together they read each of them once.
+
+        Args:
+            saved: what `latest` returned.
+            module: of the names and shapes of the one to load into, which may be on the meta device.
+
+        Raises:
+            ValueError: it is damaged, holds NaN or infinity, or its weights do not fit the module.
+        """
+        with same_error(self.dist):
+            if module is not None:
+                state = train_state(module, None, None).items()
+                entries = {name: entry for name, entry in saved.tensors.items() if name.startswith("weight/")}
+                check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
+            for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
+                path = self._path(saved.step) / name
+                try:
+                    check_file(path, saved.files[name])
+                    check_file_finite(path)
+                except ValueError as exc:
+                    raise self._damaged(saved.step, exc) from exc
+        self._verified = saved.step
 
     def save(
         self,
@@ -137,8 +164,8 @@ class Checkpoint:
         prefix = f"rng/{self.dist.rank}/"
         shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
         rng = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in shapes if name.startswith(prefix)}
-        with same_error(self.dist):
-            self._verify_share(saved)
+        if self._verified != saved.step:
+            self.verify(saved)
         with same_error(self.dist):
             if optimizer is not None:
                 allocate_optimizer(module, optimizer, shapes)
@@ -176,14 +203,6 @@ class Checkpoint:
                 continue
             return ValueError(f"{message} Move it away to continue from {self._path(older)}, which has all its files")
         return ValueError(f"{message} There is no older one: move it away to start anew")
-
-    def _verify_share(self, saved: Saved) -> None:
-        """Check this rank's share of the files against their checksums; together the ranks read each file once."""
-        for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
-            try:
-                check_file(self._path(saved.step) / name, saved.files[name])
-            except ValueError as exc:
-                raise self._damaged(saved.step, exc) from exc
 
     def _make_room(self, final: Path, temporary: Path) -> None:
         if not self.dist.is_main:

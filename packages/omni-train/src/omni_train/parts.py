@@ -88,6 +88,13 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
             )
 
 
+def check_file_finite(path: Path) -> None:
+    """Raises ValueError when a tensor in a file of `write_part` holds NaN or infinity; buffers may, as masks do."""
+    with safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 - the file is no dict
+            _check_finite(name, file.get_tensor(name))
+
+
 def _own_rows(dist: Dist, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
     """(name, rows on the host, number of the first row) of all that this rank has to write."""
     for name, tensor in state.items():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -105,6 +105,31 @@ def save_weights(
         raise OSError(f"rank 0 could not write {folder}: {error}") from error
 
 
+def check_weights(module: nn.Module, folder: str | Path) -> None:
+    """Returns when `load_weights` would fit; reads no weight, and the module may be on the meta device.
+
+    Raises:
+        ValueError: the folder does not hold what `save_weights` wrote for such a module; the tensor is named.
+    """
+    lora, full = Path(folder) / LORA_FILE, Path(folder) / FULL_FILE
+    file = lora if lora.is_file() else full
+    if not file.is_file():
+        raise ValueError(f"folder must hold {LORA_FILE} or {FULL_FILE}, got {folder}")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    except SafetensorError as exc:
+        raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
+    weights = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    if file == full:
+        wrong = [name for name in weights.keys() | shapes.keys() if weights.get(name) != shapes.get(name)]
+    else:
+        wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights)]
+    if wrong or not shapes:
+        such = f", such as {min(wrong)}" if wrong else ""
+        raise ValueError(f"{file} does not fit {type(module).__name__}: {len(wrong)} of {len(shapes)} tensors{such}")
+
+
 @torch.no_grad()
 def load_weights(module: nn.Module, folder: str | Path) -> None:
     """Puts what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a LoRA adapter.
@@ -127,6 +152,14 @@ def load_weights(module: nn.Module, folder: str | Path) -> None:
         module.load_state_dict(load_file(full), strict=True)
     except (RuntimeError, SafetensorError) as exc:
         raise ValueError(f"folder must hold weights of {type(module).__name__}, got {folder}: {exc}") from exc
+
+
+def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
+    layer, _, factor = name.removeprefix("transformer.").partition(".lora_")
+    side = {"A.weight": 1, "B.weight": 0}.get(factor)
+    out_in = weights.get(f"{layer}.weight", ())
+    return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
 
 
 def _full(value: Tensor) -> Tensor:
