@@ -1,6 +1,8 @@
 """Draws what the README shows of a run: the same prompts and seeds before and after, and the curve of the scores.
 
-python scripts/picture.py runs/tiny-signs docs/images
+python scripts/picture.py runs/tiny-signs docs/images [--other runs/tiny-signs-vllm-omni]
+
+With --other also engines.svg: the curves of both runs, the other one's wide and pale under the first one's.
 """
 
 import argparse
@@ -27,16 +29,17 @@ def before_and_after(run: Path) -> Image.Image:
     return picture
 
 
-def curve(run: Path) -> str:
-    """An SVG of the held-out score and of the training reward over the steps."""
+def curve(run: Path, other: Path | None = None) -> str:
+    """An SVG of the held-out score and of the training reward over the steps; `other` lies under it, wide and pale."""
     steps = load_metrics(run / "metrics.jsonl")
+    below = load_metrics(other / "metrics.jsonl") if other else []
     last = max(step["step"] for step in steps)
 
     def place(step: float, score: float) -> str:
         x = MARGIN + step / last * (WIDTH - 2 * MARGIN)
         return f"{x:.1f},{HEIGHT - MARGIN - score * (HEIGHT - 2 * MARGIN):.1f}"
 
-    def line(name: str, color: str, width: float) -> str:
+    def line(name: str, color: str, width: float, steps: list[dict[str, float]] = steps) -> str:
         points = [place(s["step"], s[name]) for s in steps if name in s]
         return f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="{width}"/>'
 
@@ -56,7 +59,8 @@ def curve(run: Path) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{grid}'
-        f"{line('reward/mean', '#94a3b8', 1)}{line('eval/reward', '#c2410c', 2)}{dots}"
+        f"{line('reward/mean', '#cbd5e1', 5, below)}{line('eval/reward', '#fdba74', 8, below)}"
+        f"{line('reward/mean', '#64748b', 1)}{line('eval/reward', '#c2410c', 2)}{dots}"
         f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">training steps (0 to {last:.0f})</text>'
         f'<text x="{MARGIN}" y="24"><tspan fill="#c2410c">held-out OCR score</tspan>'
         f'<tspan fill="#64748b" dx="16">reward of the training samples</tspan></text></svg>\n'
@@ -67,10 +71,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--other", type=Path)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     before_and_after(args.run).save(args.out / "before_after.png", optimize=True)
     (args.out / "curve.svg").write_text(curve(args.run))
+    if args.other:
+        (args.out / "engines.svg").write_text(curve(args.run, args.other))
 
 
 if __name__ == "__main__":
