@@ -76,7 +76,7 @@ class RewardModel:
     ) -> None:
         self._instruction = instruction
         self._tokenizer = load_tokenizer(base)
-        self._tokenizer.add_special_tokens({"additional_special_tokens": [REWARD_TOKEN]})
+        self._tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
         self._reward_id, self._image_id = self._tokenizer.convert_tokens_to_ids([REWARD_TOKEN, IMAGE_TOKEN])
         network = {_rename(key): weight for key, weight in weights.items() if key.startswith(("model.", "visual."))}
         config = load_config(Qwen2VLConfig, base)

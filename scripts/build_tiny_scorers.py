@@ -1,0 +1,179 @@
+"""Writes tiny checkpoints with random weights, in the form of the published ones, for every scorer that has a network.
+
+    python scripts/build_tiny_scorers.py /somewhere
+
+They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
+files: `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `qwen2-vl` and
+`instruction.txt`.
+"""
+
+import argparse
+import json
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
+from torch import Tensor, nn
+from transformers import (
+    BertTokenizer,
+    CLIPConfig,
+    CLIPModel,
+    CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen2VLConfig,
+    Qwen2VLModel,
+)
+
+BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
+CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+REWARD_TOKEN = "<|Reward|>"
+VISION, TEXT, LAYERS = 128, 48, 2  # widths and depth of the tiny ImageReward
+
+
+def write_all(folder: Path) -> None:
+    """Writes every checkpoint into a folder, the same ones each time."""
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_clip(folder / "clip")
+    torch.save(random_weights(head_shapes("layers.", 16)), folder / "aesthetic.pth")
+    write_imagereward(folder / "imagereward")
+    write_bert_tokenizer(folder / "bert")
+    write_hpsv3(folder / "hpsv3", folder / "qwen2-vl")
+    (folder / "instruction.txt").write_text(f"How good is this? {{text_prompt}}\nRating: {REWARD_TOKEN}\n")
+
+
+def write_clip(folder: Path) -> None:
+    """A CLIPModel of images of 32 x 32 in patches of 8, and a tokenizer of bytes."""
+    words = ["<|startoftext|>", "<|endoftext|>", *BYTES, *(f"{byte}</w>" for byte in BYTES)]
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = sizes | {"vocab_size": len(words), "max_position_embeddings": 20, "bos_token_id": 0, "eos_token_id": 1}
+    vision = sizes | {"image_size": 32, "patch_size": 8}
+    model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
+    spread(model)
+    model.save_pretrained(folder)
+    CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[]).save_pretrained(folder)
+
+
+def write_imagereward(folder: Path) -> None:
+    """Weights under the names of BLIP's own code, as ImageReward.pt and med_config.json hold them."""
+    settings = {
+        **{"vocab_size": 100, "hidden_size": TEXT, "intermediate_size": 2 * TEXT, "num_hidden_layers": LAYERS},
+        **{"num_attention_heads": 4, "max_position_embeddings": 40, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
+        **{"pad_token_id": 0, "encoder_width": VISION, "add_cross_attention": True},
+    }
+    shapes = vision_shapes("blip.visual_encoder.") | text_shapes("blip.text_encoder.")
+    weights = random_weights(shapes | head_shapes("mlp.layers.", TEXT))
+    weights["blip.text_encoder.embeddings.position_ids"] = torch.arange(40)[None]
+    weights["blip.text_proj.weight"] = torch.zeros(8, TEXT)  # is there and is not used
+    folder.mkdir(exist_ok=True)
+    torch.save(weights, folder / "ImageReward.pt")
+    (folder / "med_config.json").write_text(json.dumps(settings))
+
+
+def write_bert_tokenizer(folder: Path) -> None:
+    """BERT's tokenizer with letters for words."""
+    letters = string.ascii_lowercase + string.digits
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
+    BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
+
+
+def write_hpsv3(folder: Path, base: Path) -> None:
+    """HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
+    words = {byte: i for i, byte in enumerate(BYTES)}
+    tokenizer = Qwen2Tokenizer(vocab=words, merges=[], unk_token=None, pad_token="<|endoftext|>")
+    tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
+    tokenizer.save_pretrained(base)
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
+    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"num_key_value_heads": 1, "vocab_size": len(words) + 20, "bos_token_id": None, "eos_token_id": None}
+    vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
+    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    config: Any = Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, image_token_id=image_id)
+    config.save_pretrained(base)
+    config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one token more, and none to spare
+    model = Qwen2VLModel(config)
+    spread(model)
+    weights = {name.replace("language_model.", "model."): weight for name, weight in model.state_dict().items()}
+    weights["lm_head.weight"] = torch.zeros(config.text_config.vocab_size, 16)
+    sizes = [(0, 16, 10), (3, 10, 6), (5, 6, 2)]
+    weights |= random_weights({f"rm_head.{i}.weight": (n_out, n_in) for i, n_in, n_out in sizes})
+    weights |= random_weights({f"rm_head.{i}.bias": (n_out,) for i, _, n_out in sizes})
+    folder.mkdir(exist_ok=True)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "HPSv3.safetensors")
+
+
+def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of five linear layers with dropout after the first three, as in LAION's and ImageReward's heads."""
+    sizes = [(0, num_features, 12), (2, 12, 10), (4, 10, 8), (6, 8, 4), (7, 4, 1)]
+    shapes: dict[str, tuple[int, ...]] = {}
+    for place, n_in, n_out in sizes:
+        shapes |= {f"{prefix}{place}.weight": (n_out, n_in), f"{prefix}{place}.bias": (n_out,)}
+    return shapes
+
+
+def vision_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of BLIP's vision transformer for images of 32 x 32 in patches of 16."""
+    shapes = {"cls_token": (1, 1, VISION), "pos_embed": (1, 5, VISION), "patch_embed.proj.weight": (VISION, 3, 16, 16)}
+    shapes |= {"patch_embed.proj.bias": (VISION,)} | linear_shapes("norm", VISION)
+    for i in range(LAYERS):
+        for name, n_in, n_out in (("attn.qkv", 1, 3), ("attn.proj", 1, 1), ("mlp.fc1", 1, 2), ("mlp.fc2", 2, 1)):
+            shapes |= linear_shapes(f"blocks.{i}.{name}", n_out * VISION, n_in * VISION)
+        shapes |= linear_shapes(f"blocks.{i}.norm1", VISION) | linear_shapes(f"blocks.{i}.norm2", VISION)
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of BERT with cross-attention to the image's tokens."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embeddings.word_embeddings.weight": (100, TEXT),
+        "embeddings.position_embeddings.weight": (40, TEXT),
+    }
+    shapes |= linear_shapes("embeddings.LayerNorm", TEXT)
+    for i in range(LAYERS):
+        layer = f"encoder.layer.{i}"
+        for kind, width in (("attention", TEXT), ("crossattention", VISION)):
+            for name, n_in in (("query", TEXT), ("key", width), ("value", width)):
+                shapes |= linear_shapes(f"{layer}.{kind}.self.{name}", TEXT, n_in)
+            shapes |= linear_shapes(f"{layer}.{kind}.output.dense", TEXT, TEXT)
+            shapes |= linear_shapes(f"{layer}.{kind}.output.LayerNorm", TEXT)
+        shapes |= linear_shapes(f"{layer}.intermediate.dense", 2 * TEXT, TEXT)
+        shapes |= linear_shapes(f"{layer}.output.dense", TEXT, 2 * TEXT) | linear_shapes(
+            f"{layer}.output.LayerNorm", TEXT
+        )
+    return {prefix + name: shape for name, shape in shapes.items()}
+
+
+def linear_shapes(name: str, num_out: int, *num_in: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a weight and a bias; without num_in, of a normalization."""
+    return {f"{name}.weight": (num_out, *num_in), f"{name}.bias": (num_out,)}
+
+
+def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Random weights of a size that lets signals through; those of normalizations lie around 1."""
+    return {
+        name: torch.randn(shape) / max(1, torch.Size(shape[1:]).numel()) ** 0.5 if len(shape) > 1 else near(name, shape)
+        for name, shape in shapes.items()
+    }
+
+
+def near(name: str, shape: tuple[int, ...]) -> Tensor:
+    """Random vector around 1 for a weight and around 0 for a bias."""
+    return (1.0 if name.endswith("weight") else 0.0) + 0.2 * torch.randn(shape)
+
+
+def spread(model: nn.Module) -> None:
+    """Draws a network's weights anew, wider than they start: with the usual small ones all inputs score alike."""
+    drawn = random_weights({name: tuple(weight.shape) for name, weight in model.named_parameters()})
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim:  # CLIP's scale is a number and stays
+                weight.copy_(drawn[name])
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Writes tiny checkpoints with random weights for the scorers.")
+    parser.add_argument("folder", type=Path)
+    write_all(parser.parse_args().folder)

@@ -1,0 +1,20 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["omni-reward[server,aesthetic]"]
+#
+# [tool.uv.sources]
+# omni-reward = { path = "../../packages/omni-reward", editable = true }
+# ///
+"""Serves LAION's aesthetic score from an environment of its own.
+
+    uv run scripts/scorers/aesthetic.py --port 8101 --option head=sac+logos+ava1-l14-linearMSE.pth
+
+The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+"""
+
+import sys
+
+from omni_reward.server import main
+
+if __name__ == "__main__":
+    main(["--scorer", "aesthetic", *sys.argv[1:]])

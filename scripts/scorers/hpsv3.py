@@ -1,0 +1,20 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["omni-reward[server,hpsv3]"]
+#
+# [tool.uv.sources]
+# omni-reward = { path = "../../packages/omni-reward", editable = true }
+# ///
+"""Serves HPSv3 from an environment of its own.
+
+    uv run scripts/scorers/hpsv3.py --port 8101 --option instruction=instruction.txt
+
+The other options are those of `python -m omni_reward.server`; docs/scorers.md says what this scorer takes.
+"""
+
+import sys
+
+from omni_reward.server import main
+
+if __name__ == "__main__":
+    main(["--scorer", "hpsv3", *sys.argv[1:]])

@@ -1,0 +1,65 @@
+"""What networks get to see: the same numbers as from transformers' own processors in their Pillow form."""
+
+import numpy as np
+import pytest
+from omni_reward.scorers.pixels import fit_size, square_pixels, to_patches
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+
+SIZES = [(32, 32), (224, 224), (64, 48), (33, 57), (300, 100), (101, 400), (512, 512), (20, 24), (225, 223), (7, 5)]
+
+
+def image(height: int, width: int) -> np.ndarray:
+    """[H, W, 3], uint8: noise on a slope, so that every pixel counts."""
+    noise = np.random.default_rng(height * 1000 + width).integers(0, 128, (height, width, 3))
+    return (noise + np.linspace(0, 127, width).astype(int)[:, None]).astype(np.uint8)
+
+
+@pytest.mark.parametrize("side", [32, 224])
+@pytest.mark.parametrize(("height", "width"), SIZES)
+def test_squares_are_those_of_clips_processor(height: int, width: int, side: int) -> None:
+    picture = image(height, width)
+    processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size={"height": side, "width": side})
+    theirs = processor(picture, input_data_format="channels_last", return_tensors="np")["pixel_values"]
+    ours = square_pixels(picture[None], side)
+    assert ours.dtype == np.float32
+    assert ours.shape == (1, 3, side, side)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_an_image_of_the_right_size_is_only_normalized() -> None:
+    picture = image(32, 32)
+    mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+    wanted = np.moveaxis((picture / 255 - mean) / std, -1, 0)
+    np.testing.assert_allclose(square_pixels(picture[None], 32)[0], wanted, atol=1e-5)
+
+
+LONG = [(1, 200), (1000, 5), (1024, 1024), (720, 1280), (448, 448)]
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "num_tokens"), [(*size, 256) for size in SIZES + LONG] + [(*size, 4) for size in SIZES[:-1]]
+)
+def test_the_size_is_that_of_qwens_rule(height: int, width: int, num_tokens: int) -> None:
+    pixels = num_tokens * 28 * 28
+    found = fit_size(height, width, factor=28, num_pixels=pixels)
+    assert found == smart_resize(height, width, factor=28, min_pixels=pixels, max_pixels=pixels)
+    assert found[0] % 28 == found[1] % 28 == 0
+
+
+def test_a_ribbon_has_no_size() -> None:
+    with pytest.raises(ValueError, match="not be more than 200 times as long as wide, got 1 x 201"):
+        fit_size(1, 201, factor=28, num_pixels=28 * 28 * 256)
+
+
+@pytest.mark.parametrize(("height", "width"), [(64, 48), (33, 57), (300, 100), (56, 56)])
+@pytest.mark.parametrize(("patch", "merge", "frames"), [(14, 2, 2), (4, 3, 1), (8, 1, 3)])
+def test_patches_are_those_of_qwens_processor(height: int, width: int, patch: int, merge: int, frames: int) -> None:
+    picture, pixels = image(height, width), 16 * (patch * merge) ** 2
+    layout = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": frames}
+    processor = Qwen2VLImageProcessorPil(**layout, min_pixels=pixels, max_pixels=pixels)
+    theirs = processor(picture, input_data_format="channels_last", return_tensors="np")
+    size = fit_size(height, width, factor=patch * merge, num_pixels=pixels)
+    ours = to_patches(picture, *size, patch=patch, merge=merge, frames=frames)
+    assert theirs["image_grid_thw"].tolist() == [[1, size[0] // patch, size[1] // patch]]
+    np.testing.assert_allclose(ours, theirs["pixel_values"], atol=1e-5)
