@@ -22,7 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from omni_train.config import check_least, parse_cli
+from omni_train.config import parse_cli
+
+import settings
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -110,31 +112,30 @@ PRESETS = {
 
 
 LEAST = {  # setting -> least value
-    "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3,
-    "eval_every": 1, "eval_num_steps": 1, "prompts_per_step": 1, "group_size": 2, "batch_size": 1, "height": 16,
-    "width": 16, "guidance_scale": 1.0, "clip_range": 1e-12, "kl_threshold": 1e-30, "adv_clip_max": 1e-6,
-    "kl_coef": 0.0, "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1, "warmup_steps": 0, "weight_decay": 0.0,
-    "max_grad_norm": 1e-12, "lora_rank": 0, "lora_alpha": 1,
+    "noise_level": 1e-6, "window_low": 0, "window_iters": 1, "window_stride": 1, "correction_low": 0.0,
+    "clip_range": 1e-12, "kl_threshold": 1e-30, "adv_clip_max": 1e-6, "kl_coef": 0.0,
 }  # fmt: skip
 
 
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    check_least(args, LEAST)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world
-    rounds, wrong_shard = samples // per_round, "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
+    settings.check(args, LEAST)
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
+    rounds, low = samples // per_round, args.window_low
+    high = args.num_steps - 1 if args.window_high is None else args.window_high
+    size = high - low if args.window_size is None else args.window_size
     for holds, rule in (
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
         (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
         (args.lora_rank or not args.kl_coef, "--kl-coef needs --lora-rank > 0: the reference is the model without it"),
-        (args.shard != wrong_shard, f"--shard {args.shard} does not fit {world} ranks"),
-        (args.lora_rank or args.dtype == "float32" or args.shard == "fsdp2",
-         "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
+        (low < high < args.num_steps,
+         f"--window-low must be < --window-high, and that < --num-steps ({args.num_steps}), got {low} and {high}"),
+        (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
+        (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
+        (args.correction_low < 1 < args.correction_high, "--correction-low must be < 1 and --correction-high > 1"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
-        (args.ema_decay < 1, "--ema-decay must be < 1"),
     ):  # fmt: skip
         if not holds:
             raise ValueError(rule)
@@ -324,7 +325,7 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
             deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step)
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
-    means = mean_metrics(dist, {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]})
+    means = mean_metrics(dist, {n: torch.stack([m[n] for m in seen]).mean() for n in seen[0]}, finite=("loss",))
     return {f"policy/{name}": value for name, value in means.items()} | {
         "policy/first_ratio_max_dev": deviation, "policy/lr": lr,
         "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),

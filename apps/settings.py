@@ -1,0 +1,39 @@
+"""What all trainers demand of their settings, checked before torch is imported."""
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import PurePath
+from typing import Any
+
+from omni_train.config import check_least
+
+LEAST = {  # setting -> least value
+    "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3,
+    "eval_every": 1, "eval_num_steps": 2, "prompts_per_step": 1, "group_size": 2, "batch_size": 1, "num_steps": 2,
+    "height": 16, "width": 16, "guidance_scale": 1.0, "ema_decay": 0.0, "lr": 0.0, "updates_per_step": 1,
+    "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "lora_rank": 0, "lora_alpha": 1,
+}  # fmt: skip
+
+
+def check(args: Any, least: Mapping[str, float]) -> None:
+    """Raises ValueError when a setting is too small, or does not fit another one or the number of ranks.
+
+    least: least values of the settings that are the trainer's own.
+    """
+    check_least(args, LEAST | least)
+    world, name = int(os.environ.get("WORLD_SIZE", "1")), PurePath(args.name)
+    wrong_shard = "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
+    is_sharded = args.shard == "fsdp2" or (args.shard == "auto" and world > 1)  # as runs.sharding without LoRA
+    for holds, rule in (
+        (name.parts and not name.is_absolute() and ".." not in name.parts,
+         f"--name must name a folder below runs/, got {args.name!r}"),
+        (args.shard != wrong_shard, f"--shard {args.shard} does not fit {world} ranks"),
+        (args.lora_rank or args.dtype == "float32" or is_sharded,
+         f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
+        (args.engine == "diffusers" or find_spec("vllm_omni"),
+         f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),
+    ):  # fmt: skip
+        if not holds:
+            raise ValueError(rule)
