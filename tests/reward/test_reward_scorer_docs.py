@@ -1,0 +1,120 @@
+"""The page about scorers and the scripts that start them name what there is, and what they show runs."""
+
+import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omni_reward import Scorer
+from omni_reward.combine import parse
+from omni_reward.scorers import SCORERS
+from omni_reward.scorers.aesthetic import load_aesthetic
+from omni_reward.scorers.clip import load_clip, load_pickscore
+from omni_reward.scorers.hpsv3 import load_hpsv3
+from omni_reward.scorers.imagereward import load_imagereward
+from omni_reward.scorers.jpeg import MODES
+from omni_reward.scorers.tasks import TASKS
+from omni_reward.scorers.video import MEASURES
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/scorers.md").read_text()
+EXTRAS = tomllib.loads((ROOT / "packages/omni-reward/pyproject.toml").read_text())["project"]["optional-dependencies"]
+SCRIPTS = sorted(path for path in (ROOT / "scripts/scorers").glob("*.py") if path.stem in SCORERS)
+NETWORKS: dict[str, Callable[..., Scorer]] = {
+    "aesthetic": load_aesthetic,
+    "clip": load_clip,
+    "hpsv3": load_hpsv3,
+    "imagereward": load_imagereward,
+    "pickscore": load_pickscore,
+}
+
+
+def rows(*, after: str = "") -> list[list[str]]:
+    """Cells of all rows of tables in the page, from a heading on."""
+    lines = PAGE[PAGE.index(after) :].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+
+
+def script_settings(path: Path) -> dict[str, Any]:
+    """The metadata at the top of a script, read as its specification (PEP 723) says."""
+    [block] = re.findall(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", path.read_text())
+    lines = block[0].splitlines()
+    return tomllib.loads("\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines))
+
+
+def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
+    needs = {row[0].strip("`"): row[-1].strip("`") for row in rows()[2:] if len(row) == 5}
+    own = needs.pop("python:FILE.py:FUNCTION")
+    assert own == "whatever it imports"
+    assert needs == {name: f"omni-reward[{name}]" if name != "video" else "" for name in SCORERS}
+    assert set(EXTRAS) - {"server"} == set(SCORERS) - {"video"}
+
+
+@pytest.mark.parametrize("name", ["jpeg", "video", "vlm"])
+def test_the_page_has_a_row_for_every_option(name: str) -> None:
+    named = {row[0].strip("`") for row in rows(after=f"## {name}\n") if len(row) == 3}
+    parameters = inspect.signature(SCORERS[name]).parameters.keys() - {"threads"}
+    assert parameters <= named
+    assert set(TASKS) <= named or name != "vlm"
+
+
+def test_the_page_has_a_row_for_every_option_of_the_networks() -> None:
+    named = {row[0].strip("`"): row[1] for row in rows(after="## The ones with networks") if len(row) == 4}
+    for name, load in NETWORKS.items():
+        for parameter in inspect.signature(load).parameters.keys() - {"threads"}:
+            assert named[parameter] == "all" or f"`{name}`" in named[parameter]
+
+
+def test_the_page_names_the_words_and_the_defaults() -> None:
+    for word in (*MODES, *MEASURES):
+        assert f"`{word}`" in PAGE
+    for load in NETWORKS.values():
+        for parameter in inspect.signature(load).parameters.values():
+            if isinstance(parameter.default, str):
+                assert f"`{parameter.default}`" in PAGE
+
+
+def test_the_commands_of_the_page_parse() -> None:
+    scorers = re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE)
+    recipes = [parse((quoted or bare).rstrip("`")) for quoted, bare in scorers]
+    assert len(recipes) == 5
+    assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
+        "python:my_scorers.py:brightness"
+    }
+
+
+def test_the_python_of_the_page_runs() -> None:
+    parts, own = re.findall(r"^```python\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(parts, names)
+    assert names["table"].shape == (3, 2)
+    assert torch.isfinite(names["advantages"]).all()
+    exec(own, names)
+    assert names["brightness"]({"image": np.full((2, 4, 4, 3), 51)}, [], []).tolist() == [0.2, 0.2]
+
+
+def test_every_network_has_a_script() -> None:
+    assert [path.stem for path in SCRIPTS] == sorted(NETWORKS)
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_asks_for_its_own_scorer_and_no_other(path: Path) -> None:
+    settings = script_settings(path)
+    assert settings["dependencies"] == [f"omni-reward[server,{path.stem}]"]
+    source = settings["tool"]["uv"]["sources"]["omni-reward"]["path"]
+    assert (path.parent / source / "pyproject.toml").is_file()
+    assert f'"--scorer", "{path.stem}"' in path.read_text()
+    assert f"scripts/scorers/{path.name}" in path.read_text()
+
+
+def test_a_script_is_the_server() -> None:
+    command = [sys.executable, str(SCRIPTS[0]), "--port", "70000"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "omni_reward.server: error: --port must be 0 to 65535, got 70000\n"
