@@ -4,9 +4,9 @@
     python benchmarks/engine_parity.py --random 12 --height 512 --width 512
 
 Prints one table. A gap is the largest |log-prob(trainer) - log-prob(engine)| over the samples of a batch and all steps
-but the last, where it is small the same as |ratio - 1|, which the trainer checks before every update; the first half of
-the steps is where published recipes put their window. `x0` is the largest difference of a clean latent from the embedded
-engine's, before any update. Needs vLLM-Omni.
+but the last; where it is small it is |ratio - 1|, which the trainer checks before every update. The first half of the
+steps stands apart, since gaps grow towards the end, and recipes with few trained steps choose them there. `x0` is the
+largest difference of a clean latent from the embedded engine's, before any update. Needs vLLM-Omni.
 """
 
 import sys
@@ -98,7 +98,7 @@ Sample = Callable[[], list[Trajectory]]
 def lora_columns(
     args: Args, engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
 ) -> list[list[float]]:
-    """The gaps before an update of an adapter, of all steps and the first half, after it without a sync, and with one."""
+    """The gaps before an update of an adapter, of all steps and of the first half; after it, without a sync and with."""
     add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
     engine.share(unadapted_params(net))
     columns = [gaps(net, before, cases), gaps(net, before, cases, num_steps=args.num_steps // 2)]
@@ -122,7 +122,7 @@ def full_column(
 def gaps(
     net: nn.Module, sampled: list[Trajectory], cases: list[SamplingParams], *, num_steps: int | None = None
 ) -> list[float]:
-    """Of each trajectory the largest difference between the trainer's and the engine's log-probs, or of its first steps."""
+    """Of each trajectory, or of its first steps, the largest difference of the trainer's log-probs from the engine's."""
     found = []
     for trajectory, params in zip(sampled, cases, strict=True):
         expected = trajectory.rollout_log_prob[:, :num_steps]
