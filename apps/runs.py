@@ -10,7 +10,6 @@ ends it with exit code 1 and one message that names rank, phase and remedy; the 
 import math
 import os
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -38,10 +37,11 @@ from omni_train.sinks import report
 from omni_train.weights import save_weights
 
 import rollouts
+from failures import BrokenRunError, say_failure, say_mistake
 
 Mode = Literal["none", "ddp", "fsdp2"]
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
-SECRET = {"scorer_url": "", "scorer_token_file": "", "watch_scorer_url": ""}  # not for files that others may read
+SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # settings that are not for files others may read
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "on_failure", "hang_timeout_s", "save_every", "keep_checkpoints", "eval_every",
@@ -102,26 +102,24 @@ def start(
     same_settings(dist, args)
     mode = sharding(args, dist)
     with same_error(dist):
-        qwen_image.check_folder(args.model, height=args.height, width=args.width)
-        sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-        eval_prompts = rollouts.samples(load_prompts(args.eval_prompts), 1, seed=0, step=-1)  # the same for every run
-    if args.dry_run:
-        if dist.is_main:
-            copies = 4 + bool(args.ema_decay) + (keep_copy and not args.lora_rank)  # 4: weight, gradient, two moments
-            print(to_toml(replace(args, **SECRET)), plan(args, dist, mode, num_forwards, copies), sep="\n")
-        shutdown(dist)
-        return None
+        sampler, eval_prompts = read_inputs(args)
     folder = Path("runs") / args.name
     checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
     saved = checkpoints.latest()
     if saved:
-        check_config(
-            saved, asdict(replace(args, **SECRET)), ignore=MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "steps")
-        )
-    claim_folder(dist, folder, has_checkpoint=saved is not None)
+        check_config(saved, asdict(public(args)), ignore=MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "steps"))
+        checkpoints.verify(saved, empty_net(args, frozen_adapters))
+    if args.dry_run:
+        if dist.is_main:
+            copies = 4 + bool(args.ema_decay) + (keep_copy and not args.lora_rank)  # 4: weight, gradient, two moments
+            print(to_toml(public(args)), plan(args, dist, mode, num_forwards, copies), sep="\n")
+            print(f"plan: start: {f'continues after step {saved.step}' if saved else 'anew'}, in {folder}")
+        shutdown(dist)
+        return None
     with same_error(dist):
         client = connect(args, dist)
         watch = connect_to(args.watch_scorer_url, args, dist) if args.watch_scorer_url else None
+    claim_folder(dist, folder, has_checkpoint=saved is not None)
     engine, net = load(args, dist, mode, frozen_adapters)
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
@@ -136,6 +134,44 @@ def start(
     return Run(
         args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, copy, folder, log, checkpoints, done + 1
     )  # fmt: skip
+
+
+def public(args: Any) -> Any:
+    """The settings without what is not for files that others may read; a trainer need not have all of it."""
+    return replace(args, **{name: "" for name in SECRET if hasattr(args, name)})
+
+
+def read_inputs(args: Any) -> tuple[PromptSampler, list[Prompt]]:
+    """What draws the training prompts, and the prompts of the evaluations; the model's folder is checked too.
+
+    Raises:
+        ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
+    """
+    with flag("--"):  # the message itself begins with model, height or width
+        qwen_image.check_folder(args.model, height=args.height, width=args.width)
+    with flag("--prompts: "):
+        sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    with flag("--eval-prompts: "):
+        records = load_prompts(args.eval_prompts)
+    return sampler, rollouts.samples(records, 1, seed=0, step=-1)  # the same for every run
+
+
+@contextmanager
+def flag(words: str) -> Iterator[None]:
+    """Puts words, the name of a flag, before the message of an OSError or ValueError in the block."""
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{words}{exc}") from exc
+
+
+def empty_net(args: Any, frozen_adapters: Sequence[str] = ()) -> torch.nn.Module:
+    """The transformer with what is trained, names and shapes without weights."""
+    net = qwen_image.empty_transformer(args.model)
+    rollouts.make_trainable(
+        net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed, frozen_adapters=frozen_adapters
+    )
+    return net
 
 
 def same_settings(dist: Dist, args: Any) -> None:
@@ -173,7 +209,7 @@ def load(args: Any, dist: Dist, mode: Mode, frozen_adapters: Sequence[str]) -> t
 def open_log(args: Any, dist: Dist, folder: Path, *, resume_step: int) -> RunLog:
     """The log of the run, with its report as a sink; beside it the settings, and what the run was made with."""
     if dist.is_main:
-        (folder / "config.toml").write_text(to_toml(replace(args, **SECRET)))
+        (folder / "config.toml").write_text(to_toml(public(args)))
         write_versions(folder, hide=HIDDEN, facts={"ranks": dist.world_size, "device": str(dist.device)})
     return RunLog(
         folder, is_main=dist.is_main, total_steps=args.steps, tty=None if dist.mesh is None else False,
@@ -186,10 +222,8 @@ def plan(args: Any, dist: Dist, mode: Mode, num_forwards: Mapping[str, int], cop
 
     copies: float32 numbers that are held for each trained weight.
     """
-    net = qwen_image.empty_transformer(args.model)
-    num_weights = sum(p.numel() for p in net.parameters())
-    rollouts.make_trainable(net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed)
-    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    num_weights = sum(p.numel() for p in qwen_image.empty_transformer(args.model).parameters())
+    num_trained = sum(p.numel() for p in empty_net(args).parameters() if p.requires_grad)
     share = dist.world_size if mode == "fsdp2" else 1
     frozen_mb = (num_weights if args.lora_rank else 0) * getattr(torch, args.dtype).itemsize / share / 2**20
     trained_mb = 4 * num_trained * copies / share / 2**20
@@ -210,7 +244,7 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
     """Trains to the last step, evaluating and saving on the way; after SIGTERM it saves and returns.
 
     Raises:
-        BrokenRunError: something broke; the message names the rank, the phase and what to do.
+        BrokenRunError: something broke; the message names the phase, `launch` also the rank and what to do.
     """
     args, dist = run.args, run.on.dist
     lines = load_metrics(run.folder / "metrics.jsonl") if dist.is_main else []
@@ -240,14 +274,17 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
     run.on.client.close()
     if dist.is_main:
         scores = held_out_scores(run.folder)
-        print(f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}; report, weights and metrics in {run.folder}")
+        told = "no held-out score"
+        if math.isfinite(scores[-1]):
+            told = f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}"
+        print(f"{told}; report, weights and metrics in {run.folder}")
 
 
 def save(run: Run, step: int) -> None:
     """A checkpoint of `step` finished steps, unless there is one."""
     newest = run.checkpoints.latest()
     if newest is None or newest.step < step:
-        config = asdict(replace(run.args, **SECRET))
+        config = asdict(public(run.args))
         run.checkpoints.save(step, run.net, run.optimizer, (run.ema, run.copy), config=config)
 
 
@@ -284,41 +321,19 @@ def card(run: Run, score: float) -> dict[str, Any]:
     return {
         "base": run.args.model,
         "algorithm": getattr(run.args, "algo", "") or Path(sys.argv[0]).stem,
-        "settings": asdict(replace(run.args, **SECRET)),
+        "settings": asdict(public(run.args)),
         "scores": {"held-out": score, **({"held-out, base": first[0]} if first else {})},
         "command": command_line(sys.argv, hide=HIDDEN),
     }
 
 
-class BrokenRunError(RuntimeError):
-    """A run that cannot go on."""
-
-
 @contextmanager
 def broken_runs(run: Run) -> Iterator[None]:
-    """Turns what breaks in the block into a BrokenRunError that says where it broke and what to do."""
+    """Turns what breaks in the block into a BrokenRunError, which names the phase."""
     try:
         yield
     except Exception as exc:
-        where = f"rank {run.on.dist.rank}, phase {run.log.last_phase}"
-        raise BrokenRunError(
-            f"{where}: {type(exc).__name__}: {exc}\n{advice(exc)} What was saved stays in {run.checkpoints.folder}; "
-            f"this continues from the newest checkpoint:\n{resume_command()}"
-        ) from exc
-
-
-def advice(error: Exception) -> str:
-    """What to change, by the kind of error."""
-    text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
-        return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
-    if isinstance(error, RewardError):
-        return "The scorer failed: look at its log, and start it again."
-    if "Connection closed by peer" in text or "timed out" in text.lower() or "Connection reset" in text:
-        return "Another rank has ended or hangs: its own message, or its missing one, tells which."
-    if "ratio must be 1" in text or "finite" in text:
-        return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
-    return "This is not a mistake in the settings: the traceback above tells where it happened."
+        raise BrokenRunError(run.log.last_phase, exc) from exc
 
 
 def carry_out(args: Any, num_forwards: Mapping[str, int], train_step: Callable[[Run, int], dict[str, float]]) -> None:
@@ -334,18 +349,14 @@ def carry_out(args: Any, num_forwards: Mapping[str, int], train_step: Callable[[
 
 def launch(main: Callable[[Any], None], args: Any) -> None:
     """Runs a trainer as a program: its messages, and exit code 0, 1 (something broke) or 2 (a mistake in settings)."""
-    program = Path(sys.argv[0]).name
     try:
         main(args)
         return
-    except BrokenRunError as exc:
-        traceback.print_exception(exc.__cause__)
-        print(f"{program}: {exc}", file=sys.stderr)
-        code = 1
     except (ValueError, OSError, ImportError) as exc:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{program}: error: {exc}", file=sys.stderr)
         code = 2
+        say_mistake(exc)
+    except Exception as exc:
+        code = 1
+        say_failure(exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc))
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it

@@ -1,0 +1,127 @@
+"""Rewards that a gradient passes through, for train_srpo.py.
+
+A reward is a function `(images, texts) -> rewards`: images [B, 3, H, W] in [0, 1], B texts, rewards [B], all float32.
+One more is one more line in REWARDS, whose functions take a folder or hub id and a device.
+
+Letters: B images, L letters of all their words, H height, W width.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+Reward = Callable[[Tensor, list[str]], Tensor]
+
+# 1. Signs
+
+ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
+SMUDGED = len(ALPHABET)  # the class after the letters
+SIGN_HEIGHT, SIGN_WIDTH = 32, 96  # pixels
+PITCH, CROP = 22, 28  # pixels from letter to letter, and the width of what is seen of one
+MAX_LETTERS = 4
+READER_FILE = "reader.safetensors"
+
+
+class SignReader(nn.Module):
+    """Reads single letters of tiny-signs: logits [L, 33] of crops [L, 3, 32, 28] in [0, 1]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 24, 5, stride=2, padding=2), nn.ReLU(),
+            nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Conv2d(48, 64, 3, stride=2, padding=1), nn.ReLU(),
+            nn.Flatten(), nn.Linear(64 * 4 * 4, SMUDGED + 1),
+        )  # fmt: skip
+
+    def forward(self, crops: Tensor) -> Tensor:
+        """See the class."""
+        logits: Tensor = self.layers(2 * crops - 1)
+        return logits
+
+
+def crop_letters(image: Tensor, count: int) -> Tensor:
+    """The `count` letters of a sign [3, 32, 96], where its layout puts them: [count, 3, 32, 28]."""
+    centers = [(SIGN_WIDTH + PITCH * (2 * i - count + 1)) // 2 for i in range(count)]
+    return torch.stack([image[:, :, center - CROP // 2 : center + CROP // 2] for center in centers])
+
+
+def sign_classes(text: str) -> list[int]:
+    """What the letters of the sign are to be read as: the word in quotes, or smudged if the text begins with that.
+
+    Raises:
+        ValueError: the text has no word that a sign can hold.
+    """
+    word = text.partition('"')[2].partition('"')[0]
+    if not 1 <= len(word) <= MAX_LETTERS or not set(word) <= set(ALPHABET):
+        raise ValueError(f"texts must hold 1 to {MAX_LETTERS} of {ALPHABET} between double quotes, got {text!r}")
+    return [SMUDGED] * len(word) if text.lower().startswith("smudged") else [ALPHABET.index(c) for c in word]
+
+
+def load_sign_reader(path: str, device: torch.device) -> Reward:
+    """The mean probability, over a word's letters, that the letter is read as the text says; for tiny-signs.
+
+    path: a folder that scripts/pretrain_sign_reader.py made.
+    """
+    reader = SignReader()
+    reader.load_state_dict(load_file(Path(path) / READER_FILE))
+    reader.to(device).eval().requires_grad_(False)
+
+    def reward(images: Tensor, texts: list[str]) -> Tensor:
+        if images.shape[1:] != (3, SIGN_HEIGHT, SIGN_WIDTH):
+            raise ValueError(f"images must be signs [B, 3, 32, 96], got shape {tuple(images.shape)}")
+        classes = [sign_classes(text) for text in texts]
+        crops = torch.cat([crop_letters(image, len(c)) for image, c in zip(images, classes, strict=True)])
+        wanted = torch.tensor([i for c in classes for i in c], device=images.device)
+        read = reader(crops).softmax(dim=1).gather(1, wanted[:, None])[:, 0]
+        return torch.stack([letters.mean() for letters in read.split([len(c) for c in classes])])
+
+    return reward
+
+
+# 2. CLIP
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+CLIP_SCALE = 1 / 20  # of the released code: brings PickScore's logits near HPS-v2.1's cosines
+
+
+def load_clip(path: str, device: torch.device) -> Reward:
+    """A CLIP model's logit for image and text, over 20; with yuvalkirstain/PickScore_v1 that is SRPO's PickScore.
+
+    path: folder or hub id of a transformers CLIPModel with its tokenizer.
+    """
+    from transformers import AutoTokenizer, CLIPModel
+
+    model: Any = CLIPModel.from_pretrained(path)
+    model.to(device).eval().requires_grad_(False)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    side = model.config.vision_config.image_size
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
+
+    def reward(images: Tensor, texts: list[str]) -> Tensor:
+        tokens = tokenizer(
+            texts, padding=True, truncation=True, max_length=model.config.text_config.max_position_embeddings,
+            return_tensors="pt",
+        ).to(device)  # fmt: skip
+        pixels = (square(images, side) - mean) / std
+        output = model(pixel_values=pixels, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
+        cosines = (output.image_embeds * output.text_embeds).sum(dim=1)
+        return cosines.float() * model.logit_scale.exp() * CLIP_SCALE
+
+    return reward
+
+
+def square(images: Tensor, side: int) -> Tensor:
+    """The middle of the images [B, 3, H, W], scaled so that their shorter side is `side`: [B, 3, side, side]."""
+    height, width = images.shape[-2:]
+    size = [round(length * side / min(height, width)) for length in (height, width)]
+    scaled = nn.functional.interpolate(images, size=size, mode="bicubic", antialias=True)
+    top, left = (size[0] - side) // 2, (size[1] - side) // 2
+    return scaled[:, :, top : top + side, left : left + side]
+
+
+REWARDS: dict[str, Callable[[str, torch.device], Reward]] = {"sign-reader": load_sign_reader, "clip": load_clip}

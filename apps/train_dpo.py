@@ -1,0 +1,360 @@
+"""Preferences between samples for flow-matching models: Diffusion-DPO, online and offline.
+
+    online:   prompts -> rollout -> score -> best and worst of each group -> update (noise -> errors -> loss -> step)
+    offline:  preference file -> update
+
+A pair is two samples of one prompt, of which one is preferred. Both are noised afresh, with the same noise to the same
+level, and the model is trained to denoise the preferred one better than a reference does, and the other one worse
+(Diffusion-DPO, arXiv 2311.12908). The reference is the model without its adapter, or a copy of the first weights.
+
+    python apps/train_dpo.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
+    python apps/train_dpo.py --preset tiny-signs-offline --preferences data/pairs/pairs.jsonl
+    torchrun --nproc-per-node 4 apps/train_dpo.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
+
+docs/preferences.md describes the file, `scripts/build_preferences.py` makes one. Without a scorer, evaluations draw
+images but grade none.
+
+What differs from the released code of the papers:
+1. A group whose samples all score the same gives no pair, and a sample without a score is in none.
+2. The loss takes the conditional velocity, also where samples are drawn with guidance: that is what denoises data.
+3. Noise and its levels depend on (seed, step, prompt) alone: any number of ranks trains on the same numbers.
+"""
+
+import os
+import sys
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from omni_train.config import parse_cli
+
+import settings
+
+# 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    scorer_url: str = ""  # URL of the reward server, or several of equal ones with commas between
+    scorer_token_file: str = ""  # File that holds the reward server's token
+    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch, a restart of the server included
+    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out samples or groups
+    watch_scorer_url: str = ""  # URL of a second server that evaluations ask, with the same token
+    name: str = "run"  # The run writes to runs/NAME
+    seed: int = 0  # Decides prompts, noise and noise levels
+    steps: int = 300  # Training steps; one step is one rollout, or one draw of pairs
+    save_every: int = 10  # Training steps between two checkpoints; the same command continues from the newest
+    keep_checkpoints: int = 2  # Newest checkpoints to keep
+    hang_timeout_s: float = 1800.0  # Longest wait of a rank for another, after which the run ends
+    dry_run: bool = False  # Only check the settings, and print them and what a step will do
+    eval_every: int = 50  # Training steps between two evaluations
+    eval_num_steps: int = 10  # Denoising steps in an evaluation
+    model: str = f"{ROOT}/checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
+    preferences: str = ""  # Train offline, on the pairs of this .jsonl file instead of --prompts
+    prompts: str = f"{ROOT}/data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
+    eval_prompts: str = f"{ROOT}/data/tiny-signs/eval.txt"  # Prompts of the evaluations
+    engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # What samples: embedded, or vLLM-Omni in process
+    engine_sleep: bool = True  # Whether the engine's own weights leave the accelerator during updates
+    prompts_per_step: int = 32  # Groups in a training step, over all ranks; offline, pairs
+    group_size: int = 16  # Samples of a group, of which the best and the worst are a pair; offline it is 2
+    batch_size: int = 16  # Samples per forward of a rank; in updates half as many pairs
+    height: int = 512  # Pixels
+    width: int = 512  # Pixels
+    num_steps: int = 10  # Denoising steps of a rollout
+    guidance_scale: float = 1.0  # Classifier-free guidance of rollouts and evaluations; 1 is off
+    dpo_beta: float = 2000.0  # How strongly the reference holds: larger is closer to it
+    levels_per_pair: int = 1  # Noise levels that each pair is trained at
+    level_shift: float = 1.0  # Moves the levels, logit-normal by themselves, towards noise where > 1
+    updates_per_step: int = 1  # Optimizer steps per rollout
+    lr: float = 3e-4  # Learning rate of AdamW
+    lr_decay: bool = False  # Whether it falls in a straight line to 0 at the last step
+    warmup_steps: int = 0  # Training steps over which the learning rate rises
+    weight_decay: float = 1e-4  # Of AdamW
+    max_grad_norm: float = 1.0  # Gradients with a larger norm are scaled down
+    ema_decay: float = 0.0  # Evaluate and save a moving average of the weights that keeps this share a step; 0 is off
+    lora_rank: int = 0  # 0 trains all weights of the transformer
+    lora_alpha: int = 128  # LoRA's scale is alpha / rank
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
+
+
+TINY_SIGNS = Args(
+    name="tiny-signs-dpo", prompts_per_step=8, group_size=8, batch_size=8, height=32, width=96, dpo_beta=100.0,
+    levels_per_pair=8, lr=1e-4, weight_decay=0.0, ema_decay=0.9, steps=160, eval_every=40, shard="ddp")  # fmt: skip
+QWEN_IMAGE = Args(
+    name="qwen-image-ocr-dpo", model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt",
+    eval_prompts="data/ocr/test.txt", num_steps=35, dpo_beta=100.0, updates_per_step=2, lora_rank=64,
+    gradient_checkpointing=True, eval_every=20, eval_num_steps=50)  # fmt: skip
+PRESETS = {
+    "tiny-signs": TINY_SIGNS,
+    "tiny-signs-offline": replace(TINY_SIGNS, name="tiny-signs-dpo-offline", prompts_per_step=32, group_size=2),
+    "qwen-image-ocr-lora": QWEN_IMAGE,  # online DPO for Qwen-Image as verl-omni publishes it; bring its prompts
+    "dpo-pickscore": replace(  # flow_grpo's own settings for online DPO, published for SD3.5-M on 8 accelerators
+        QWEN_IMAGE, name="dpo-pickscore", prompts="data/pickscore/train.txt", eval_prompts="data/pickscore/test.txt",
+        prompts_per_step=8, group_size=24, batch_size=24, num_steps=40, guidance_scale=4.5, levels_per_pair=39,
+        level_shift=3.0, updates_per_step=1, eval_every=60, eval_num_steps=40),
+    "dpo-offline": replace(  # verl-omni's offline settings, published for SD3.5-M; bring a preference file
+        QWEN_IMAGE, name="dpo-offline", prompts_per_step=16, group_size=2, guidance_scale=4.0, level_shift=3.0,
+        updates_per_step=1, lr=2e-4, lora_rank=32, lora_alpha=64, steps=1000),
+}  # fmt: skip
+
+
+LEAST = {"batch_size": 2, "dpo_beta": 1e-12, "levels_per_pair": 1, "level_shift": 1e-6}  # setting -> least value
+
+
+def check_args(args: Args) -> None:
+    """Raises ValueError when settings do not fit together."""
+    settings.check(args, LEAST)
+    samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
+    per_round = unit * int(os.environ.get("WORLD_SIZE", "1"))
+    for holds, rule in (
+        (args.scorer_url or args.preferences or args.dry_run,
+         "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),
+        (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
+        (args.preferences or unit % min(args.batch_size, args.group_size) == 0,
+         f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
+        (args.preferences or samples % per_round == 0,
+         f"all ranks must draw whole groups and batches: {per_round} must divide a step's samples ({samples})"),
+        (not args.preferences or args.group_size == 2, "--preferences needs --group-size 2: a group is a pair"),
+        (not args.preferences or args.engine == "diffusers", "--preferences needs --engine diffusers"),
+    ):  # fmt: skip
+        if not holds:
+            raise ValueError(rule)
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, PRESETS, check_args, sys.argv[1:], description=__doc__)
+
+# 2. Pairs: from a rollout, or from a file
+
+import torch
+from omni_losses import best_worst_pairs, diffusion_dpo_loss, reward_metrics, velocity_error
+from omni_reward import Score
+from omni_rollout import Prompt, SamplingParams, Trajectory
+from omni_rollout.models import qwen_image
+from omni_rollout.types import pad_alike
+from omni_sched import shift_sigmas, step_noise
+from omni_train.data import load_prompts, sample_seed
+from omni_train.device import memory
+from omni_train.dist import Dist, gather_floats, mean_metrics, shutdown
+from omni_train.lora import reference
+from omni_train.optim import optimizer_step, warmup_lr
+from omni_train.report import write_samples
+from omni_train.shard import reduce_gradients
+from torch import Tensor
+
+import rollouts
+import runs
+from preferences import NoScorer, check_preferences, read_latent
+from runs import Run
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """This rank's pairs, `count` of them; win and lose are latents [n, ...]. Rows beyond `count` only fill up."""
+
+    win: Tensor
+    lose: Tensor
+    cond: dict[str, Tensor]
+    seeds: list[int]
+    count: int
+
+
+def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pending]]:
+    """This rank's batches of the step and their scores to come; all samples of a group are drawn by one rank."""
+    args = run.args
+    prompts = rollouts.samples(run.sampler.at(step), args.group_size, seed=args.seed, step=step)
+    params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+    dealt = whole_groups(prompts, args, run.on.dist.world_size)
+    batches, pending = zip(*rollouts.draw(run.on, dealt, params), strict=True)
+    return list(batches), list(pending)
+
+
+def whole_groups(prompts: list[Prompt], args: Args, world_size: int) -> list[Prompt]:
+    """The prompts in the order in which batches, dealt to the ranks in turn, bring each rank whole groups."""
+    unit = max(args.batch_size, args.group_size)
+    order = torch.arange(len(prompts)).view(-1, world_size, unit // args.batch_size, args.batch_size)
+    return [prompts[i] for i in order.transpose(1, 2).flatten().tolist()]
+
+
+def choose(run: Run, batches: list[Trajectory], scores: list[Score]) -> tuple[Pairs, dict[str, float]]:
+    """The best and the worst of each of this rank's groups, and what the rewards of all ranks look like."""
+    dist, size = run.on.dist, run.args.group_size
+    unit = max(run.args.batch_size, size)  # what a rank is dealt at a time, seen as one batch
+    rewards = rollouts.gather_rewards(replace(run.on, batch_size=unit), scores, group_size=size)
+    if rewards.isnan().all() and run.args.on_failure == "raise":
+        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
+    groups = torch.arange(len(rewards)) // size
+    seen = {"abstained_ratio": torch.ones(())} if rewards.isnan().all() else reward_metrics(rewards, groups)
+    own = rewards.view(-1, dist.world_size, unit)[:, dist.rank].flatten()
+    pairs = best_worst_pairs(own, torch.arange(len(own)) // size)
+    drawn = Trajectory.cat(batches)
+    win, lose = (drawn.select([pair[side] for pair in pairs or [(0, 0)]]) for side in range(2))
+    chosen = Pairs(win.x0, lose.x0, win.cond, [prompt.seed for prompt in win.prompts], len(pairs))
+    return chosen, {f"reward/{name}": value.item() for name, value in seen.items()}
+
+
+@torch.no_grad()
+def read_pairs(run: Run, step: int) -> Pairs:
+    """This rank's pairs of the step from the preference file."""
+    args, dist, model = run.args, run.on.dist, run.on.engine.sampler.model
+    records = run.sampler.at(step)
+    own = records[dist.rank :: dist.world_size]
+    rows, folder = own or records[:1], Path(args.preferences).parent
+    shape = qwen_image.latent_shape(model, height=args.height, width=args.width)
+    win, lose = (
+        torch.stack([read_latent(model, folder / str(r.meta[side]), shape) for r in rows]) for side in ("win", "lose")
+    )
+    texts = [qwen_image.encode(model, record.text) for record in rows]
+    cond = {name: torch.stack(pad_alike([text[name] for text in texts], dim=0)) for name in texts[0]}
+    seeds = [sample_seed(args.seed, step, record.index, 0) for record in rows]
+    return Pairs(win.to(dist.device), lose.to(dist.device), cond, seeds, len(own))
+
+
+# 3. The update
+
+
+@dataclass(frozen=True)
+class Noised:
+    """B/2 pairs at one noise level each, the preferred samples first, so B samples; `real` are those that count."""
+
+    x0: Tensor
+    noise: Tensor
+    sigma: Tensor
+    cond: dict[str, Tensor]
+    real: list[int]
+
+
+def noise_afresh(args: Args, pairs: Pairs, start: int) -> list[Noised]:
+    """The batch of pairs that begins with row `start`, filled up to its full size, at each of its noise levels."""
+    size, first, count = args.batch_size // 2, args.num_steps, args.levels_per_pair  # `first`: not the rollout's noise
+    rows = [i if i < pairs.count else 0 for i in range(start, start + size)]
+    real = [i for i in range(size) if start + i < pairs.count]
+    seeds, x0 = [pairs.seeds[i] for i in rows], torch.cat([pairs.win[rows], pairs.lose[rows]])
+    cond = {name: torch.cat([tensor[rows], tensor[rows]]) for name, tensor in pairs.cond.items()}
+    sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift).to(x0)
+    points = []
+    for k in range(count):
+        noise = step_noise(seeds, first + k, x0.shape[1:]).to(x0)
+        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, real))
+    return points
+
+
+def errors(run: Run, at: Noised) -> Tensor:
+    """The flow-matching error of each noised sample, [B]."""
+    level = at.sigma.view(-1, *[1] * (at.x0.ndim - 1))
+    x_t = (1 - level) * at.x0 + level * at.noise
+    return velocity_error(qwen_image.predict_velocity(run.net, x_t, at.sigma, at.cond), at.x0, at.noise)
+
+
+def reference_policy(run: Run) -> AbstractContextManager[None]:
+    """Within the `with` block the net is the reference."""
+    return reference(run.net) if run.args.lora_rank else run.copy.applied()
+
+
+def update(run: Run, step: int, pairs: Pairs) -> dict[str, float]:
+    """Optimizer steps on this step's pairs; the metrics are means over all pairs and noise levels."""
+    args, dist, size = run.args, run.on.dist, run.args.batch_size // 2
+    lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=args.steps * args.lr_decay)
+    counts = gather_floats(dist, torch.tensor([float(pairs.count)])).long().tolist()
+    if not sum(counts):
+        return {"policy/pairs": 0.0, "policy/lr": lr}
+    # Every rank computes as many batches as the one with the most pairs, as sharded weights demand.
+    per_update = -(-max(counts) // (size * args.updates_per_step)) * size
+    starts = range(0, per_update * args.updates_per_step, size)
+    points = {start: noise_afresh(args, pairs, start) for start in starts}
+    with torch.no_grad(), reference_policy(run):
+        references = {start: [errors(run, at) for at in points[start]] for start in starts}
+    seen: list[dict[str, Tensor]] = []
+    results = []
+    for first in range(0, max(counts), per_update):
+        num_pairs = sum(min(max(count - first, 0), per_update) for count in counts)  # of all ranks in this update
+        for start in range(first, first + per_update, size):
+            for at, old in zip(points[start], references[start], strict=True):
+                rows = at.real or [0]
+                terms = [e[rows] for e in (*errors(run, at).chunk(2), *old.chunk(2))]
+                out = diffusion_dpo_loss(*terms, dpo_beta=args.dpo_beta)
+                # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
+                (out.loss * len(at.real) / (num_pairs * args.levels_per_pair)).backward()
+                seen.append({n: v * len(at.real) for n, v in (out.metrics | {"loss": out.loss.detach()}).items()})
+        reduce_gradients(run.params, dist.mesh, mode=run.mode)
+        results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
+    share = dist.world_size / (sum(counts) * args.levels_per_pair)
+    sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
+    means = mean_metrics(dist, sums, finite=("loss",))
+    return {f"policy/{name}": value for name, value in means.items()} | {
+        "policy/pairs": float(sum(counts)), "policy/lr": lr,
+        "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
+        "policy/skipped_updates": sum(r.skipped for r in results),
+    }  # fmt: skip
+
+
+# 4. The whole
+
+
+def train_step(run: Run, step: int) -> dict[str, float]:
+    """One training step: rollout, score, pairs and update, or offline the last two."""
+    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
+    metrics: dict[str, float] = {}
+    busy_s = client.busy_s
+    if run.args.preferences:
+        with run.log.phase("read"):
+            pairs = read_pairs(run, step)
+    else:
+        with run.log.phase("rollout"):
+            batches, pending = rollout(run, step)
+        with run.log.phase("reward_wait"):
+            scores = rollouts.collect(run.on, pending)
+        pairs, metrics = choose(run, batches, scores)
+        if run.on.dist.is_main:
+            write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
+    metrics["perf/memory_rollout_mb"] = memory(device).current_mb
+    with run.log.phase("update"):
+        if run.args.engine_sleep:
+            engine.sleep()
+        metrics["perf/memory_asleep_mb"] = memory(device).current_mb
+        metrics |= update(run, step, pairs)
+        run.ema.update(step)
+        engine.wake()
+    with run.log.phase("sync"):
+        metrics["perf/sync_mb"] = rollouts.sync(engine, run.net, version=step + 1) / 2**20
+    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/memory_mb": memory(device).current_mb}
+    return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
+
+
+def num_forwards(args: Args) -> dict[str, int]:
+    """Forwards of `batch_size` samples that a rank computes in a training step, if every group gives a pair."""
+    world, size = int(os.environ.get("WORLD_SIZE", "1")), args.batch_size // 2 * args.updates_per_step
+    batches = 0 if args.preferences else args.prompts_per_step * args.group_size // (args.batch_size * world)
+    trained = -(-args.prompts_per_step // (size * world)) * args.updates_per_step * args.levels_per_pair
+    return {"rollout": batches * args.num_steps, "update": trained, "reference": trained}
+
+
+def connect(args: Any, dist: Dist) -> Any:
+    """The client of the reward server, or what stands in its place when there is none."""
+    return runs.connect(args, dist) if args.scorer_url else NoScorer()
+
+
+def main(args: Args) -> None:
+    """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
+    if args.preferences:
+        check_preferences(load_prompts(args.preferences), Path(args.preferences).parent)
+        args = replace(args, prompts=args.preferences)
+    run = runs.start(args, num_forwards(args), connect=connect, keep_copy=True)
+    if run is None:
+        return
+    dist = run.on.dist
+    runs.loop(run, train_step)
+    del run  # sharded tensors must go before their process group does
+    shutdown(dist)
+
+
+if __name__ == "__main__":
+    runs.launch(main, ARGS)

@@ -1,0 +1,115 @@
+"""Makes a preference file for apps/train_dpo.py: draws samples, asks a scorer, keeps each prompt's best and worst.
+
+    python -m omni_reward.server --scorer ocr --port 8100
+    python scripts/build_preferences.py --scorer-url http://127.0.0.1:8100 --num-prompts 256 --out data/pairs
+
+It writes OUT/pairs.jsonl, and beside it each sample as a latent (.safetensors) or, with --save images, as a picture
+(.png). docs/preferences.md describes the file. A prompt whose samples all score the same gives no pair.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from omni_losses import best_worst_pairs
+from omni_reward import RewardClient
+from omni_rollout import Prompt, SamplingParams, Trajectory
+from omni_rollout.diffusers_engine import DiffusersEngine
+from omni_rollout.models import qwen_image
+from omni_train.data import PromptRecord, load_prompts, sample_seed
+from omni_train.device import local_device
+from omni_train.weights import load_weights
+from PIL import Image
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parents[1]
+
+
+def draw_groups(
+    engine: DiffusersEngine, client: RewardClient, records: Sequence[PromptRecord], args: Any
+) -> Iterator[tuple[PromptRecord, Trajectory, torch.Tensor]]:
+    """Each prompt with its samples and their rewards [G], NaN where there is none."""
+    params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+    for record in records:
+        seeds = [sample_seed(args.seed, 0, record.index, i) for i in range(args.group_size)]
+        prompts = [Prompt(record.text, record.index, seed, record.negative, meta=dict(record.meta)) for seed in seeds]
+        chunks = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+        group = Trajectory.cat([engine.generate(chunk, params) for chunk in chunks])
+        images = group.media.permute(0, 2, 3, 1).cpu().numpy()
+        scores = client.submit({"image": images}, [p.text for p in prompts], [p.meta for p in prompts]).result()
+        yield record, group, torch.tensor([float("nan") if s.value is None else s.value for s in scores])
+
+
+def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> str:
+    """Writes one sample of the group and returns its file's name; path comes without a suffix."""
+    path = path.with_suffix(".png" if images else ".safetensors")
+    if images:
+        Image.fromarray(group.media[index].permute(1, 2, 0).cpu().numpy()).save(path)
+    else:
+        save_file({"x0": group.x0[index].cpu().contiguous()}, path)
+    return path.name
+
+
+def build(args: Any) -> tuple[int, int]:
+    """Writes the file; returns the number of pairs and of prompts that were drawn."""
+    records = load_prompts(args.prompts)[: args.num_prompts]
+    token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
+    samples = args.out / "samples"
+    samples.mkdir(parents=True)  # a folder that exists holds other pairs
+    count = 0
+    with RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s) as client:
+        client.check()
+        model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
+        if args.weights:
+            load_weights(model.transformer, args.weights)
+        temporary = args.out / "pairs.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            for record, group, rewards in draw_groups(DiffusersEngine(qwen_image, model), client, records, args):
+                for best, worst in best_worst_pairs(rewards, torch.zeros(len(rewards), dtype=torch.long)):
+                    line: dict[str, object] = {"prompt": record.text}
+                    for side, index in (("win", best), ("lose", worst)):
+                        path = samples / f"{record.index:06}-{side}"
+                        line[side] = f"samples/{save_sample(group, index, path, images=args.save == 'images')}"
+                        line[f"{side}_score"] = round(rewards[index].item(), 6)
+                    file.write(json.dumps(line) + "\n")
+                    count += 1
+        os.replace(temporary, args.out / "pairs.jsonl")  # complete or not there
+    return count, len(records)
+
+
+def parse() -> argparse.Namespace:
+    """The settings that the command line asks for."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--scorer-url", required=True)
+    parser.add_argument("--scorer-token-file", type=Path)
+    parser.add_argument("--scorer-timeout-s", type=float, default=120.0)
+    parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist")
+    parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "train.txt")
+    parser.add_argument("--num-prompts", type=int, help="only so many, from the beginning of the file")
+    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "tiny-signs-qwen-image"))
+    parser.add_argument("--weights", type=Path, help="folder that a trainer wrote; the base without it")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--save", choices=("latents", "images"), default="latents")
+    parser.add_argument("--group-size", type=int, default=8, help="samples of each prompt")
+    parser.add_argument("--batch-size", type=int, default=8, help="samples per forward")
+    parser.add_argument("--height", type=int, default=32)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--guidance-scale", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"--out must not exist yet, got {args.out}")
+    if min(args.group_size - 1, args.batch_size, args.num_steps, args.num_prompts or 1) < 1:
+        parser.error("--group-size must be >= 2; --batch-size, --num-steps and --num-prompts must be >= 1")
+    return args
+
+
+if __name__ == "__main__":
+    settings = parse()
+    num_pairs, num_prompts = build(settings)
+    print(f"{num_pairs} pairs of {num_prompts} prompts in {settings.out / 'pairs.jsonl'}")
