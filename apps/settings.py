@@ -21,7 +21,7 @@ def check(args: Any, least: Mapping[str, float]) -> None:
 
     least: least values of the settings that are the trainer's own.
     """
-    check_least(args, LEAST | least)
+    check_least(args, {**LEAST, **least})
     world, name = int(os.environ.get("WORLD_SIZE", "1")), PurePath(args.name)
     wrong_shard = "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
     is_sharded = args.shard == "fsdp2" or (args.shard == "auto" and world > 1)  # as runs.sharding without LoRA

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -203,6 +204,7 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
 
     Raises:
         ValueError: `folder` has metrics, which the run would continue as if they were its own.
+        OSError: it cannot be written to.
     """
     with same_error(dist):
         if dist.is_main:
@@ -210,8 +212,18 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
             lines = load_metrics(path) if path.exists() and not has_checkpoint else []
             if any(line["step"] > 0 or has_checkpoint is None for line in lines):
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
-            folder.mkdir(parents=True, exist_ok=True)
+            _try_to_write(folder)
     return folder
+
+
+def _try_to_write(folder: Path) -> None:
+    """Make the folder, and see that files can be made in it, before hours are spent."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as exc:
+        raise OSError(f"--name must name a folder that can be written to, got {folder}: {exc}") from exc
 
 
 def load_metrics(path: str | Path) -> list[dict[str, float]]:

@@ -1,0 +1,78 @@
+"""What a trainer that breaks has to say: which rank, which phase, what to change. One rank says it for all.
+
+`told` is what the ranks told each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or "" where
+another rank is the cause. A rank that told nothing hangs or was killed.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from omni_reward import RewardError
+from omni_train.dist import is_lost_rank, tell_failure
+from omni_train.signals import resume_command
+
+
+class BrokenRunError(RuntimeError):
+    """A run that cannot go on: the phase it was in, and what happened, which is also its cause."""
+
+    def __init__(self, phase: str, cause: BaseException) -> None:
+        super().__init__(f"phase {phase}: {type(cause).__name__}: {cause}")
+        self.cause = cause
+
+
+def say_mistake(mistake: Exception) -> None:
+    """One line about what is wrong with the settings."""
+    if _speaks(tell_failure(str(mistake))):
+        print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
+
+
+def say_failure(failure: BrokenRunError) -> None:
+    """The traceback, what broke where, what to change, and the command that continues."""
+    is_echo = is_lost_rank(failure.cause)
+    told = tell_failure("" if is_echo else str(failure))
+    if _speaks(told):
+        traceback.print_exception(failure.cause)
+        message = describe(told, int(os.environ.get("WORLD_SIZE", "1"))) + (f" in {failure}" if is_echo else "")
+        stays = "Checkpoints that were complete stay; this continues from the newest:"
+        parts = (f"{Path(sys.argv[0]).name}: {message}", advice(failure.cause), stays, resume_command())
+        print("\n".join(parts), file=sys.stderr, flush=True)
+
+
+def describe(told: Mapping[int, str], num_ranks: int) -> str:
+    """The ranks with what befell them, ranks with the same words in one line; or the ranks that told nothing."""
+    ranks_by_cause: dict[str, list[str]] = {}
+    for rank in sorted(rank for rank, cause in told.items() if cause):
+        ranks_by_cause.setdefault(told[rank], []).append(str(rank))
+    if ranks_by_cause:
+        return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
+    silent = ", ".join(str(rank) for rank in range(num_ranks) if rank not in told)
+    who = f"rank {silent} was killed or hangs" if silent else "the ranks lost each other"
+    return f"{who}; rank {min(told)} waited for it"
+
+
+def advice(error: BaseException) -> str:
+    """What to change, by the kind of error."""
+    text = str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
+    if isinstance(error, RewardError):
+        return "The scorer failed: look at its log, and start it again."
+    if is_lost_rank(error):
+        return (
+            "If the machine killed it for its memory (its log tells), lower --batch-size. If it was only slow, raise "
+            "--hang-timeout-s."
+        )
+    if isinstance(error, OSError):
+        return "The machine refused: look at the free space and the rights of the disk that holds runs/."
+    if isinstance(error, FloatingPointError) or "ratio must be 1" in text or "finite" in text:
+        return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
+    return "This is not a mistake in the settings: the traceback above tells where it happened."
+
+
+def _speaks(told: Mapping[int, str]) -> bool:
+    """Whether this rank prints: of the ranks that know the cause, or else of all that told something, the first."""
+    return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in told.items() if cause] or told)
