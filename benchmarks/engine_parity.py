@@ -98,7 +98,7 @@ Sample = Callable[[], list[Trajectory]]
 def lora_columns(
     args: Args, engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
 ) -> list[list[float]]:
-    """The gaps before an update of an adapter, of all steps and of the first half; after it, without a sync and with."""
+    """The gaps before an update of an adapter, of all steps and of the first half; then without a sync and with one."""
     add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
     engine.share(unadapted_params(net))
     columns = [gaps(net, before, cases), gaps(net, before, cases, num_steps=args.num_steps // 2)]
@@ -122,7 +122,7 @@ def full_column(
 def gaps(
     net: nn.Module, sampled: list[Trajectory], cases: list[SamplingParams], *, num_steps: int | None = None
 ) -> list[float]:
-    """Of each trajectory, or of its first steps, the largest difference of the trainer's log-probs from the engine's."""
+    """The largest difference of the trainer's log-probs from the engine's in each trajectory, or in its first steps."""
     found = []
     for trajectory, params in zip(sampled, cases, strict=True):
         expected = trajectory.rollout_log_prob[:, :num_steps]
