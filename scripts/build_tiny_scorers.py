@@ -83,15 +83,16 @@ def write_bert_tokenizer(folder: Path) -> None:
 def write_hpsv3(folder: Path, base: Path) -> None:
     """HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
     words = {byte: i for i, byte in enumerate(BYTES)}
-    tokenizer = Qwen2Tokenizer(vocab=words, merges=[], unk_token=None, pad_token="<|endoftext|>")
+    tokenizer: Any = Qwen2Tokenizer(vocab=words, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
     tokenizer.save_pretrained(base)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
-    text = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text |= {"num_key_value_heads": 1, "vocab_size": len(words) + 20, "bos_token_id": None, "eos_token_id": None}
+    text: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "rope_parameters": rope}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words) + 20}
+    text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
     image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    config: Any = Qwen2VLConfig(text_config=text | {"rope_parameters": rope}, vision_config=vision, image_token_id=image_id)
+    config: Any = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=image_id)
     config.save_pretrained(base)
     config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one token more, and none to spare
     model = Qwen2VLModel(config)

@@ -80,6 +80,10 @@ SIGNATURES = {
     "omni_reward.Score": "value, abstained=None, **others",
     "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version=''",
     "omni_reward.server.create_app": "score_fn, **others",
+    "omni_reward.scorers.load_scorer": "name, *, threads=1, options=None",
+    "omni_reward.combine.parse": "text",
+    "omni_reward.combine.combine": "recipe, scorers",
+    "omni_reward.combine.stack_parts": "scores, names",
     "omni_train.device.local_device": "local_rank=0",
     "omni_train.device.process_group_backend": "device",
     "omni_train.device.memory": "device",
@@ -215,7 +219,7 @@ def test_every_exported_name_exists_and_promised_names_are_exported():
         module = importlib.import_module(package)
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
         promised_names = {parts[1] for name in SIGNATURES if (parts := name.split("."))[0] == package}
-        assert promised_names - {"server"} <= set(module.__all__)
+        assert promised_names - {"server", "scorers", "combine"} <= set(module.__all__)
 
 
 def test_reward_errors_are_one_family():
