@@ -1,0 +1,189 @@
+"""What docs/engines.md, docs/performance.md and the package's README say: commands run, names exist, traps are tested.
+
+The tests of traps that no other file has are here too. Output is captured below Python (capfd), since vLLM-Omni wants a
+stdout with a file descriptor.
+"""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import REPO
+from omni_rollout import Prompt
+from omni_rollout.vllm_omni_engine import PROBES
+from omni_rollout.vllm_omni_worker import VERSION
+from omni_train.config import parse_cli
+from vllm_omni_helpers import PARAMS, open_engine
+
+import train_flowgrpo as app
+
+PAGE = (REPO / "docs" / "engines.md").read_text("utf-8")
+PERFORMANCE = (REPO / "docs" / "performance.md").read_text("utf-8")
+README = (REPO / "packages" / "omni-rollout" / "README.md").read_text("utf-8")
+PROMPTS = [Prompt('a red sign that says "AB"', group=0, seed=0)]
+
+
+def commands(page):
+    """The words of every line of the page's shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    return [shlex.split(line) for block in blocks for line in block.splitlines()]
+
+
+def traps():
+    """The cells of the rows of the table of traps."""
+    lines = PAGE.split("## Traps")[1].splitlines()
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    """`benchmark(name)` is the module of that file in benchmarks/."""
+    monkeypatch.syspath_prepend(REPO / "benchmarks")
+
+    def load(name):
+        if name == "engine_parity":
+            import engine_parity as module
+        else:
+            import engine_speed as module
+        return module
+
+    return load
+
+
+def rows(capfd):
+    """The rows of the one table that was printed."""
+    _, _, *lines = capfd.readouterr().out.splitlines()
+    assert all(line.startswith("| ") for line in lines)
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_every_command_is_there(benchmark):
+    found = commands(PAGE) + commands(PERFORMANCE)
+    assert {words[1] for words in found if words[0] == "make"} == {"install-vllm-omni", "test-vllm-omni", "demo"}
+    for first, what, *flags in found:
+        if first == "make":
+            recipe = subprocess.run(["make", "-n", what, *flags], cwd=REPO, capture_output=True, text=True, check=True)
+            scripts = re.findall(r"scripts/\w+", recipe.stdout)
+            assert scripts
+            assert all((REPO / script).is_file() for script in scripts)
+            continue
+        assert first in (".venv-vllm-omni/bin/python", "python")
+        assert (REPO / what).is_file()
+        if what.startswith("apps/"):
+            assert parse_cli(app.Args, app.PRESETS, app.check_args, flags).engine == "vllm-omni"
+        else:
+            module = benchmark(what.removeprefix("benchmarks/").removesuffix(".py"))
+            parse_cli(module.Args, {}, module.check_args, flags)
+    assert len(found) >= 6
+
+
+def test_flags_and_metrics_are_those_of_the_trainer():
+    source = (REPO / "apps" / "train_flowgrpo.py").read_text("utf-8")
+    for flag in re.findall(r"`--((?:no-)?[a-z-]+)", PAGE):
+        assert hasattr(app.Args, flag.removeprefix("no-").replace("-", "_")), flag
+    for name in re.findall(r"`((?:perf|policy)/\w+)`", PAGE):
+        assert name in source or name.split("/")[1] in source, name
+    assert app.RATIO_TOLERANCE["vllm-omni", "float32"] == 1e-5
+    assert app.RATIO_TOLERANCE["vllm-omni", "bfloat16"] == 1e-2
+    assert "most 1e-5 with `--dtype float32` and 1e-2 with `--dtype bfloat16`" in PAGE
+    assert f"up to {PROBES} elements" in PAGE
+    assert f"must both be {VERSION}" in PAGE
+
+
+def test_every_trap_has_a_test_that_exists():
+    exist = {
+        node.name
+        for path in (REPO / "tests" / "vllm_engine").glob("test_*.py")
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert len(traps()) > 20
+    for trap, _, tests in traps():
+        named = re.findall(r"`(test_\w+)`", tests)
+        assert named, trap
+        assert set(named) <= exist, trap
+
+
+def test_the_model_file_is_shown_as_it_is():
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    source = REPO / "packages" / "omni-rollout" / "src" / "omni_rollout" / "vllm_omni_models" / "qwen_image.py"
+    assert block == source.read_text("utf-8")
+
+
+def test_the_example_of_the_readme_runs(monkeypatch, capfd):
+    monkeypatch.chdir(REPO)
+    exec(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1], {})
+    assert re.fullmatch(r"\d{7} bytes shared, 0 moved, version 1\n", capfd.readouterr().out)
+
+
+def test_variables_that_are_set_keep_their_values(monkeypatch):
+    """Those of the page; the values are none that vLLM-Omni would set."""
+    names = re.findall(r"`([A-Z_]+)`", traps()[0][0])
+    assert len(names) == 7
+    for i, name in enumerate(names):
+        monkeypatch.setenv(name, "" if name == "LD_PRELOAD" else f"{70 + i}")
+    before = dict(os.environ)
+    open_engine().close()
+    assert {name: os.environ.get(name) for name in names} == {name: before[name] for name in names}
+
+
+def test_the_title_of_the_process_is_put_back(monkeypatch):
+    """Through a stand-in, as the real module does nothing in a process whose environment has grown, as it has here."""
+    titles = ["a training run"]
+    module = SimpleNamespace(getproctitle=lambda: titles[-1], setproctitle=titles.append)
+    monkeypatch.setitem(sys.modules, "setproctitle", module)
+    open_engine().close()
+    assert titles == ["a training run", "vLLM-Omni::DiffusionWorker", "a training run"]
+
+
+def test_a_second_engine_at_the_same_time_is_refused():
+    engine = open_engine()
+    names, params = engine.weights(), list(engine.pipeline.transformer.parameters())
+    blocks = len(engine.pipeline.transformer.transformer_blocks)
+    in_blocks = [sum("transformer_blocks." in name for name in names), 4 * 8]
+    before = engine.generate(PROMPTS, PARAMS)
+    with pytest.raises(RuntimeError, match="must be empty before initialization"):
+        open_engine()
+    assert torch.equal(engine.generate(PROMPTS, PARAMS).x0, before.x0)
+    assert not torch.distributed.is_initialized()
+    engine.close()
+    assert f"The small checkpoint's {len(names)} names are {len(params)} parameters" in PAGE
+    assert len(names) - len(params) == in_blocks[1]
+    whole = len(names) + (60 - blocks) * in_blocks[0] // blocks  # Qwen-Image has 60 such blocks
+    assert f"Qwen-Image's {whole:,} are {whole - 60 * 8:,}" in PAGE
+
+
+def test_torchvision_imports_without_its_kernels():
+    from torchvision.transforms import v2
+
+    assert v2.Resize(4)(torch.zeros(3, 8, 8)).shape == (3, 4, 4)
+
+
+def test_the_parity_benchmark_prints_its_table(benchmark, capfd):
+    module = benchmark("engine_parity")
+    module.main(module.Args(num_steps=2, batch_size=2, dtype="float32", random=1, random_heads=1))
+    found = rows(capfd)
+    assert [row[:3] for row in found] == [
+        ["float32", step, guidance] for step in ("sde", "cps", "dance") for guidance in ("off", "4")
+    ]
+    for row in found:
+        before, early, stale, lora, full, x0 = map(float, row[3:])
+        assert early <= before
+        assert max(before, lora, full) <= 2e-6 < 1e-5 < stale
+        assert x0 <= 1e-5
+
+
+def test_the_speed_benchmark_prints_its_table(benchmark, capfd):
+    module = benchmark("engine_speed")
+    module.main(module.Args(num_steps=2, batch_size=2, rounds=1))
+    found = {row[0]: row[1:] for row in rows(capfd)}
+    moved = [float(found[f"sync, {what}, MB moved"][1]) for what in ("all weights copied", "all weights shared")]
+    assert moved[0] > 9
+    assert moved[1] == 0
+    assert all(float(found[f"images/s, {guidance}"][2]) > 0 for guidance in ("no guidance", "guidance 4"))
