@@ -190,6 +190,9 @@ def test_sharded_adapters_switch_average_and_train(run_ranks):
             ema_update(net, "default", "old", decay=0.5)
             with adapter(net, "old"):
                 outputs.append(net(X))
+            copy_adapter(net, "default", "old")
+            with adapter(net, "old"):
+                outputs.append(net(X))
         policy = net(X)
         policy.sum().backward()
         gradients = [p.grad is not None for p in adapter_params(net, "default")]
@@ -197,7 +200,7 @@ def test_sharded_adapters_switch_average_and_train(run_ranks):
 
     net = make_net("default")
     expected = [make_net()(X)]
-    for value in (0.3, 0.2, 0.1):
+    for value in (0.3, 0.2, 0.1, 0.1):
         fill(net, "default", value)
         expected.append(net(X))
     for outputs, gradients in run_ranks(work):

@@ -139,7 +139,8 @@ def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float
     if [p.shape for p in src] != [p.shape for p in dst]:
         raise ValueError(f"src and dst must have the same shapes, got {len(src)} and {len(dst)} tensors that differ")
     if decay == 0.0:  # a copy to the last bit, which the interpolation does not promise
-        torch._foreach_copy_(list(dst), list(src))
+        for old, new in zip(dst, src, strict=True):  # sharded tensors have no _foreach_copy_
+            old.copy_(new)
     else:
         torch._foreach_lerp_(list(dst), list(src), 1.0 - decay)
 
