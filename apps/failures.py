@@ -21,7 +21,7 @@ class BrokenRunError(RuntimeError):
 
     def __init__(self, phase: str, cause: BaseException) -> None:
         super().__init__(f"phase {phase}: {type(cause).__name__}: {cause}")
-        self.cause = cause
+        self.phase, self.cause = phase, cause
 
 
 def say_mistake(mistake: Exception) -> None:
@@ -34,12 +34,17 @@ def say_failure(failure: BrokenRunError) -> None:
     """The traceback, what broke where, what to change, and the command that continues."""
     is_echo = is_lost_rank(failure.cause)
     told = tell_failure("" if is_echo else str(failure))
-    if _speaks(told):
-        traceback.print_exception(failure.cause)
-        message = describe(told, int(os.environ.get("WORLD_SIZE", "1"))) + (f" in {failure}" if is_echo else "")
-        stays = "Checkpoints that were complete stay; this continues from the newest:"
-        parts = (f"{Path(sys.argv[0]).name}: {message}", advice(failure.cause), stays, resume_command())
-        print("\n".join(parts), file=sys.stderr, flush=True)
+    if not _speaks(told):
+        return
+    traceback.print_exception(failure.cause)
+    message = describe(told, int(os.environ.get("WORLD_SIZE", "1")))
+    parts = (
+        f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
+        advice(failure.cause),
+        "Checkpoints that were complete stay; this continues from the newest:",
+        resume_command(),
+    )
+    print("\n".join(parts), file=sys.stderr, flush=True)
 
 
 def describe(told: Mapping[int, str], num_ranks: int) -> str:

@@ -22,7 +22,7 @@ from omni_rollout import Prompt, SamplingParams
 from omni_rollout.models import qwen_image
 from omni_train.alarms import Alarm, new_alarms
 from omni_train.checkpoint import Checkpoint, check_config
-from omni_train.config import to_toml
+from omni_train.config import flag, to_toml
 from omni_train.data import PromptSampler, load_prompts
 from omni_train.dist import Dist, gather_json, init_distributed, same_error, shutdown
 from omni_train.ema import Ema
@@ -45,7 +45,7 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # settings tha
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "on_failure", "hang_timeout_s", "save_every", "keep_checkpoints", "eval_every",
-    "eval_num_steps", "eval_prompts", "shard", "dry_run",
+    "eval_num_steps", "eval_prompts", "shard", "engine_sleep", "dry_run",
 )  # fmt: skip
 
 
@@ -156,15 +156,6 @@ def read_inputs(args: Any) -> tuple[PromptSampler, list[Prompt]]:
     return sampler, rollouts.samples(records, 1, seed=0, step=-1)  # the same for every run
 
 
-@contextmanager
-def flag(words: str) -> Iterator[None]:
-    """Puts words, the name of a flag, before the message of an OSError or ValueError in the block."""
-    try:
-        yield
-    except (OSError, ValueError) as exc:
-        raise ValueError(f"{words}{exc}") from exc
-
-
 def empty_net(args: Any, frozen_adapters: Sequence[str] = ()) -> torch.nn.Module:
     """The transformer with what is trained, names and shapes without weights."""
     net = qwen_image.empty_transformer(args.model)
@@ -193,7 +184,7 @@ def sharding(args: Any, dist: Dist) -> Mode:
 def load(args: Any, dist: Dist, mode: Mode, frozen_adapters: Sequence[str]) -> tuple[Any, torch.nn.Module]:
     """The engine and the transformer, ready to train, whose weights are the engine's own wherever that can be."""
     dtype = getattr(torch, args.dtype)
-    engine, net = rollouts.open_engine(args.engine, args.model, dist, dtype, pool=mode == "fsdp2")
+    engine, net = rollouts.open_engine(args.engine, args.model, dist, dtype)
     rollouts.make_trainable(
         net, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, seed=args.seed, frozen_adapters=frozen_adapters
     )
@@ -201,6 +192,7 @@ def load(args: Any, dist: Dist, mode: Mode, frozen_adapters: Sequence[str]) -> t
         net.enable_gradient_checkpointing()
     if args.engine != "diffusers" and mode != "fsdp2":
         engine.share(unadapted_params(net))
+        net.to(dist.device)  # what the engine does not hold
     compute_dtype = dtype if mode == "fsdp2" else None
     shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES, compute_dtype=compute_dtype)
     return engine, net

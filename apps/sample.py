@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from omni_train.config import parse_cli
+from omni_train.config import check_least, flag, parse_cli, refuse
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -44,9 +44,7 @@ class Args:
 
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
-    for name in ("num_images", "num_steps", "batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
+    check_least(args, {"num_images": 1, "num_steps": 2, "batch_size": 1, "guidance_scale": 1.0})
     if args.weights and not Path(args.weights).is_dir():
         raise ValueError(f"--weights must be a folder that a trainer wrote, got {args.weights}")
 
@@ -87,18 +85,28 @@ def score_label(value: float | None, details: Mapping[str, object]) -> str:
 
 
 def main(args: Args) -> None:
-    """Draws the images in batches and writes the sheet."""
+    """Draws the images in batches and writes the sheet.
+
+    Raises:
+        ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
+    """
     import torch
     from omni_rollout import Prompt, SamplingParams
     from omni_rollout.diffusers_engine import DiffusersEngine
     from omni_rollout.models import qwen_image
     from omni_train.data import PromptRecord, load_prompts, sample_seed
     from omni_train.device import local_device
-    from omni_train.weights import load_weights
+    from omni_train.weights import check_weights, load_weights
 
+    with flag("--"):  # the message itself begins with model, height or width
+        qwen_image.check_folder(args.model, height=args.height, width=args.width)
+    if args.weights:
+        with flag("--weights: "):
+            check_weights(qwen_image.empty_transformer(args.model), args.weights)
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
-        records = load_prompts(args.prompts)
+        with flag("--prompts: "):
+            records = load_prompts(args.prompts)
     model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
         load_weights(model.transformer, args.weights)
@@ -113,4 +121,8 @@ def main(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))
+    ARGS = parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__)
+    try:
+        main(ARGS)
+    except (OSError, ValueError) as exc:
+        refuse(exc)

@@ -92,6 +92,7 @@ def test_json_lines(tmp_path):
         ('{"text": "cat"}', r"line 3: must have the key \"prompt\", got the keys \['text'\]"),
         ('{"prompt": 3}', 'line 3: "prompt" must be a string, got int'),
         ('{"prompt": "cat", "negative_prompt": null}', 'line 3: "negative_prompt" must be a string, got NoneType'),
+        ('{"prompt": "cat", "size": NaN}', "line 3: not valid JSON: NaN is no JSON number"),
         ('{"prompt": " "}', 'line 3: "prompt" must not be empty'),
     ],
 )
@@ -104,6 +105,11 @@ def test_a_malformed_line_is_named(tmp_path, line, message):
 def test_files_that_cannot_serve_are_errors(tmp_path, prompts):
     with pytest.raises(ValueError, match="is empty"):
         load_prompts(write(tmp_path, "none.txt", "", " "))
+    with pytest.raises(ValueError, match=r"path must be a file that can be read, got .*gone\.txt: No such file"):
+        load_prompts(tmp_path / "gone.txt")
+    (tmp_path / "latin.txt").write_bytes(b"a cat\na caf\xe9\n")
+    with pytest.raises(ValueError, match=r"latin\.txt, line 2: must be UTF-8, got the byte 0xe9"):
+        load_prompts(tmp_path / "latin.txt")
     with pytest.raises(ValueError, match=r"must end in \.txt or \.jsonl"):
         load_prompts(write(tmp_path, "a.csv", "cat"))
     for per_step in (0, 4):

@@ -6,7 +6,8 @@ Precedence: command line, then file, then preset, then the defaults of the datac
 import os
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,6 +50,19 @@ def refuse(mistake: object) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
     sys.exit(2)
+
+
+@contextmanager
+def flag(words: str) -> Iterator[None]:
+    """Puts words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
+
+    Raises:
+        ValueError: in place of either.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"{words}{exc}") from exc
 
 
 def check_flags(cls: type, words: Sequence[str]) -> None:

@@ -5,6 +5,7 @@ that strings one ordering of the M prompts (an epoch) after another.
 """
 
 import hashlib
+import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -97,13 +98,22 @@ def load_prompts(path: str | Path) -> list[PromptRecord]:
     """All prompts of a `.txt` or `.jsonl` file, in file order.
 
     Raises:
-        ValueError: another suffix, an empty file, or a malformed line (named with its number).
+        ValueError: another suffix, a file that cannot be read or is empty, a malformed line (named with its number).
     """
     path = Path(path)
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"path must end in .txt or .jsonl, got {path}")
-    with path.open(encoding="utf-8-sig") as file:
-        lines = [(number, line.strip()) for number, line in enumerate(file, start=1) if line.strip()]
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as exc:
+        raise ValueError(f"path must be a file that can be read, got {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        number = data.count(b"\n", 0, exc.start) + 1
+        raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
+    lines = [
+        (number, line.strip()) for number, line in enumerate(io.StringIO(text, newline=None), start=1) if line.strip()
+    ]
     if not lines:
         raise ValueError(f"path must hold at least one prompt, {path} is empty")
     parse = _parse_json if path.suffix == ".jsonl" else _parse_text
@@ -116,9 +126,9 @@ def _parse_text(index: int, line: str, place: str) -> PromptRecord:
 
 def _parse_json(index: int, line: str, place: str) -> PromptRecord:
     try:
-        entry = json.loads(line)
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"{place}: not valid JSON: {exc.msg}") from exc
+        entry = json.loads(line, parse_constant=_no_number)
+    except ValueError as exc:
+        raise ValueError(f"{place}: not valid JSON: {getattr(exc, 'msg', exc)}") from exc
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be a JSON object, got {type(entry).__name__}")
     if "prompt" not in entry:
@@ -130,3 +140,7 @@ def _parse_json(index: int, line: str, place: str) -> PromptRecord:
     if not text.strip():
         raise ValueError(f'{place}: "prompt" must not be empty')
     return PromptRecord(index=index, text=text, negative=negative, meta=entry)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no JSON number")

@@ -17,7 +17,7 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import check_safetensors
+from omni_rollout.files import check_safetensors, read_json
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler
@@ -92,12 +92,19 @@ def check_folder(path: str | Path, *, height: int, width: int) -> None:
         if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
             raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
         return
-    configs = ("vae/config.json", "text_encoder/config.json", "scheduler/scheduler_config.json")
-    for name in ("model_index.json", "transformer/config.json", *configs, "tokenizer/tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise ValueError(f"model must be the folder of a diffusers QwenImagePipeline, {folder} lacks {name}")
-    for part in ("transformer", "text_encoder", "vae"):
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind != "QwenImagePipeline":
+        raise ValueError(f"model must be the folder of a diffusers QwenImagePipeline, {folder} holds a {kind}")
+    configs = ("transformer/config.json", "text_encoder/config.json", "vae/config.json")
+    for name in (*configs, "scheduler/scheduler_config.json", "tokenizer/tokenizer_config.json"):
+        read_json(folder / name)
+    for part in ("text_encoder", "vae"):
         check_safetensors(folder / part)
+    found, wanted = check_safetensors(folder / "transformer"), empty_transformer(folder).state_dict()
+    if missing := wanted.keys() - found:  # diffusers would draw them at random
+        raise ValueError(
+            f"model is incomplete: {folder}/transformer lacks {len(missing)} weights, such as {min(missing)}"
+        )
 
 
 def empty_transformer(path: str | Path) -> nn.Module:
