@@ -39,18 +39,17 @@ class Rollouts:
     watch: RewardClient | None = None
 
 
-def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype, *, pool: bool) -> tuple[Any, Any]:
-    """The engine and the transformer to train: for `diffusers` the engine's own, for `vllm-omni` one beside it."""
+def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The engine and the transformer to train: for `diffusers` the engine's own, for `vllm-omni` one on the host."""
     if kind == "diffusers":
         model = qwen_image.load(path, device=dist.device, dtype=dtype)
         return DiffusersEngine(qwen_image, model), model.transformer
     from omni_rollout.vllm_omni_engine import VllmOmniEngine
     from omni_rollout.vllm_omni_models.qwen_image import QwenImageRollout
 
-    engine = VllmOmniEngine(
-        QwenImageRollout, path, device=dist.device, dtype=dtype, pool=pool, together=partial(same_error, dist)
-    )
-    return engine, qwen_image.load_transformer(path, device=dist.device, dtype=dtype)
+    together = partial(same_error, dist)
+    engine = VllmOmniEngine(QwenImageRollout, path, device=dist.device, dtype=dtype, together=together)
+    return engine, qwen_image.load_transformer(path, dtype=dtype)
 
 
 def make_trainable(

@@ -227,7 +227,7 @@ ALGOS = {
 }
 RATIO_TOLERANCE = {  # largest |ratio - 1| of trainer and engine before the first update
     ("diffusers", "float32"): 0.0, ("diffusers", "bfloat16"): 0.0,
-    ("vllm-omni", "float32"): 1e-5, ("vllm-omni", "bfloat16"): 1e-2,
+    ("vllm-omni", "float32"): 1e-5, ("vllm-omni", "bfloat16"): 4e-3,
 }  # fmt: skip
 
 # 3. One training step: rollout, score, advantages, update

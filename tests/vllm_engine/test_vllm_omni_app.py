@@ -83,12 +83,16 @@ def test_both_engines_make_the_same_run(train, ranks, shard):
     assert 'old_log_prob = "rollout"' in Path("runs/embedded/config.toml").read_text()
 
 
-def test_a_stale_engine_is_caught(train):
+@pytest.mark.parametrize(("ranks", "dtype", "lr"), [(1, "float32", 3e-4), (2, "float32", 3e-4), (1, "bfloat16", 1e-3)])
+def test_a_stale_engine_is_caught(train, ranks, dtype, lr):
     def forget_to_sync():
         rollouts.sync = lambda engine, net, *, version: 0
 
     with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="step 1: before the first update the ratio"):
-        train(change=forget_to_sync, engine="vllm-omni", lora_rank=4, lora_alpha=8, lr=1e-2)
+        train(
+            ranks=ranks, change=forget_to_sync, engine="vllm-omni", dtype=dtype, lora_rank=32, lora_alpha=128, lr=lr,
+            algo="flowgrpo", noise_level=0.7,
+        )  # fmt: skip
 
 
 def test_lora_guidance_a_reference_and_two_updates(train):
@@ -107,7 +111,7 @@ def test_bfloat16_is_within_its_tolerance_and_can_be_corrected(train):
         correction_low=0.9999, correction_high=1.0001, algo="flowgrpo", noise_level=0.7,
     )  # fmt: skip
     for line in lines[1:]:
-        assert 0 < line["policy/first_ratio_max_dev"] <= 1e-2
+        assert 0 < line["policy/first_ratio_max_dev"] <= 2e-3
         assert line["policy/ratio_max_dev"] == 0  # ratios start at the trainer's own log-probs
-        assert 0 < line["policy/correction_abs_diff_max"] <= 1e-2
+        assert 0 < line["policy/correction_abs_diff_max"] <= 2e-3
         assert 0 < line["policy/correction_outside_fraction"] <= 1

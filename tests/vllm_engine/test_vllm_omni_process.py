@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-import weakref
 
 import psutil
 import pytest
@@ -18,6 +17,8 @@ from omni_rollout.vllm_omni_worker import check_versions
 from omni_train.dist import same_error
 from omni_train.shard import shard
 from omni_train.weights import named_weights
+from torch.multiprocessing.reductions import StorageWeakRef
+from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 from vllm_omni.platforms import current_omni_platform
 from vllm_omni_helpers import PARAMS, gap, open_engine, train
 
@@ -34,6 +35,7 @@ def process():
         "group": torch.distributed.is_initialized(),
         "children": [c.pid for c in psutil.Process().children() if "resource_tracker" not in " ".join(c.cmdline())],
         "default dtype": torch.get_default_dtype(),
+        "generator": torch.get_rng_state().tolist(),
     }
 
 
@@ -124,8 +126,8 @@ def test_a_streamed_sync_has_one_gathered_parameter_at_a_time(run_ranks):
         def watched():
             nonlocal most
             for name, tensor in named_weights(net):
-                alive.append(weakref.ref(tensor))
-                most = max(most, sum(ref() is not None for ref in alive))
+                alive.append(StorageWeakRef(tensor.untyped_storage()))
+                most = max(most, sum(not storage.expired() for storage in alive))
                 yield name, tensor
                 del tensor
 
@@ -135,24 +137,51 @@ def test_a_streamed_sync_has_one_gathered_parameter_at_a_time(run_ranks):
 
     for most, total in run_ranks(work):
         assert total == 141
-        assert most <= 2  # the one that the engine has just copied, and the one that takes its name
+        assert most == 1
 
 
-def test_an_error_of_one_rank_ends_both(run_ranks, tmp_path):
+@pytest.mark.parametrize("where", ["config", "constructor", "load"])
+def test_an_error_of_one_rank_ends_both(run_ranks, tmp_path, monkeypatch, where):
     (tmp_path / "empty").mkdir()
 
     def work(dist):
-        path = str(CHECKPOINT if dist.rank == 0 else tmp_path / "empty")
+        path = str(tmp_path / "empty" if where == "config" and dist.rank == 1 else CHECKPOINT)
+        if where == "load" and dist.rank == 1:
+            DiffusionWorker.load_model = fail
+        if where == "constructor":  # it makes groups, so it can only fail on all ranks together
+            DiffusionWorker._create_profiler = fail
         start = time.monotonic()
         try:
             open_engine(path, device=dist.device, together=lambda: same_error(dist))
-        except (OSError, ValueError) as exc:
-            return [str(exc), time.monotonic() - start]
-        return ["no error", 0.0]
+        except (OSError, ValueError, RuntimeError) as exc:
+            ones = torch.ones(1)
+            torch.distributed.all_reduce(ones)
+            return [str(exc), time.monotonic() - start, ones.item()]
+        return ["no error", 0.0, 0.0]
 
-    for message, seconds in run_ranks(work):
-        assert "rank 1:" in message
+    for message, seconds, ranks in run_ranks(work):
+        assert "rank 1:" in message or where == "constructor"
+        assert "out of memory" in message or where == "config"
         assert seconds < 60
+        assert ranks == 2  # the trainer's group lives
+
+
+def fail(*args, **kwargs):
+    raise torch.OutOfMemoryError("out of memory")
+
+
+def test_after_an_error_another_engine_can_follow(monkeypatch):
+    before = process()
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionWorker, "_create_profiler", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            open_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr("vllm_omni.diffusion.worker.diffusion_worker.init_workspace_manager", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            open_engine()
+    assert process() == before
+    open_engine().close()
 
 
 def test_the_local_rank_picks_the_device(run_ranks):
@@ -164,4 +193,5 @@ def test_the_local_rank_picks_the_device(run_ranks):
         return asked
 
     for rank, asked in enumerate(run_ranks(work)):
+        assert set(asked) - {0} == {5 - rank}  # 0 is the current device, which a CPU always says
         assert asked[0] == 5 - rank

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from omni_rollout.types import Prompt, SamplingParams, Trajectory, pad_alike
 
-MAX_CACHED_TEXTS = 4096
+MAX_CACHED_TEXTS = 512  # up to 4 MB each on the device, for Qwen-Image
 
 
 class Sampler:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from omni_rollout.types import Prompt, SamplingParams, Trajectory
 from omni_rollout.vllm_omni_worker import start_worker, stop_worker
 
-from vllm.device_allocator.cumem import cumem_available  # isort: skip
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
 from vllm_omni.diffusion.sched.interface import CachedRequestData, DiffusionSchedulerOutput, NewRequestData  # isort: skip
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # isort: skip
+from vllm_omni.platforms import current_omni_platform  # isort: skip
 
 PROBES = 32  # elements of a weight that a sync compares after copying it
 
@@ -34,10 +34,12 @@ class VllmOmniEngine:
     """One per process. The transformer's weights start as the checkpoint's, and count as `weight_version`.
 
     pipeline: a class of `omni_rollout.vllm_omni_models`. path: folder or hub id of the diffusers pipeline. device: this
-    rank's; its index picks the accelerator. dtype: of all weights. pool: load them into vLLM's own memory pool where
-    there is one, so that `sleep` keeps their addresses; then nothing can be shared. together: entered around what may
-    fail on one rank alone, so that a context manager that agrees with the other ranks on leaving it ends all of them,
-    and none waits for ever. Where there is a process group, all ranks construct their engines at the same point.
+    rank's; its index picks the accelerator. dtype: of all weights. together: entered around what may fail on one rank
+    alone, so that a context manager that agrees with the other ranks on leaving it ends all of them, and none waits for
+    ever. Where there is a process group, all ranks construct their engines at the same point.
+
+    Raises:
+        ValueError: vLLM-Omni's platform has other devices than `device`.
     """
 
     def __init__(
@@ -47,20 +49,19 @@ class VllmOmniEngine:
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        pool: bool = False,
         weight_version: int = 0,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        device = torch.device(device)
+        if current_omni_platform.device_type != device.type:
+            raise ValueError(f"device must be vLLM-Omni's, a {current_omni_platform.device_type}, got {device}")
         self.weight_version = weight_version
         self.moved_bytes = 0  # by the last `load_weights`
-        device = torch.device(device)
-        self._pool = pool and device.type == "cuda" and cumem_available
-        self._worker = start_worker(
-            pipeline, str(path), local_rank=device.index or 0, dtype=dtype, pool=self._pool, together=together
-        )
+        self._worker = start_worker(pipeline, str(path), local_rank=device.index or 0, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self._shared: dict[str, int] = {}  # name -> address of the storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
+        self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once
         self._calls = count()
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
@@ -68,9 +69,11 @@ class VllmOmniEngine:
 
         Raises:
             ValueError: no prompts, or a size the model does not draw.
+            RuntimeError: the engine sleeps.
         """
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
+        self._check_awake()
         call = next(self._calls)
         requests = [_request(f"{call}-{i}", p, params, self.weight_version) for i, p in enumerate(prompts)]
         outputs = self._worker.execute_model_batch(_schedule(call, requests), self._worker.od_config).runner_outputs
@@ -79,7 +82,12 @@ class VllmOmniEngine:
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
 
     def weights(self) -> dict[str, Tensor]:
-        """The transformer's weights where they lie, under diffusers' names."""
+        """The transformer's weights where they lie, under diffusers' names.
+
+        Raises:
+            RuntimeError: the engine sleeps.
+        """
+        self._check_awake()
         return diffusers_views(self.pipeline.transformer, self.pipeline.diffusers_names)
 
     @torch.no_grad()
@@ -87,20 +95,20 @@ class VllmOmniEngine:
         """Moves a trainer's parameters into the engine's storage; returns the bytes that no longer exist twice.
 
         The trainer then updates what the engine samples with. Each must have the values that the engine has, so that a
-        wrong name, or another checkpoint, is found here.
+        wrong name, or another checkpoint, is found here; they may lie on the host. A trainer that shared before no
+        longer counts as doing so.
 
         Raises:
-            ValueError: the engine has no such weight, or another shape, dtype, device or value.
+            ValueError: the engine has no such weight, or another shape, dtype or value.
         """
-        if self._pool:
-            raise ValueError("pool must be False for an engine that shares: what the pool holds leaves in sleep")
         own, num_bytes = self.weights(), 0
+        self._shared = {}
         for name, param in params:
             view = _fitting(own, name, param)
-            if (param.dtype, param.device) != (view.dtype, view.device) or not torch.equal(param, view):
+            if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
                 raise ValueError(
-                    f"params must hold what the engine has loaded, but {name} ({param.dtype}, {param.device}) has "
-                    f"other values, or another type or device, than the engine's ({view.dtype}, {view.device})"
+                    f"params must hold what the engine has loaded, but {name} ({param.dtype}) has other values, or "
+                    f"another type, than the engine's ({view.dtype})"
                 )
             param.data = view
             self._shared[name] = view.untyped_storage().data_ptr()
@@ -112,19 +120,24 @@ class VllmOmniEngine:
         """Copies weights in, one at a time, and counts as `version` from now on.
 
         tensors: full tensors under diffusers' names, every weight of the transformer that is not shared among them;
-        shared ones may come too, and are not moved. `omni_train.weights.named_weights` brings LoRA merged.
+        shared ones may come too, and are not moved. `omni_train.weights.named_weights` brings LoRA merged. None is kept
+        alive. After an error some are new and some old: the engine is not to be used.
 
         Raises:
-            ValueError: a name or shape that the transformer lacks, or a weight left out.
-            RuntimeError: the engine does not have afterwards what it was given.
+            ValueError: a name or shape that the transformer lacks, a weight left out, or another tensor for a shared
+                weight, which would overwrite the trainer's own.
+            RuntimeError: the engine sleeps, or does not have afterwards what it was given.
         """
         own, given, moved = self.weights(), {}, 0
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
+            given[name] = _probe(tensor).to(view)
             if view.data_ptr() != tensor.data_ptr():
+                if name in self._shared:
+                    raise ValueError(f"tensors must leave shared weights where they are, got another tensor for {name}")
                 view.copy_(tensor)
                 moved += view.nbytes
-            given[name] = _probe(tensor.to(view.dtype)).to(view.device)
+            del tensor  # before the next one is gathered
         missing = sorted(own.keys() - given.keys() - self._shared.keys())
         if missing:
             some = f"{len(missing)} of {len(own)}: {missing[:4]}"
@@ -135,28 +148,42 @@ class VllmOmniEngine:
     def sleep(self) -> None:
         """Takes every weight that is not shared with the trainer off the accelerator; on a CPU nothing happens.
 
-        Text encoder and VAE go to the host, and the transformer where the trainer holds its own.
+        Text encoder and VAE go to the host, and of the transformer what the trainer does not hold. vLLM's own pool is
+        not used: it would take shared weights along, and torch's statistics do not see it.
         """
-        if self._worker.device.type == "cpu" or self._asleep:
-            return
-        if self._pool:
-            self._worker.sleep(level=1)
-            return
-        self._asleep = offload(self.pipeline, keep=set(self._shared.values()))
-        torch.accelerator.empty_cache()
+        if self._worker.device.type != "cpu" and not self._asleep:
+            self._offload()
+            torch.accelerator.empty_cache()
 
     def wake(self) -> None:
         """Undoes `sleep`."""
-        if self._pool and self._worker.device.type != "cpu":
-            self._worker.wake_up(["weights"])
         for weight, values in self._asleep:
-            weight.data = values.to(self._worker.device, non_blocking=True)
+            weight.data = values.to(self._worker.device)
         self._asleep = []
+
+    def _offload(self) -> None:
+        """Empties what is not shared; what changes is copied to the host each time, the rest once."""
+        changing = {id(p) for p in self.pipeline.transformer.parameters()}
+        shared = set(self._shared.values())
+        for tensor in [*self.pipeline.parameters(), *self.pipeline.buffers()]:
+            if tensor.untyped_storage().data_ptr() in shared:
+                continue
+            values = self._host.get(id(tensor))
+            if values is None:
+                values = tensor.data.to("cpu", copy=True)
+            if id(tensor) not in changing:
+                self._host[id(tensor)] = values
+            self._asleep.append((tensor, values))
+            tensor.data = tensor.data.new_empty(0)
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise RuntimeError("the engine sleeps: call wake() first")
 
     def close(self) -> None:
         """Frees the engine; the process group and the weights that the trainer shares stay."""
         self.pipeline = None
-        self._asleep = []
+        self._asleep, self._host = [], {}
         stop_worker(self._worker)
 
     def _check_arrival(self, given: dict[str, Tensor]) -> None:
@@ -189,19 +216,6 @@ def diffusers_views(transformer: Any, renamed: dict[str, str]) -> dict[str, Tens
             name = name.replace(here, there)
         views[name] = param.data
     return views
-
-
-def offload(module: nn.Module, *, keep: set[int]) -> list[tuple[Tensor, Tensor]]:
-    """Moves the module's parameters and buffers to the host, but those whose storage has an address in `keep`.
-
-    Returns (tensor, its values on the host) pairs; each tensor is left empty, and its memory free.
-    """
-    moved = []
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if tensor.untyped_storage().data_ptr() not in keep:
-            moved.append((tensor, tensor.data.cpu()))
-            tensor.data = tensor.data.new_empty(0)
-    return moved
 
 
 def _request(name: str, prompt: Prompt, params: SamplingParams, weight_version: int) -> OmniDiffusionRequest:
@@ -237,6 +251,6 @@ def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
 
 
 def _probe(tensor: Tensor) -> Tensor:
-    """Up to PROBES elements, evenly spread."""
+    """Up to PROBES elements, evenly spread, as a copy that does not keep the tensor alive."""
     flat = tensor.flatten()
-    return flat[:: max(1, flat.numel() // PROBES)][:PROBES]
+    return flat[:: max(1, flat.numel() // PROBES)][:PROBES].clone()

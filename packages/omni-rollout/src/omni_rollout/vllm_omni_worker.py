@@ -8,7 +8,6 @@ back. Sampling itself calls no collective, so ranks may draw different prompts, 
 
 import importlib.metadata
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
@@ -42,9 +41,14 @@ if not torch.accelerator.is_available():
 with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the format of every log line
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
+    from vllm_omni.diffusion.distributed.parallel_state import destroy_distributed_env
     from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.platforms import current_omni_platform
+try:
+    import setproctitle
+except ModuleNotFoundError:  # then nobody can rename the process
+    setproctitle = None
 
 
 class RolloutPipeline:
@@ -75,19 +79,19 @@ def start_worker(
     *,
     local_rank: int,
     dtype: torch.dtype,
-    pool: bool,
     together: Callable[[], AbstractContextManager[None]],
 ) -> DiffusionWorker:
     """A worker with the pipeline's checkpoint loaded, on the device that `local_rank` names.
 
-    With a process group every rank calls this at the same point: it makes groups, which all ranks take part in.
+    With a process group every rank calls this at the same point: it makes groups, which all ranks take part in. An
+    error leaves the trainer's group as it was, and room for another worker.
 
-    pool: allocate the weights from vLLM's memory pool, of which a process has one. together: entered around what may
-    fail on one rank alone, with no collective inside, so that the caller can let every rank fail at that point.
+    together: entered around what may fail on one rank alone, with no collective inside, so that the caller can let
+    every rank fail at that point.
     """
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
-    with _undisturbed_process(), _some_process_group():
+    with _undisturbed_process(), _some_process_group(), _kept_process_group():
         with together():
             config = OmniDiffusionConfig.from_kwargs(
                 model=model,
@@ -95,26 +99,32 @@ def start_worker(
                 num_gpus=world,
                 parallel_config={"data_parallel_size": world},  # every rank holds the whole model
                 enforce_eager=True,
-                enable_sleep_mode=pool,
                 extras={},  # its default is a placeholder that some pipelines trip over
             )
             config.enrich_config()
         worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
-        # Both ranks it is told only pick the device: the process group knows the global one.
-        worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
-        # It would hand an autoregressive stage's cache on: a broadcast of pickled objects for every request.
-        worker.model_runner.kv_transfer_manager = None
         try:
+            # Both ranks it is told only pick the device: the process group knows the global one.
+            worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
+            # It would hand an autoregressive stage's cache on: a broadcast of pickled objects for every request.
+            worker.model_runner.kv_transfer_manager = None
             with together():
                 worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)
         except BaseException:
-            stop_worker(worker)
+            destroy_distributed_env()
             raise
     return worker
 
 
 def stop_worker(worker: DiffusionWorker) -> None:
     """Ends the worker and its groups; the trainer's process group stays."""
+    with _kept_process_group():
+        worker.shutdown()
+
+
+@contextmanager
+def _kept_process_group() -> Iterator[None]:
+    """Whatever vLLM-Omni destroys in the block, the world's process group is not among it."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_own(group: Any = None) -> None:
@@ -122,7 +132,7 @@ def stop_worker(worker: DiffusionWorker) -> None:
             destroy(group)
 
     with patch.object(torch.distributed, "destroy_process_group", destroy_own):
-        worker.shutdown()
+        yield
 
 
 @contextmanager
@@ -141,9 +151,9 @@ def _some_process_group() -> Iterator[None]:
 
 @contextmanager
 def _undisturbed_process() -> Iterator[None]:
-    """Keeps output as it is, and puts back the process title and all variables but vLLM's own."""
-    before = dict(os.environ)
-    title = sys.modules["setproctitle"].getproctitle() if "setproctitle" in sys.modules else None
+    """Keeps output as it is, and puts back the process title, torch's generator and all variables but vLLM's own."""
+    before, random = dict(os.environ), torch.get_rng_state()
+    title = setproctitle.getproctitle() if setproctitle else ""
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # or each line of output gets the worker's name in front
     try:
         yield
@@ -152,5 +162,6 @@ def _undisturbed_process() -> Iterator[None]:
             if not name.startswith("VLLM_") or name == "VLLM_CONFIGURE_LOGGING":
                 del os.environ[name]
         os.environ.update(before)
-        if title is not None:
-            sys.modules["setproctitle"].setproctitle(title)
+        torch.set_rng_state(random)
+        if setproctitle:
+            setproctitle.setproctitle(title)

@@ -148,20 +148,22 @@ def any_rank(dist: Dist, flag: bool) -> bool:
 
 @contextmanager
 def same_error(dist: Dist) -> Iterator[None]:
-    """Make an OSError or ValueError of one rank in the `with` block one of every rank, in the same words.
+    """Make an OSError, ValueError, ImportError or RuntimeError of one rank in the block one of every rank.
+
+    The words are the same everywhere; out of memory is a RuntimeError.
 
     Every rank enters the block, and nothing in it may be a collective: a rank that failed would not take part.
     """
-    error: OSError | ValueError | None = None
+    kinds = (OSError, ValueError, ImportError, RuntimeError)
+    error: OSError | ValueError | ImportError | RuntimeError | None = None
     try:
         yield
-    except (OSError, ValueError) as exc:
+    except kinds as exc:
         error = exc
-    told = None if error is None else [isinstance(error, OSError), str(error)]
+    told = None if error is None else [[isinstance(error, kind) for kind in kinds].index(True), str(error)]
     for rank, entry in enumerate(gather_json(dist, told)):
         if isinstance(entry, list):
-            kind = OSError if entry[0] else ValueError
-            raise kind(entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
+            raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
 
 
 def is_lost_rank(error: BaseException) -> bool:
