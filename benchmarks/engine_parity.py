@@ -23,7 +23,7 @@ from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step
 from omni_train.config import check_least, parse_cli
 from omni_train.device import empty_cache, local_device
-from omni_train.lora import add_lora, unadapted_params
+from omni_train.lora import add_lora, reference, unadapted_params
 from omni_train.weights import named_weights
 from torch import nn
 
@@ -105,14 +105,16 @@ def lora_columns(
     update(net, before[0], cases[0], lr=LORA_LR)
     columns.append(gaps(net, before, cases))
     engine.load_weights(named_weights(net), version=1)
-    return [*columns, gaps(net, sample(), cases)]
+    columns.append(gaps(net, sample(), cases))
+    with reference(net):
+        engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
+    return columns
 
 
 def full_column(
     engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
 ) -> list[float]:
     """The gaps after an update of all weights, which the engine shares."""
-    engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
     engine.share(net.requires_grad_(True).named_parameters())
     update(net, before[0], cases[0], lr=FULL_LR)
     engine.load_weights(named_weights(net), version=3)

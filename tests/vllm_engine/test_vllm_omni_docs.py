@@ -88,7 +88,9 @@ def test_flags_and_metrics_are_those_of_the_trainer():
         assert hasattr(app.Args, flag.removeprefix("no-").replace("-", "_")), flag
     for name in re.findall(r"`((?:perf|policy)/\w+)`", PAGE):
         assert name in source or name.split("/")[1] in source, name
-    for dtype, tolerance in re.findall(r"(\S+) with\s`--dtype (\w+)`", PAGE)[::-1]:
+    tolerances = re.findall(r"([\d.e-]+) with\s+`--dtype (\w+)`", PAGE)
+    assert [dtype for _, dtype in tolerances] == ["float32", "bfloat16"]
+    for tolerance, dtype in tolerances:
         assert float(tolerance) == app.RATIO_TOLERANCE["vllm-omni", dtype]
     assert f"up to {PROBES} elements" in PAGE
     assert f"must both be {VERSION}" in PAGE
@@ -146,7 +148,7 @@ def test_a_second_engine_at_the_same_time_is_refused():
     blocks = len(engine.pipeline.transformer.transformer_blocks)
     in_blocks = [sum("transformer_blocks." in name for name in names), 4 * 8]
     before = engine.generate(PROMPTS, PARAMS)
-    with pytest.raises(RuntimeError, match="must be empty before initialization"):
+    with pytest.raises(RuntimeError):
         open_engine()
     assert torch.equal(engine.generate(PROMPTS, PARAMS).x0, before.x0)
     assert not torch.distributed.is_initialized()
