@@ -54,12 +54,11 @@ class Args:
     dtype: Literal["float32", "bfloat16"] = "float32"  # Of the weights that are not trained; what is trained is float32
     prompts: str = f"{ROOT}/data/tiny-signs/train.txt"  # Training prompts, .txt or .jsonl
     eval_prompts: str = f"{ROOT}/data/tiny-signs/eval.txt"  # Prompts of the evaluations
-    engine: Literal["diffusers", "vllm-omni"] = (
-        "diffusers"  # What samples: the embedded engine, or vLLM-Omni in process
-    )
+    engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # What samples: the embedded engine or vLLM-Omni
     engine_sleep: bool = True  # Whether the engine's own weights leave the accelerator during updates
-    old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # The engine's (auto with diffusers), the
-    # trainer's before its first update (auto with vllm-omni), or that and weights that correct the engine's samples
+    old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Engine's (auto: diffusers), trainer's
+    # before its first update (auto: vllm-omni), or that and weights that correct the engine's samples
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| of trainer and engine; or RATIO_TOLERANCE
     correction_level: Literal["step", "trajectory"] = "trajectory"  # What shares a weight
     correction_mode: Literal["truncate", "mask"] = "truncate"  # What happens to weights beyond the bounds
     correction_low: float = 0.99  # Least density of the trainer over the engine's, per latent element
@@ -321,7 +320,8 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
                 gap = (move.log_prob.detach() - batch.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            tolerance = RATIO_TOLERANCE[args.engine, args.dtype]
+            given = args.ratio_tolerance
+            tolerance = RATIO_TOLERANCE[args.engine, args.dtype] if given is None else given
             deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step)
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))

@@ -137,6 +137,7 @@ def test_a_rank_whose_store_is_gone_hears_nobody(monkeypatch):
 
 def test_the_errors_of_a_lost_rank_are_known(run_ranks):
     def work(dist):
+        barrier(dist)  # both have met
         if dist.rank:
             os._exit(0)
         with pytest.raises(RuntimeError) as caught:
