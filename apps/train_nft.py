@@ -320,10 +320,10 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: Tensor, w
             old = velocity.detach() if frozen["sampler"][i] is None else frozen["sampler"][i]
             out = ALGOS[args.algo](args, velocity, old, points[i])
             loss, metrics = out.loss, dict(out.metrics)
-            for name, coef in (("reference", args.kl_coef), ("old", args.old_kl_coef)):
+            for policy, coef in (("reference", args.kl_coef), ("old", args.old_kl_coef)):
                 if coef:
-                    distance = velocity_kl(velocity, frozen[name][i]).mean()
-                    loss, metrics[f"{name}_kl"] = loss + coef * distance, distance.detach()
+                    distance = velocity_kl(velocity, frozen[policy][i]).mean()
+                    loss, metrics[f"{policy}_velocity_kl"] = loss + coef * distance, distance.detach()
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
             (loss / (per_update * dist.world_size)).backward()
             seen.append(metrics | {"loss": loss.detach()})
