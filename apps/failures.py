@@ -54,9 +54,9 @@ def describe(told: Mapping[int, str], num_ranks: int) -> str:
         ranks_by_cause.setdefault(told[rank], []).append(str(rank))
     if ranks_by_cause:
         return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
-    silent = ", ".join(str(rank) for rank in range(num_ranks) if rank not in told)
-    who = f"rank {silent} was killed or hangs" if silent else "the ranks lost each other"
-    return f"{who}; rank {min(told)} waited for it"
+    silent = [str(rank) for rank in range(num_ranks) if rank not in told]
+    who = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
+    return f"{who if silent else 'the ranks lost each other'}; rank {min(told)} waited for it"
 
 
 def advice(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from omni_reward.client import OnFailure
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
+from omni_train.config import flag
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist, gather_floats, gather_json, same_error
 from omni_train.lora import add_lora
@@ -67,17 +68,22 @@ def connect(urls: str, token_file: str, dist: Dist, *, timeout_s: float, on_fail
     """A client of the scorer at one URL, or of equal ones at several with commas between; all have answered.
 
     Raises:
-        ValueError: one has not, or it refuses the token.
+        ValueError: one has not, or it refuses the token, or scores something else than images.
     """
-    token = Path(token_file).read_text().strip() if token_file else None
+    with flag("--scorer-token-file: "):
+        token = Path(token_file).read_text().strip() if token_file else None
     in_flight = max(1, 64 // dist.world_size)  # as many as the server lets wait, shared by the ranks
-    client = RewardClient(
-        urls.split(","), token=token, timeout_s=timeout_s, max_in_flight=in_flight, on_failure=on_failure
-    )
+    with flag("--scorer-url: "):
+        client = RewardClient(
+            urls.split(","), token=token, timeout_s=timeout_s, max_in_flight=in_flight, on_failure=on_failure
+        )
     try:
         client.check()
+        media = client.info()["media"]
     except RewardError as exc:
         raise ValueError(f"--scorer-url must be a reward server that answers: {exc}") from exc
+    if media != ["image"]:
+        raise ValueError(f"--scorer-url must be a reward server that takes images, {urls} takes {', '.join(media)}")
     return client
 
 

@@ -1,0 +1,171 @@
+"""The trainer as forked processes, in which all is imported already: runs that tests start, kill and start again.
+
+A life is one start of the program, on one rank or more. It gives the exit codes of its ranks and what each printed.
+"""
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import CHECKPOINT, REPO
+from omni_train.config import parse_cli
+
+import rollouts
+import runs
+import train_flowgrpo as app
+
+WORDS = ("AB", "CD", "EF")  # of the evaluation
+TINY = replace(
+    app.PRESETS["tiny-signs"],
+    name="run", model=str(CHECKPOINT), prompts=str(REPO / "data" / "tiny-signs" / "train.txt"),
+    eval_prompts="eval.txt", algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
+    group_size=4, batch_size=2, height=32, width=64, num_steps=3, eval_num_steps=2, steps=4, eval_every=2, save_every=1,
+    lr=1e-3, lr_decay=False, ema_decay=0.0, hang_timeout_s=60.0, shard="auto",
+)  # fmt: skip
+
+
+def write_eval_prompts(folder: Path) -> None:
+    """The evaluation's prompts, few."""
+    (folder / "eval.txt").write_text("".join(f'a blue sign that says "{word}"\n' for word in WORDS))
+
+
+def nothing(rank: int) -> None:
+    """What a life does before it begins, unless a test says otherwise."""
+
+
+@dataclass
+class Life:
+    """Forked ranks of one start."""
+
+    pids: list[int]
+    outputs: list[Path]
+    store: Any
+    codes: dict[int, int] = field(default_factory=dict)
+
+    def wait(self, timeout_s: float = 60.0) -> list[int]:
+        """The exit codes of all ranks, -9 for SIGKILL; the test fails where one still lives after that time."""
+        deadline = time.monotonic() + timeout_s
+        while len(self.codes) < len(self.pids):
+            for rank in range(len(self.pids)):
+                self.has_ended(rank)
+            if time.monotonic() > deadline:
+                self.kill()
+                raise AssertionError(f"still there after {timeout_s} s:\n{self.text()}")
+            time.sleep(0.005)
+        return [self.codes[rank] for rank in range(len(self.pids))]
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank has, by now."""
+        if rank not in self.codes:
+            pid, status = os.waitpid(self.pids[rank], os.WNOHANG)
+            if pid:
+                self.codes[rank] = os.waitstatus_to_exitcode(status)
+        return rank in self.codes
+
+    def kill(self) -> None:
+        """SIGKILL for all ranks that are left."""
+        for rank, pid in enumerate(self.pids):
+            if not self.has_ended(rank):
+                os.kill(pid, signal.SIGKILL)
+                self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def text(self) -> str:
+        """What all ranks printed, rank by rank."""
+        return "\n".join(path.read_text() for path in self.outputs)
+
+
+def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Callable[[int], None] = nothing) -> Life:
+    """Ranks that run `before(rank)` and `work()`, and print to files in `folder`.
+
+    They meet as under torchrun, at a store that outlives them.
+    """
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    life = Life([], [folder / f"out-{rank}.txt" for rank in range(ranks)], store)
+    for rank in range(ranks):
+        pid = os.fork()
+        if pid == 0:
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            _live(life.outputs[rank], place | {name: str(n) for name, n in numbers.items()}, work, before)
+        life.pids.append(pid)
+    return life
+
+
+def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: Callable[[int], None]) -> None:
+    """Run to the end; a forked process must not run pytest's endings."""
+    code = 0
+    sys.stdout = sys.stderr = output.open("w", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    try:
+        torch.set_num_threads(1)
+        if place["WORLD_SIZE"] != "1":
+            os.environ |= place
+        before(int(place["RANK"]))
+        work()
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def train(folder: Path, args: Any, **how: Any) -> Life:
+    """A start of the FlowGRPO trainer with these settings."""
+    return start(folder, lambda: runs.launch(app.main, args), **how)
+
+
+def command(folder: Path, flags: Sequence[str], **how: Any) -> Life:
+    """A start of it with this command line."""
+
+    def work() -> None:
+        sys.argv = ["train_flowgrpo.py", *flags]
+        runs.launch(app.main, parse_cli(app.Args, app.PRESETS, app.check_args, flags, description=app.__doc__))
+
+    return start(folder, work, **how)
+
+
+def no_loading(rank: int) -> None:
+    """A start that comes to the weights has an exit code of its own."""
+    rollouts.open_engine = lambda *args, **kwargs: os._exit(99)
+
+
+def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:
+    """The trainer, with tiny.toml and these flags, ends with code 2 and this one line."""
+    life = command(folder, ["--config", "tiny.toml", *flags], ranks=ranks, before=no_loading)
+    codes, text = life.wait(), life.text().strip()
+    assert codes == [2] * ranks, text
+    assert text.startswith("train_flowgrpo.py: error: ")
+    assert len(text.splitlines()) == 1, text
+    assert re.search(message, text), text
+
+
+def rewrite(path: Path, text: str) -> None:
+    """Another content, in a folder of links."""
+    path.unlink()
+    path.write_text(text)
+
+
+def cut(file: Path) -> None:
+    """The first half of a file, in a folder of links."""
+    data = file.read_bytes()
+    file.unlink()
+    file.write_bytes(data[: len(data) // 2])
+
+
+def deepen(file: Path, extra: int) -> None:
+    """A configuration with that many more blocks than there are weights for."""
+    config = json.loads(file.read_text())
+    rewrite(file, json.dumps(config | {"num_layers": config["num_layers"] + extra}))

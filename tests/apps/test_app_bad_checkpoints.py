@@ -1,0 +1,134 @@
+"""A checkpoint, or weights to draw with, that cannot serve: exit code 2 and one line, before any weight is loaded."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from hashlib import sha256
+
+import pytest
+import torch
+from apps import app_lives as lives
+from helpers import CHECKPOINT, REPO
+from omni_rollout.models import qwen_image
+from omni_train.config import to_toml
+from omni_train.dist import Dist
+from omni_train.lora import add_lora
+from omni_train.weights import save_weights
+from safetensors.torch import load_file, save_file
+
+import sample
+
+ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, bright_url):
+    """The folder of a run of one step with an adapter of rank 2, whose model is in its folder."""
+    home = tmp_path_factory.mktemp("trained")
+    here = os.getcwd()
+    os.chdir(home)
+    lives.write_eval_prompts(home)
+    shutil.copytree(CHECKPOINT, home / "model", copy_function=os.symlink)
+    args = replace(lives.TINY, steps=1, model="model", lora_rank=2, lora_alpha=4, scorer_url=bright_url)
+    life = lives.train(home, args)
+    os.chdir(here)
+    assert life.wait() == [0], life.text()
+    (home / "tiny.toml").write_text(to_toml(args))
+    return home
+
+
+def newest_file(home):
+    return next((home / "runs/run/checkpoints/step-00000001").glob("*.safetensors"))
+
+
+def flip(home):
+    file = newest_file(home)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def poison(home):
+    """NaN in a tensor, under checksums that are right."""
+    file, index = newest_file(home), newest_file(home).with_name("checkpoint.json")
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.startswith("weight/"))
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, file)
+    content = json.loads(index.read_text())
+    del content["sha256"]
+    content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file.read_bytes()).hexdigest()}
+    content["sha256"] = sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    index.write_text(json.dumps(content))
+
+
+CHECKPOINTS = {
+    "another lr": (None, "--lr 2e-3", r"of step 1 was made with other settings: lr was 0\.001, is 0\.002\. Continue"),
+    "two others": (None, "--seed 1 --group-size 2", "other settings: seed was 0, is 1, group_size was 4, is 2"),
+    "another rank": (None, "--lora-rank 4", "other settings: lora_rank was 2, is 4"),
+    "no adapter": (None, "--lora-rank 0", "other settings: lora_rank was 2, is 0"),
+    "another byte": (flip, "", r"checkpoint .*step-00000001 is damaged: rank-00000-000\.safetensors has the SHA-256"),
+    "a cut file": (lambda h: lives.cut(newest_file(h)), "", r"is damaged: rank-00000-000\.safetensors has \d+ bytes"),
+    "a lost file": (lambda h: newest_file(h).unlink(), "", r"is damaged: rank-00000-000\.safetensors is missing"),
+    "no index": (
+        lambda h: newest_file(h).with_name("checkpoint.json").write_text("{"), "", r"checkpoint\.json is not valid JSON"
+    ),
+    "NaN": (poison, "", r"is damaged: .* NaN or infinity in weight/.* Move it away to continue from .*step-00000000"),
+    "another model": (
+        lambda h: lives.deepen(h / "model/transformer/config.json", -1), "", r"does not fit: it also has \d+ tensors"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHECKPOINTS)
+def test_a_checkpoint(tmp_path, monkeypatch, trained, change):
+    break_it, flags, message = CHECKPOINTS[change]
+    home = shutil.copytree(trained, tmp_path / "home", symlinks=True)
+    monkeypatch.chdir(home)
+    if break_it:
+        break_it(home)
+    lives.assert_refused(home, flags.split(), message)
+
+
+def test_a_dry_run_finds_what_a_run_would(tmp_path, monkeypatch, trained):
+    home = shutil.copytree(trained, tmp_path / "home", symlinks=True)
+    monkeypatch.chdir(home)
+    life = lives.command(home, ["--config", "tiny.toml", "--dry-run"], before=lives.no_loading)
+    assert life.wait() == [0]
+    assert "plan: start: continues after step 1, in runs/run" in life.text()
+    flip(home)
+    lives.assert_refused(home, ["--dry-run"], "is damaged")
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """The folder of an adapter for a transformer with one more block than ours has."""
+    net = qwen_image.empty_transformer(CHECKPOINT)
+    config = dict(net.config) | {"num_layers": net.config.num_layers + 1}
+    net = type(net).from_config(config)
+    add_lora(net, qwen_image.LORA_TARGETS, rank=2, alpha=4, seed=0)
+    save_weights(net, tmp_path / "adapter", ALONE)
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_that_does_not_fit_is_not_sampled_with(adapter):
+    """The whole program, as a user starts it."""
+    command = [sys.executable, str(REPO / "apps" / "sample.py"), "--weights", str(adapter)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=adapter)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert re.search(r"^sample.py: error: --weights: .*safetensors does not fit QwenImage.*: \d+ of \d+ tensors", line)
+
+
+def test_weights_that_cannot_be_sampled_with_are_found_before_a_model_is_loaded(tmp_path, adapter, monkeypatch):
+    monkeypatch.setattr(qwen_image, "load", None)
+    args = sample.Args(model=str(CHECKPOINT), weights=str(adapter))
+    lives.cut(adapter / "pytorch_lora_weights.safetensors")
+    with pytest.raises(ValueError, match=r"--weights: .*_weights\.safetensors is no whole safetensors file"):
+        sample.main(args)
+    with pytest.raises(ValueError, match="--weights: folder must hold"):
+        sample.main(replace(args, weights=str(tmp_path)))

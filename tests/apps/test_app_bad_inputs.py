@@ -1,0 +1,270 @@
+"""Every mistake in what a run is given ends it with exit code 2 and one line, before any weight is loaded.
+
+The line names the argument, the rule and the value. Each row of the tables is a start of the trainer, in a fork.
+"""
+
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+import uvicorn
+from apps import app_lives as lives
+from apps.conftest import brightness
+from helpers import CHECKPOINT
+from omni_reward import Scorer
+from omni_reward.server import create_app
+from omni_train.config import to_toml
+from omni_train.dist import Dist
+from safetensors.torch import load_file
+
+import settings
+
+ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+
+
+@contextmanager
+def serving(application):
+    """The URL of a server in a thread of this process."""
+    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="critical"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch, bright_url):
+    """A working folder with settings, prompts and a scorer that would do."""
+    monkeypatch.chdir(tmp_path)
+    lives.write_eval_prompts(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(replace(lives.TINY, steps=1, scorer_url=bright_url)))
+    return tmp_path
+
+
+COMMAND_LINES = {
+    "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
+    "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
+    "--algo flowgpro": "--algo must be one of 'flowgrpo', .*, got 'flowgpro'; did you mean 'flowgrpo'?",
+    "--lr fast": "--lr must be a number, got 'fast'",
+    "--steps 1.5": "--steps must be a whole number, got '1.5'",
+    "--window-size two": "--window-size must be a whole number, got 'two'",
+    "--steps": "--steps needs a value",
+    "steps 3": "unexpected 'steps': a flag begins with --",
+    "--lr-decay=yes": "--lr-decay takes no value, got 'yes'",
+    "--preset tiny-sings": "--preset must be one of tiny-signs, .*, got 'tiny-sings'; did you mean 'tiny-signs'?",
+    "--preset": "--preset needs a value",
+    "--config no-such.toml": "--config must be a readable TOML file, got no-such.toml: .*No such file",
+}
+
+
+@pytest.mark.parametrize("flags", COMMAND_LINES)
+def test_a_command_line(folder, flags):
+    lives.assert_refused(folder, flags.split(), COMMAND_LINES[flags])
+
+
+CONFIGS = {
+    "lr 1": r"--config must be a readable TOML file, got tiny\.toml: .*line 1",
+    "lrr = 1.0": r"tiny\.toml: unknown key 'lrr'; did you mean 'lr'?",
+    'lr = "fast"': r"tiny\.toml: lr must be a number, got 'fast'",
+    "steps = true": r"tiny\.toml: steps must be a whole number, got True",
+    'lr_decay = "no"': r"tiny\.toml: lr_decay must be true or false, got 'no'",
+    'shard = "fdsp2"': r"tiny\.toml: shard must be one of 'auto', .*, got 'fdsp2'; did you mean 'fsdp2'?",
+}
+
+
+@pytest.mark.parametrize("text", CONFIGS)
+def test_a_config_file(folder, text):
+    (folder / "tiny.toml").write_text(text)
+    lives.assert_refused(folder, [], CONFIGS[text])
+
+
+SETTINGS = {
+    "--scorer-url=": "--scorer-url must be the URL of a reward server",
+    "--group-size 1": "--group-size must be >= 2, got 1",
+    "--batch-size 3": r"--batch-size times ranks \(3\) must divide a step's samples \(8\)",
+    "--updates-per-step 3": r"--updates-per-step must divide a rank's batches \(4\)",
+    "--lr nan": "--lr must be >= 0, got nan",
+    "--guidance-scale 0.5": "--guidance-scale must be >= 1, got 0.5",
+    "--ema-decay 1": "--ema-decay must be < 1, got 1.0",
+    "--eval-num-steps 1": "--eval-num-steps must be >= 2, got 1",
+    "--noise-level 0": "--noise-level must be >= 1e-06, got 0.0",
+    "--algo flowgrpo-cps --noise-level 1.2": "--noise-level must be <= 1 for flowgrpo-cps",
+    "--window-low 2": r"--window-low must be < --window-high, and that < --num-steps \(3\), got 2 and 2",
+    "--window-high 3": r"--window-low must be < --window-high, and that < --num-steps \(3\), got 0 and 3",
+    "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
+    "--window-low 1 --window-size 2": "--window-size must be from 1 to the window's 1 steps, got 2",
+    "--algo mixgrpo": "--window-size must be set for mixgrpo",
+    "--kl-coef 0.1": "--kl-coef needs --lora-rank > 0",
+    "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
+    "--shard fsdp2": "--shard fsdp2 does not fit 1 ranks",
+    "--correction-low 1.1": "--correction-low must be < 1 and --correction-high > 1",
+    "--engine vllm-omni": "--engine vllm-omni must be installed",
+    "--name /run": "--name must name a folder below runs/, got '/run'",
+    "--name ../run": r"--name must name a folder below runs/, got '\.\./run'",
+    "--height 100": "--height must be a positive multiple of 16 pixels, got 100",
+    "--width 8": "--width must be >= 16, got 8",
+}
+
+
+@pytest.mark.parametrize("flags", SETTINGS)
+def test_settings_that_do_not_fit(folder, flags, monkeypatch):
+    monkeypatch.setattr(settings, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
+    lives.assert_refused(folder, flags.split(), SETTINGS[flags])
+
+
+ON_TWO_RANKS = {
+    "--batch-size 8": r"--batch-size times ranks \(16\) must divide a step's samples \(8\)",
+    "--shard none": "--shard none does not fit 2 ranks",
+    "--shard ddp --dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
+    "--eval-prompts gone.txt": r"rank 0: --eval-prompts: path must be a file that can be read, got gone\.txt",
+}
+
+
+@pytest.mark.parametrize("flags", ON_TWO_RANKS)
+def test_two_ranks_say_it_once(folder, flags):
+    lives.assert_refused(folder, flags.split(), ON_TWO_RANKS[flags], ranks=2)
+
+
+DIFFERENT = {"lr": 2e-3, "seed": 1, "prompts": "other.txt"}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_with_different_settings(folder, bright_url, name):
+    args = replace(lives.TINY, scorer_url=bright_url)
+
+    def work():
+        changed = replace(args, **{name: DIFFERENT[name]}) if os.environ["RANK"] == "1" else args
+        sys.argv = ["train_flowgrpo.py"]
+        lives.runs.launch(lives.app.main, changed)
+
+    life = lives.start(folder, work, ranks=2, before=lives.no_loading)
+    assert life.wait() == [2, 2]
+    text = life.text().strip()
+    assert len(text.splitlines()) == 1, text
+    there, here = re.escape(repr(DIFFERENT[name])), re.escape(repr(getattr(args, name)))
+    assert re.search(f"all ranks must have the same settings, but rank 1 has {name} = {there} .rank 0: {here}", text)
+
+
+def split(part):
+    """The part's only weights as two shards with an index, of which the second is missing."""
+    (file,) = part.glob("*.safetensors")
+    names = list(load_file(file))
+    file.rename(part / "model-00001-of-00002.safetensors")
+    files = dict.fromkeys(names[:1], "model-00001-of-00002.safetensors") | {"rest": "model-00002-of-00002.safetensors"}
+    (part / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
+MODELS = {  # change of the folder -> what is said of it
+    "none": (shutil.rmtree, "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at .*model"),
+    "no index": (lambda m: (m / "model_index.json").unlink(), r"--model is incomplete: .*model_index\.json is missing"),
+    "another pipeline": (
+        lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "FluxPipeline"}'),
+        "--model must be the folder of a diffusers QwenImagePipeline, .*model holds a FluxPipeline",
+    ),
+    "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"model is damaged: .*vae/config\.json is no JSON"),
+    "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),
+    "no weights": (lambda m: (m / TRANSFORMER).unlink(), "must have .*safetensors, .*transformer holds none"),
+    "a missing shard": (lambda m: split(m / "text_encoder"), r".*model-00002-of-00002\.safetensors is missing"),
+    "a cut file": (lambda m: lives.cut(m / TRANSFORMER), r"model\.safetensors has \d+ bytes, its header says \d+"),
+    "a pointer": (
+        lambda m: lives.rewrite(m / "vae/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+        "--model is incomplete: .*vae/.*safetensors has 43 bytes, not even its header",
+    ),
+    "too few blocks": (
+        lambda m: lives.deepen(m / "transformer/config.json", 1),
+        r"incomplete: .*/transformer lacks \d+ weights, such as transformer_blocks\.\d",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(folder):
+    """A copy of the model, of links."""
+    return shutil.copytree(CHECKPOINT, folder / "model", copy_function=os.symlink)
+
+
+@pytest.mark.parametrize("change", MODELS)
+def test_a_model_folder(folder, model, change):
+    break_it, message = MODELS[change]
+    break_it(model)
+    lives.assert_refused(folder, ["--model", str(model)], message)
+
+
+PROMPTS = {  # name of the file -> its bytes, and what is said of it
+    "gone.txt": (None, r"--prompts: path must be a file that can be read, got gone\.txt: No such file"),
+    "empty.txt": (b"\n \n", r"--prompts: path must hold at least one prompt, empty\.txt is empty"),
+    "a.csv": (b"cat", r"--prompts: path must end in \.txt or \.jsonl, got a\.csv"),
+    "latin.txt": (b"a cat\na caf\xe9\n", r"--prompts: latin\.txt, line 2: must be UTF-8, got the byte 0xe9"),
+    "few.txt": (b"a cat\n", r"--prompts: prompts_per_step must be between 1 and .* few\.txt \(1\), got 2"),
+    "torn.jsonl": (b'{"prompt": "a"}\n\n{"prompt": "b\n', r"--prompts: torn\.jsonl, line 3: not valid JSON"),
+    "keys.jsonl": (b'{"prompt": "a"}\n{"text": "b"}', r"keys\.jsonl, line 2: must have the key \"prompt\", got .*text"),
+}
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_a_prompt_file(folder, name):
+    content, message = PROMPTS[name]
+    if content is not None:
+        (folder / name).write_bytes(content)
+    lives.assert_refused(folder, ["--prompts", name], message)
+
+
+async def not_found(scope, receive, send):
+    """A web server that is no scorer."""
+    await send({"type": "http.response.start", "status": 404, "headers": []})
+    await send({"type": "http.response.body", "body": b"<html>no such page</html>"})
+
+
+@pytest.fixture(scope="module")
+def urls():
+    """URLs of servers that do not serve us."""
+    video = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("video",))
+    with (
+        serving(create_app(brightness, name="bright", token="the-right-token-for-this")) as guarded,
+        serving(create_app(video, name="video")) as moving,
+        serving(not_found) as other,
+    ):
+        yield {"guarded": guarded, "video": moving, "other": other, "dead": "http://127.0.0.1:9", "odd": "scorer:8100"}
+
+
+SCORERS = [
+    ("dead", "", r"--scorer-url must be a reward server that answers: .*127\.0\.0\.1:9"),
+    ("guarded", "", "--scorer-url must be a reward server that answers: .*401"),
+    ("guarded", "wrong", "--scorer-url must be a reward server that answers: .*401"),
+    ("guarded", "gone", "--scorer-token-file: .*No such file.*gone"),
+    ("odd", "", r"--scorer-url: url must be http\(s\)://host.*got 'scorer:8100'"),
+    ("other", "", "--scorer-url must be a reward server that answers: .*404"),
+    ("video", "", "--scorer-url must be a reward server that takes images, .* takes video"),
+]
+
+
+@pytest.mark.parametrize(("url", "token", "message"), SCORERS, ids=[f"{url} {token}" for url, token, _ in SCORERS])
+def test_a_scorer(folder, urls, url, token, message):
+    (folder / "wrong").write_text("a-wrong-token-for-this")
+    lives.assert_refused(folder, ["--scorer-url", urls[url], "--scorer-token-file", token], message)
+    assert not (folder / "runs").exists()
+
+
+def test_a_folder_that_cannot_be_written_to(folder):
+    (folder / "runs").write_text("a file in the place of the folder")
+    lives.assert_refused(
+        folder, [], "--name must name a folder that can be written to, got runs/run: .*Not a directory"
+    )
+
+
+def test_a_folder_of_another_run(folder):
+    (folder / "runs" / "run").mkdir(parents=True)
+    (folder / "runs" / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    lives.assert_refused(folder, [], "runs/run holds a run already: give another --name, or move it away")
