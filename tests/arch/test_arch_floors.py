@@ -32,6 +32,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
     "omni_rollout/diffusers_engine.py": {"diffusers", "transformers"},
+    "omni_rollout/vllm_omni_worker.py": {"setproctitle"},  # only to put the title back
     "omni_rollout/vllm_omni_*": {"vllm", "vllm_omni"},  # the engine, its worker, its models, the platform for the CPU
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
 }

@@ -41,7 +41,7 @@ if not torch.accelerator.is_available():
 with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the format of every log line
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
-    from vllm_omni.diffusion.distributed.parallel_state import destroy_distributed_env
+    from vllm_omni.diffusion.distributed.parallel_state import destroy_distributed_env, model_parallel_is_initialized
     from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.platforms import current_omni_platform
@@ -88,7 +88,12 @@ def start_worker(
 
     together: entered around what may fail on one rank alone, with no collective inside, so that the caller can let
     every rank fail at that point.
+
+    Raises:
+        RuntimeError: the process has a worker already.
     """
+    if model_parallel_is_initialized():
+        raise RuntimeError("this process has an engine, and vLLM-Omni's groups allow one: close() it first")
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
     with _undisturbed_process(), _some_process_group(), _kept_process_group():
