@@ -117,11 +117,14 @@ def check_args(args: Args) -> None:
     for holds, rule in (
         (args.scorer_url or args.preferences or args.dry_run,
          "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),
+        (not args.preferences or Path(args.preferences).is_file(),
+         f"--preferences must be a .jsonl file of pairs, got {args.preferences}"),
         (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
         (args.preferences or unit % min(args.batch_size, args.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
         (args.preferences or samples % per_round == 0,
          f"all ranks must draw whole groups and batches: {per_round} must divide a step's samples ({samples})"),
+        (args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"),
         (not args.preferences or args.group_size == 2, "--preferences needs --group-size 2: a group is a pair"),
         (not args.preferences or args.engine == "diffusers", "--preferences needs --engine diffusers"),
     ):  # fmt: skip
@@ -158,13 +161,16 @@ from runs import Run
 
 @dataclass(frozen=True)
 class Pairs:
-    """This rank's pairs, `count` of them; win and lose are latents [n, ...]. Rows beyond `count` only fill up."""
+    """This rank's pairs: latents [n, ...], and of each pair its place among the prompts of the step.
+
+    Without a single pair there is one row, which only fills up, and no place.
+    """
 
     win: Tensor
     lose: Tensor
     cond: dict[str, Tensor]
     seeds: list[int]
-    count: int
+    places: list[int]
 
 
 def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pending]]:
@@ -197,7 +203,8 @@ def choose(run: Run, batches: list[Trajectory], scores: list[Score]) -> tuple[Pa
     pairs = best_worst_pairs(own, torch.arange(len(own)) // size)
     drawn = Trajectory.cat(batches)
     win, lose = (drawn.select([pair[side] for pair in pairs or [(0, 0)]]) for side in range(2))
-    chosen = Pairs(win.x0, lose.x0, win.cond, [prompt.seed for prompt in win.prompts], len(pairs))
+    places = [prompt.group for prompt in win.prompts[: len(pairs)]]
+    chosen = Pairs(win.x0, lose.x0, win.cond, [prompt.seed for prompt in win.prompts], places)
     return chosen, {f"reward/{name}": value.item() for name, value in seen.items()}
 
 
@@ -206,8 +213,8 @@ def read_pairs(run: Run, step: int) -> Pairs:
     """This rank's pairs of the step from the preference file."""
     args, dist, model = run.args, run.on.dist, run.on.engine.sampler.model
     records = run.sampler.at(step)
-    own = records[dist.rank :: dist.world_size]
-    rows, folder = own or records[:1], Path(args.preferences).parent
+    rows = records[dist.rank :: dist.world_size] or records[:1]
+    folder = Path(args.preferences).parent
     shape = qwen_image.latent_shape(model, height=args.height, width=args.width)
     win, lose = (
         torch.stack([read_latent(model, folder / str(r.meta[side]), shape) for r in rows]) for side in ("win", "lose")
@@ -215,7 +222,8 @@ def read_pairs(run: Run, step: int) -> Pairs:
     texts = [qwen_image.encode(model, record.text) for record in rows]
     cond = {name: torch.stack(pad_alike([text[name] for text in texts], dim=0)) for name in texts[0]}
     seeds = [sample_seed(args.seed, step, record.index, 0) for record in rows]
-    return Pairs(win.to(dist.device), lose.to(dist.device), cond, seeds, len(own))
+    places = list(range(dist.rank, len(records), dist.world_size))
+    return Pairs(win.to(dist.device), lose.to(dist.device), cond, seeds, places)
 
 
 # 3. The update
@@ -223,27 +231,26 @@ def read_pairs(run: Run, step: int) -> Pairs:
 
 @dataclass(frozen=True)
 class Noised:
-    """B/2 pairs at one noise level each, the preferred samples first, so B samples; `real` are those that count."""
+    """B/2 pairs at one noise level each, the preferred samples first, so B samples; the first `count` pairs count."""
 
     x0: Tensor
     noise: Tensor
     sigma: Tensor
     cond: dict[str, Tensor]
-    real: list[int]
+    count: int
 
 
-def noise_afresh(args: Args, pairs: Pairs, start: int) -> list[Noised]:
-    """The batch of pairs that begins with row `start`, filled up to its full size, at each of its noise levels."""
-    size, first, count = args.batch_size // 2, args.num_steps, args.levels_per_pair  # `first`: not the rollout's noise
-    rows = [i if i < pairs.count else 0 for i in range(start, start + size)]
-    real = [i for i in range(size) if start + i < pairs.count]
+def noise_afresh(args: Args, pairs: Pairs, own: list[int]) -> list[Noised]:
+    """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels."""
+    first, count = args.num_steps, args.levels_per_pair  # the noise of the steps before is the rollout's
+    rows = own + [0] * (args.batch_size // 2 - len(own))
     seeds, x0 = [pairs.seeds[i] for i in rows], torch.cat([pairs.win[rows], pairs.lose[rows]])
     cond = {name: torch.cat([tensor[rows], tensor[rows]]) for name, tensor in pairs.cond.items()}
     sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift).to(x0)
     points = []
     for k in range(count):
         noise = step_noise(seeds, first + k, x0.shape[1:]).to(x0)
-        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, real))
+        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, len(own)))
     return points
 
 
@@ -261,36 +268,38 @@ def reference_policy(run: Run) -> AbstractContextManager[None]:
 
 def update(run: Run, step: int, pairs: Pairs) -> dict[str, float]:
     """Optimizer steps on this step's pairs; the metrics are means over all pairs and noise levels."""
-    args, dist, size = run.args, run.on.dist, run.args.batch_size // 2
+    args, dist, size, num_updates = run.args, run.on.dist, run.args.batch_size // 2, run.args.updates_per_step
     lr = warmup_lr(step, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=args.steps * args.lr_decay)
-    counts = gather_floats(dist, torch.tensor([float(pairs.count)])).long().tolist()
-    if not sum(counts):
-        return {"policy/pairs": 0.0, "policy/lr": lr}
+    updates = [place * num_updates // args.prompts_per_step for place in pairs.places]
+    rows = [[i for i, u in enumerate(updates) if u == number] for number in range(num_updates)]
+    counts = gather_floats(dist, torch.tensor([float(len(own)) for own in rows])).view(dist.world_size, -1).long()
+    num_pairs, most = counts.sum(dim=0).tolist(), counts.amax(dim=0).tolist()
     # Every rank computes as many batches as the one with the most pairs, as sharded weights demand.
-    per_update = -(-max(counts) // (size * args.updates_per_step)) * size
-    starts = range(0, per_update * args.updates_per_step, size)
-    points = {start: noise_afresh(args, pairs, start) for start in starts}
+    points = [
+        [at for i in range(0, n, size) for at in noise_afresh(args, pairs, own[i : i + size])]
+        for own, n in zip(rows, most, strict=True)
+    ]
     with torch.no_grad(), reference_policy(run):
-        references = {start: [errors(run, at) for at in points[start]] for start in starts}
+        references = [[errors(run, at) for at in batches] for batches in points]
     seen: list[dict[str, Tensor]] = []
     results = []
-    for first in range(0, max(counts), per_update):
-        num_pairs = sum(min(max(count - first, 0), per_update) for count in counts)  # of all ranks in this update
-        for start in range(first, first + per_update, size):
-            for at, old in zip(points[start], references[start], strict=True):
-                rows = at.real or [0]
-                terms = [e[rows] for e in (*errors(run, at).chunk(2), *old.chunk(2))]
-                out = diffusion_dpo_loss(*terms, dpo_beta=args.dpo_beta)
-                # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
-                (out.loss * len(at.real) / (num_pairs * args.levels_per_pair)).backward()
-                seen.append({n: v * len(at.real) for n, v in (out.metrics | {"loss": out.loss.detach()}).items()})
+    for number in [u for u in range(num_updates) if num_pairs[u]]:
+        for at, old in zip(points[number], references[number], strict=True):
+            real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
+            terms = [e[:real] for e in (*errors(run, at).chunk(2), *old.chunk(2))]
+            out = diffusion_dpo_loss(*terms, dpo_beta=args.dpo_beta)
+            # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
+            (out.loss * at.count / (num_pairs[number] * args.levels_per_pair)).backward()
+            seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
-    share = dist.world_size / (sum(counts) * args.levels_per_pair)
+    if not results:
+        return {"policy/pairs": 0.0, "policy/lr": lr}
+    share = dist.world_size / (sum(num_pairs) * args.levels_per_pair)
     sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
     means = mean_metrics(dist, sums, finite=("loss",))
     return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/pairs": float(sum(counts)), "policy/lr": lr,
+        "policy/pairs": float(sum(num_pairs)), "policy/lr": lr,
         "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
         "policy/skipped_updates": sum(r.skipped for r in results),
     }  # fmt: skip
@@ -331,9 +340,10 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step, if every group gives a pair."""
-    world, size = int(os.environ.get("WORLD_SIZE", "1")), args.batch_size // 2 * args.updates_per_step
+    world, size = int(os.environ.get("WORLD_SIZE", "1")), args.batch_size // 2
     batches = 0 if args.preferences else args.prompts_per_step * args.group_size // (args.batch_size * world)
-    trained = -(-args.prompts_per_step // (size * world)) * args.updates_per_step * args.levels_per_pair
+    pairs = -(-args.prompts_per_step // (args.updates_per_step * world))  # of a rank in an update
+    trained = -(-pairs // size) * args.updates_per_step * args.levels_per_pair
     return {"rollout": batches * args.num_steps, "update": trained, "reference": trained}
 
 

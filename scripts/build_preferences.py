@@ -81,8 +81,8 @@ def build(args: Any) -> tuple[int, int]:
     return count, len(records)
 
 
-def parse() -> argparse.Namespace:
-    """The settings that the command line asks for."""
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The settings that the command line, or `argv`, asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scorer-url", required=True)
     parser.add_argument("--scorer-token-file", type=Path)
@@ -101,7 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-steps", type=int, default=10)
     parser.add_argument("--guidance-scale", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"--out must not exist yet, got {args.out}")
     if min(args.group_size - 1, args.batch_size, args.num_steps, args.num_prompts or 1) < 1:
