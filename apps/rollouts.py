@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omni_losses import reward_metrics
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.client import OnFailure
 from omni_rollout import Prompt, SamplingParams, Trajectory
@@ -149,6 +150,25 @@ def gather_rewards(on: Rollouts, scores: list[Score], *, group_size: int = 1) ->
     scored = rewards.isfinite().sum(dim=1)
     out = rewards.isinf().any(dim=1) | (scored < min(2, group_size))
     return rewards.masked_fill(out[:, None], math.nan).flatten()
+
+
+def look_at(
+    on: Rollouts, scores: list[Score], *, group_size: int, need_one: bool
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, float]]:
+    """The rewards of all ranks, [N], NaN where there is none, the groups [N] they are of, and what to log of them.
+
+    Raises:
+        RuntimeError: no sample has a score, and one is needed.
+    """
+    rewards = gather_rewards(on, scores, group_size=group_size)
+    groups = torch.arange(len(rewards)) // group_size
+    if not rewards.isnan().all():
+        seen = {name: value.item() for name, value in reward_metrics(rewards, groups).items()}
+    elif need_one:
+        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
+    else:
+        seen = {"abstained_ratio": 1.0}
+    return rewards, groups, {f"reward/{name}": value for name, value in seen.items()}
 
 
 def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, folder: Path, step: int) -> dict[str, float]:

@@ -24,11 +24,12 @@ from omni_train.alarms import Alarm, new_alarms
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.config import flag, to_toml
 from omni_train.data import PromptSampler, load_prompts
-from omni_train.dist import Dist, gather_json, init_distributed, same_error, shutdown
+from omni_train.device import memory
+from omni_train.dist import Dist, gather_json, init_distributed, mean_metrics, same_error, shutdown
 from omni_train.ema import Ema
 from omni_train.log import RunLog, claim_folder, load_metrics
 from omni_train.lora import unadapted_params
-from omni_train.optim import build_adamw
+from omni_train.optim import StepResult, build_adamw
 from omni_train.report import write_alarm, write_versions
 from omni_train.report.folder import command_line
 from omni_train.shard import shard
@@ -242,11 +243,14 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
     lines = load_metrics(run.folder / "metrics.jsonl") if dist.is_main else []
     with run.log, catch_stop() as stop, broken_runs(run):
         for step in range(run.first_step, args.steps + 1):  # line n of the log speaks of n finished steps
+            busy_s = run.on.client.busy_s
             try:
                 metrics = train_step(run, step - 1) if step else {}
             except RewardError:  # of all ranks at once, before the weights were touched
                 save(run, step - 1)
                 raise
+            if step:
+                metrics |= {"reward/busy_s": run.on.client.busy_s - busy_s} | memory_now(run, "", peak=True)
             if step % args.eval_every == 0 or step == args.steps:
                 with run.log.phase("eval"):
                     metrics |= hold_out(run, step)
@@ -328,9 +332,45 @@ def broken_runs(run: Run) -> Iterator[None]:
         raise BrokenRunError(run.log.last_phase, exc) from exc
 
 
-def carry_out(args: Any, num_forwards: Mapping[str, int], train_step: Callable[[Run, int], dict[str, float]]) -> None:
-    """A whole run: start, loop, end."""
-    run = start(args, num_forwards)
+@contextmanager
+def update_phase(run: Run, metrics: dict[str, float]) -> Iterator[None]:
+    """The part of a step that updates the weights: the engine sleeps, and the memory before and then is logged."""
+    metrics |= memory_now(run, "rollout_")
+    with run.log.phase("update"):
+        if getattr(run.args, "engine_sleep", True):  # a trainer whose engine has no weights of its own lacks it
+            run.on.engine.sleep()
+        metrics |= memory_now(run, "asleep_")
+        yield
+        run.on.engine.wake()
+
+
+def memory_now(run: Run, when: str, *, peak: bool = False) -> dict[str, float]:
+    """The memory that is in use, to be logged, and the most that ever was."""
+    now = memory(run.on.dist.device)
+    return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
+
+
+def update_metrics(
+    dist: Dist, means: Mapping[str, torch.Tensor], results: Sequence[StepResult], lr: float
+) -> dict[str, float]:
+    """What to log of an update, as policy/NAME: the means over ranks of this rank's `means`, and the optimizer's steps.
+
+    Raises:
+        FloatingPointError: the loss is not finite; raised on every rank.
+    """
+    named = mean_metrics(dist, means, finite=("loss",)) | {
+        "lr": lr,
+        "grad_norm": sum(result.grad_norm for result in results) / len(results),
+        "skipped_updates": sum(result.skipped for result in results),
+    }
+    return {f"policy/{name}": value for name, value in named.items()}
+
+
+def carry_out(
+    args: Any, num_forwards: Mapping[str, int], train_step: Callable[[Run, int], dict[str, float]], **options: Any
+) -> None:
+    """A whole run: start, which gets the options, loop, end."""
+    run = start(args, num_forwards, **options)
     if run is None:
         return
     dist = run.on.dist

@@ -25,7 +25,7 @@ def check(args: Any, least: Mapping[str, float]) -> None:
     world, name = int(os.environ.get("WORLD_SIZE", "1")), PurePath(args.name)
     wrong_shard = "none" if world > 1 else "" if "RANK" in os.environ else "fsdp2"
     is_sharded = args.shard == "fsdp2" or (args.shard == "auto" and world > 1)  # as runs.sharding without LoRA
-    for holds, rule in (
+    require(
         (name.parts and not name.is_absolute() and ".." not in name.parts,
          f"--name must name a folder below runs/, got {args.name!r}"),
         (args.shard != wrong_shard, f"--shard {args.shard} does not fit {world} ranks"),
@@ -34,6 +34,26 @@ def check(args: Any, least: Mapping[str, float]) -> None:
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (args.engine == "diffusers" or find_spec("vllm_omni"),
          f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),
-    ):  # fmt: skip
+    )  # fmt: skip
+
+
+def require(*rules: tuple[object, str]) -> None:
+    """Raises ValueError with the words of the first rule that does not hold."""
+    for holds, words in rules:
         if not holds:
-            raise ValueError(rule)
+            raise ValueError(words)
+
+
+def num_batches(args: Any) -> int:
+    """Batches that each rank draws in a training step.
+
+    Raises:
+        ValueError: the step's samples cannot be split into them, or they into the step's updates.
+    """
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
+    rounds = samples // per_round
+    require(
+        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
+        (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
+    )
+    return rounds

@@ -114,7 +114,7 @@ def check_args(args: Args) -> None:
     settings.check(args, LEAST)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * int(os.environ.get("WORLD_SIZE", "1"))
-    for holds, rule in (
+    settings.require(
         (args.scorer_url or args.preferences or args.dry_run,
          "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),
         (not args.preferences or Path(args.preferences).is_file(),
@@ -127,9 +127,7 @@ def check_args(args: Args) -> None:
         (args.prompts_per_step % args.updates_per_step == 0, "--updates-per-step must divide --prompts-per-step"),
         (not args.preferences or args.group_size == 2, "--preferences needs --group-size 2: a group is a pair"),
         (not args.preferences or args.engine == "diffusers", "--preferences needs --engine diffusers"),
-    ):  # fmt: skip
-        if not holds:
-            raise ValueError(rule)
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -138,15 +136,14 @@ if __name__ == "__main__":
 # 2. Pairs: from a rollout, or from a file
 
 import torch
-from omni_losses import best_worst_pairs, diffusion_dpo_loss, reward_metrics, velocity_error
+from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_rollout.types import pad_alike
 from omni_sched import shift_sigmas, step_noise
 from omni_train.data import load_prompts, sample_seed
-from omni_train.device import memory
-from omni_train.dist import Dist, gather_floats, mean_metrics, shutdown
+from omni_train.dist import Dist, gather_floats
 from omni_train.lora import reference
 from omni_train.optim import optimizer_step, warmup_lr
 from omni_train.report import write_samples
@@ -194,18 +191,14 @@ def choose(run: Run, batches: list[Trajectory], scores: list[Score]) -> tuple[Pa
     """The best and the worst of each of this rank's groups, and what the rewards of all ranks look like."""
     dist, size = run.on.dist, run.args.group_size
     unit = max(run.args.batch_size, size)  # what a rank is dealt at a time, seen as one batch
-    rewards = rollouts.gather_rewards(replace(run.on, batch_size=unit), scores, group_size=size)
-    if rewards.isnan().all() and run.args.on_failure == "raise":
-        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
-    groups = torch.arange(len(rewards)) // size
-    seen = {"abstained_ratio": torch.ones(())} if rewards.isnan().all() else reward_metrics(rewards, groups)
+    on, need_one = replace(run.on, batch_size=unit), run.args.on_failure == "raise"
+    rewards, _, metrics = rollouts.look_at(on, scores, group_size=size, need_one=need_one)
     own = rewards.view(-1, dist.world_size, unit)[:, dist.rank].flatten()
     pairs = best_worst_pairs(own, torch.arange(len(own)) // size)
     drawn = Trajectory.cat(batches)
     win, lose = (drawn.select([pair[side] for pair in pairs or [(0, 0)]]) for side in range(2))
     places = [prompt.group for prompt in win.prompts[: len(pairs)]]
-    chosen = Pairs(win.x0, lose.x0, win.cond, [prompt.seed for prompt in win.prompts], places)
-    return chosen, {f"reward/{name}": value.item() for name, value in seen.items()}
+    return Pairs(win.x0, lose.x0, win.cond, [prompt.seed for prompt in win.prompts], places), metrics
 
 
 @torch.no_grad()
@@ -297,12 +290,7 @@ def update(run: Run, step: int, pairs: Pairs) -> dict[str, float]:
         return {"policy/pairs": 0.0, "policy/lr": lr}
     share = dist.world_size / (sum(num_pairs) * args.levels_per_pair)
     sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
-    means = mean_metrics(dist, sums, finite=("loss",))
-    return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/pairs": float(sum(num_pairs)), "policy/lr": lr,
-        "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
-        "policy/skipped_updates": sum(r.skipped for r in results),
-    }  # fmt: skip
+    return runs.update_metrics(dist, sums, results, lr) | {"policy/pairs": float(sum(num_pairs))}
 
 
 # 4. The whole
@@ -310,9 +298,7 @@ def update(run: Run, step: int, pairs: Pairs) -> dict[str, float]:
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One training step: rollout, score, pairs and update, or offline the last two."""
-    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
     metrics: dict[str, float] = {}
-    busy_s = client.busy_s
     if run.args.preferences:
         with run.log.phase("read"):
             pairs = read_pairs(run, step)
@@ -324,18 +310,12 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         pairs, metrics = choose(run, batches, scores)
         if run.on.dist.is_main:
             write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
-    metrics["perf/memory_rollout_mb"] = memory(device).current_mb
-    with run.log.phase("update"):
-        if run.args.engine_sleep:
-            engine.sleep()
-        metrics["perf/memory_asleep_mb"] = memory(device).current_mb
+    with runs.update_phase(run, metrics):
         metrics |= update(run, step, pairs)
         run.ema.update(step)
-        engine.wake()
     with run.log.phase("sync"):
-        metrics["perf/sync_mb"] = rollouts.sync(engine, run.net, version=step + 1) / 2**20
-    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/memory_mb": memory(device).current_mb}
-    return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
+        metrics["perf/sync_mb"] = rollouts.sync(run.on.engine, run.net, version=step + 1) / 2**20
+    return metrics
 
 
 def num_forwards(args: Args) -> dict[str, int]:
@@ -357,13 +337,7 @@ def main(args: Args) -> None:
     if args.preferences:
         check_preferences(load_prompts(args.preferences), Path(args.preferences).parent)
         args = replace(args, prompts=args.preferences)
-    run = runs.start(args, num_forwards(args), connect=connect, keep_copy=True)
-    if run is None:
-        return
-    dist = run.on.dist
-    runs.loop(run, train_step)
-    del run  # sharded tensors must go before their process group does
-    shutdown(dist)
+    runs.carry_out(args, num_forwards(args), train_step, connect=connect, keep_copy=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ What differs from the released code of the papers:
 4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -119,14 +118,12 @@ LEAST = {  # setting -> least value
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
     settings.check(args, LEAST)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
-    rounds, low = samples // per_round, args.window_low
+    settings.num_batches(args)
+    low = args.window_low
     high = args.num_steps - 1 if args.window_high is None else args.window_high
     size = high - low if args.window_size is None else args.window_size
-    for holds, rule in (
+    settings.require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
-        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
-        (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
         (args.lora_rank or not args.kl_coef, "--kl-coef needs --lora-rank > 0: the reference is the model without it"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (low < high < args.num_steps,
@@ -135,9 +132,7 @@ def check_args(args: Args) -> None:
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction_low < 1 < args.correction_high, "--correction-low must be < 1 and --correction-high > 1"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
-    ):  # fmt: skip
-        if not holds:
-            raise ValueError(rule)
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
@@ -153,15 +148,12 @@ from omni_losses import (
     group_advantages,
     grpo_guard_loss,
     grpo_loss,
-    reward_metrics,
     rollout_weights,
 )  # fmt: skip
 from omni_reward import Score
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
-from omni_train.device import memory
-from omni_train.dist import mean_metrics
 from omni_train.gate import check_ratio
 from omni_train.lora import reference
 from omni_train.optim import optimizer_step, warmup_lr
@@ -254,16 +246,13 @@ def params_at(args: Args, step: int) -> SamplingParams:
 
 def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
     """The advantages [batches, B] of this rank's samples, and what the rewards of all ranks look like."""
-    dist, size = run.on.dist, run.args.group_size
-    rewards = rollouts.gather_rewards(run.on, scores, group_size=size)
-    if rewards.isnan().all() and run.args.on_failure == "raise":
-        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
-    groups = torch.arange(len(rewards)) // size
-    advantages = group_advantages(rewards, groups, std=run.args.adv_std)
-    seen = {"abstained_ratio": torch.ones(())} if rewards.isnan().all() else reward_metrics(rewards, groups)
-    metrics = {f"reward/{name}": value.item() for name, value in seen.items()}
+    args, dist = run.args, run.on.dist
+    rewards, groups, metrics = rollouts.look_at(
+        run.on, scores, group_size=args.group_size, need_one=args.on_failure == "raise"
+    )
+    advantages = group_advantages(rewards, groups, std=args.adv_std)
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    return advantages.view(-1, dist.world_size, run.args.batch_size)[:, dist.rank], metrics
+    return advantages.view(-1, dist.world_size, args.batch_size)[:, dist.rank], metrics
 
 
 def old_policy(run: Run, batches: list[Trajectory]) -> list[list[Old] | None]:
@@ -325,12 +314,8 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
             deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step)
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
-    means = mean_metrics(dist, {n: torch.stack([m[n] for m in seen]).mean() for n in seen[0]}, finite=("loss",))
-    return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/first_ratio_max_dev": deviation, "policy/lr": lr,
-        "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
-        "policy/skipped_updates": sum(r.skipped for r in results),
-    }  # fmt: skip
+    means = {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]}
+    return runs.update_metrics(dist, means, results, lr) | {"policy/first_ratio_max_dev": deviation}
 
 
 def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
@@ -355,8 +340,6 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One training step: rollout, score, advantages, update, sync."""
-    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
-    busy_s = client.busy_s
     with run.log.phase("rollout"):
         batches, pending = rollout(run, step)
     with run.log.phase("reward_wait"):
@@ -364,24 +347,17 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     advantages, metrics = grade(run, scores)
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
-    metrics["perf/memory_rollout_mb"] = memory(device).current_mb
-    with run.log.phase("update"):
-        if run.args.engine_sleep:
-            engine.sleep()
-        metrics["perf/memory_asleep_mb"] = memory(device).current_mb
+    with runs.update_phase(run, metrics):
         metrics |= update(run, step, batches, advantages)
         run.ema.update(step)
-        engine.wake()
     with run.log.phase("sync"):
-        metrics["perf/sync_mb"] = rollouts.sync(engine, run.net, version=step + 1) / 2**20
-    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/memory_mb": memory(device).current_mb}
-    return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
+        metrics["perf/sync_mb"] = rollouts.sync(run.on.engine, run.net, version=step + 1) / 2**20
+    return metrics
 
 
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    batches = args.prompts_per_step * args.group_size // (args.batch_size * world)
+    batches = settings.num_batches(args)
     scored = batches * len(params_at(args, 0).sde_steps)
     again = {"correct": scored, "recompute": scored - scored // args.updates_per_step}.get(args.old_log_prob, 0)
     return {"rollout": batches * args.num_steps, "update": scored, "old log-probs": again} | (

@@ -18,7 +18,6 @@ What differs from the released code of the papers:
 3. Noise and its levels depend on (seed, step, prompt, sample) alone: any number of ranks trains on the same numbers.
 """
 
-import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -127,20 +126,15 @@ LEAST = {  # setting -> least value
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
     settings.check(args, LEAST)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
-    rounds = samples // per_round
+    settings.num_batches(args)
     low, high, count = trained_levels(args)
-    for holds, rule in (
+    settings.require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
-        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
-        (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
         (low < high <= args.num_steps, f"--train-low and --train-high must bound steps of the rollout: {low}, {high}"),
         (1 <= count <= high - low, f"--train-levels must be from 1 to the number of trained steps ({high - low})"),
         (args.lora_rank or not args.kl_coef, "--kl-coef needs --lora-rank > 0: the reference is the model without it"),
         (args.old_decay_max <= 1, "--old-decay-max must be <= 1"),
-    ):  # fmt: skip
-        if not holds:
-            raise ValueError(rule)
+    )  # fmt: skip
 
 
 def trained_levels(args: Args) -> tuple[int, int, int]:
@@ -162,7 +156,6 @@ from omni_losses import (
     diffusion_nft_loss,
     group_advantages,
     old_policy_decay,
-    reward_metrics,
     reward_probability,
     velocity_kl,
 )
@@ -170,8 +163,6 @@ from omni_reward import Score
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import step_noise
-from omni_train.device import memory
-from omni_train.dist import mean_metrics, shutdown
 from omni_train.lora import adapter, ema_update, ema_update_params, reference
 from omni_train.optim import optimizer_step, warmup_lr
 from omni_train.report import write_samples
@@ -257,17 +248,14 @@ def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pendin
 
 def grade(run: Run, scores: list[Score]) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Advantages and weights of this rank's samples, [batches, B], and what the rewards of all ranks look like."""
-    dist, size = run.on.dist, run.args.group_size
-    rewards = rollouts.gather_rewards(run.on, scores, group_size=size)
-    if rewards.isnan().all() and run.args.on_failure == "raise":
-        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
-    groups = torch.arange(len(rewards)) // size
-    advantages = group_advantages(rewards, groups, std=run.args.adv_std)
-    seen = {"abstained_ratio": torch.ones(())} if rewards.isnan().all() else reward_metrics(rewards, groups)
-    metrics = {f"reward/{name}": value.item() for name, value in seen.items()}
+    args, dist = run.args, run.on.dist
+    rewards, groups, metrics = rollouts.look_at(
+        run.on, scores, group_size=args.group_size, need_one=args.on_failure == "raise"
+    )
+    advantages = group_advantages(rewards, groups, std=args.adv_std)
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     both = torch.stack([advantages, (~rewards.isnan()).float()]).to(dist.device)
-    own, weights = both.view(2, -1, dist.world_size, run.args.batch_size)[:, :, dist.rank]
+    own, weights = both.view(2, -1, dist.world_size, args.batch_size)[:, :, dist.rank]
     return own, weights, metrics
 
 
@@ -329,11 +317,8 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: Tensor, w
             seen.append(metrics | {"loss": loss.detach()})
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
-    means = mean_metrics(dist, {n: torch.stack([m[n] for m in seen]).mean() for n in seen[0]}, finite=("loss",))
-    return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/lr": lr, "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
-        "policy/skipped_updates": sum(r.skipped for r in results),
-    }  # fmt: skip
+    means = {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]}
+    return runs.update_metrics(dist, means, results, lr)
 
 
 # 5. The whole
@@ -341,11 +326,9 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: Tensor, w
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One training step: rollout of the old policy, score, advantages, update, refresh of the old policy."""
-    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
-    busy_s = client.busy_s
     with sampling_policy(run):
         with run.log.phase("sync"):
-            moved = rollouts.sync(engine, run.net, version=step)
+            moved = rollouts.sync(run.on.engine, run.net, version=step)
         with run.log.phase("rollout"):
             batches, pending = rollout(run, step)
     with run.log.phase("reward_wait"):
@@ -353,23 +336,16 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     advantages, weights, metrics = grade(run, scores)
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
-    metrics["perf/memory_rollout_mb"] = memory(device).current_mb
-    with run.log.phase("update"):
-        if run.args.engine_sleep:
-            engine.sleep()
-        metrics["perf/memory_asleep_mb"] = memory(device).current_mb
+    with runs.update_phase(run, metrics):
         metrics |= update(run, step, batches, advantages, weights)
         run.ema.update(step)
         metrics["policy/old_decay"] = refresh_old(run, step)
-        engine.wake()
-    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/sync_mb": moved / 2**20}
-    return metrics | {"perf/memory_mb": memory(device).current_mb, "perf/peak_memory_mb": memory(device).peak_mb}
+    return metrics | {"perf/sync_mb": moved / 2**20}
 
 
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    batches = args.prompts_per_step * args.group_size // (args.batch_size * world)
+    batches = settings.num_batches(args)
     trained = batches * trained_levels(args)[2]
     again = trained - trained // args.updates_per_step if args.sample_with == "policy" else trained
     return {"rollout": batches * args.num_steps, "update": trained, "the policy that sampled": again} | {
@@ -379,13 +355,7 @@ def num_forwards(args: Args) -> dict[str, int]:
 
 def main(args: Args) -> None:
     """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = runs.start(args, num_forwards(args), frozen_adapters=("old",), keep_copy=True)
-    if run is None:
-        return
-    dist = run.on.dist
-    runs.loop(run, train_step)
-    del run  # sharded tensors must go before their process group does
-    shutdown(dist)
+    runs.carry_out(args, num_forwards(args), train_step, frozen_adapters=("old",), keep_copy=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ What differs from the released code of the paper:
 2. Noise and levels depend on (seed, step, prompt) alone: any number of ranks trains on the same numbers.
 """
 
-import os
 import sys
 import time
 from concurrent.futures import Future
@@ -112,18 +111,13 @@ LEAST = {  # setting -> least value
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
     settings.check(args, LEAST)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * int(os.environ.get("WORLD_SIZE", 1))
-    rounds = samples // per_round
-    for holds, rule in (
-        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
-        (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
+    settings.num_batches(args)
+    settings.require(
         (args.level_low < args.level_high < 1, "--level-low must be < --level-high, and that < 1"),
         (args.level_step < 1, "--level-step must be < 1"),
         (words(args.positive_words) and words(args.negative_words),
          "--positive-words and --negative-words must hold a word"),
-    ):  # fmt: skip
-        if not holds:
-            raise ValueError(rule)
+    )  # fmt: skip
 
 
 def words(text: str) -> list[str]:
@@ -140,8 +134,7 @@ from omni_reward import Score
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.device import memory
-from omni_train.dist import Dist, mean_metrics, shutdown
+from omni_train.dist import Dist
 from omni_train.optim import optimizer_step, warmup_lr
 from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
@@ -249,12 +242,8 @@ def update(run: Run, step: int, batches: list[Trajectory]) -> dict[str, float]:
             seen.append(metrics)
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
-    means = mean_metrics(dist, {n: torch.stack([m[n] for m in seen]).mean() for n in seen[0]}, finite=("loss",))
-    return {f"policy/{name}": value for name, value in means.items()} | {
-        "policy/lr": lr,
-        "policy/grad_norm": sum(r.grad_norm for r in results) / len(results),
-        "policy/skipped_updates": sum(r.skipped for r in results),
-    }  # fmt: skip
+    means = {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]}
+    return runs.update_metrics(dist, means, results, lr)
 
 
 # 4. The whole
@@ -262,8 +251,6 @@ def update(run: Run, step: int, batches: list[Trajectory]) -> dict[str, float]:
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """One training step: rollout, update, sync."""
-    client, engine, device = run.on.client, run.on.engine, run.on.dist.device
-    busy_s = client.busy_s
     with run.log.phase("rollout"):
         batches, scores = rollout(run, step)
     rewards = rollouts.gather_rewards(run.on, scores)
@@ -271,30 +258,22 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     metrics = {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, all_alike).items()}
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
-    with run.log.phase("update"):
+    with runs.update_phase(run, metrics):
         metrics |= update(run, step, batches)
         run.ema.update(step)
-    engine.load_weights((), version=step + 1)
-    metrics |= {"reward/busy_s": client.busy_s - busy_s, "perf/memory_mb": memory(device).current_mb}
-    return metrics | {"perf/peak_memory_mb": memory(device).peak_mb}
+    rollouts.sync(run.on.engine, run.net, version=step + 1)
+    return metrics
 
 
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    batches = args.prompts_per_step * args.group_size // (args.batch_size * world)
+    batches = settings.num_batches(args)
     return {"rollout": batches * args.num_steps, "update": 2 * batches}
 
 
 def main(args: Args) -> None:
     """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = runs.start(args, num_forwards(args), connect=connect)
-    if run is None:
-        return
-    dist = run.on.dist
-    runs.loop(run, train_step)
-    del run  # sharded tensors must go before their process group does
-    shutdown(dist)
+    runs.carry_out(args, num_forwards(args), train_step, connect=connect)
 
 
 if __name__ == "__main__":

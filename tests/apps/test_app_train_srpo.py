@@ -1,0 +1,303 @@
+"""The trainer of SRPO and its rewards: gradients, ranks, learning, what the rewards say, its command line."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiny_signs
+import torch
+from helpers import CHECKPOINT, REPO
+from omni_rollout.models import qwen_image
+from omni_sched import step_noise
+from omni_train.config import base_config, to_toml
+from trainer_runs import (
+    assert_same_gradients,
+    cli,
+    keep_gradients,
+    lone_rank,
+    tiny,
+    train,
+    train_on_ranks,
+    undocumented,
+    write_eval_prompts,
+)
+
+import direct_rewards
+import rollouts
+import train_srpo as app
+
+READER = str(REPO / "checkpoints" / "tiny-signs-reader")
+TINY = tiny(app.PRESETS["tiny-signs"], reward_model=READER, prompts_per_step=8, batch_size=4)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def signs(count, *, seed=3):
+    """Prompts of words that only evaluations may use, and their pictures [count, 3, 32, 96] in [0, 1]."""
+    rng = random.Random(seed)
+    drawn = [tiny_signs.draw_prompt(rng, evaluation=True) for _ in range(count)]
+    images = torch.stack([torch.tensor(tiny_signs.render(rng, color, word)) for _, color, word in drawn])
+    return [prompt for prompt, _, _ in drawn], images.permute(0, 3, 1, 2).float() / 255
+
+
+def test_training_raises_its_reward_and_that_of_a_scorer_that_only_watches(here, ocr_flags):
+    """The reader's gradient makes signs that OCR, another network, reads better."""
+    (here / "eval.txt").write_text("".join(f"{prompt}\n" for prompt in signs(32)[0]))
+    url, token = ocr_flags[1], ocr_flags[3]
+    args = replace(TINY, watch_scorer_url=url, scorer_token_file=token, num_steps=6, eval_num_steps=6, batch_size=16)
+    lines = train(app, replace(args, prompts_per_step=16, steps=24, eval_every=24, lr=2e-4))
+    assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.15
+    assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
+    assert (here / "runs" / args.name / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    settings = (here / "runs" / args.name / "config.toml").read_text()
+    assert url not in settings
+    assert token not in settings
+
+
+def test_the_reader_reads_clean_signs_and_knows_smudged_ones():
+    reward = direct_rewards.load_sign_reader(READER, CPU)
+    prompts, images = signs(40)
+    assert reward(images, prompts).min() > 0.8
+    assert reward(images, [f"Smudged. {prompt}" for prompt in prompts]).max() < 0.1
+    others = [prompt.split('"')[0] + f'"{"AB" if "A" not in prompt else "JK"}"' for prompt in prompts]
+    assert reward(images, others).mean() < 0.1
+    blurred = torch.nn.functional.avg_pool2d(images, 11, stride=1, padding=5, count_include_pad=False)
+    assert reward(blurred, [f"Smudged. {prompt}" for prompt in prompts]).mean() > 0.8
+    assert reward(blurred, prompts).mean() < 0.2
+
+
+def test_the_reader_knows_the_signs_layout():
+    assert direct_rewards.ALPHABET == tiny_signs.ALPHABET
+    assert (direct_rewards.SIGN_HEIGHT, direct_rewards.SIGN_WIDTH) == (tiny_signs.HEIGHT, tiny_signs.WIDTH)
+    assert direct_rewards.PITCH == tiny_signs.CELL
+    image = torch.arange(96.0).expand(3, 32, 96)
+    for count in range(1, 5):
+        crops = direct_rewards.crop_letters(image, count)
+        assert crops.shape == (count, 3, 32, 28)
+        centers = [(48 - 22 * (count - 1) / 2) + 22 * i for i in range(count)]  # as tiny_signs.render places them
+        assert crops[:, 0, 0, 14].tolist() == centers
+
+
+@pytest.mark.parametrize("text", ["a blue sign", 'a sign that says "ABCDE"', 'a sign that says "ab"', 'says ""'])
+def test_a_text_without_a_sign_s_word_is_refused(text):
+    with pytest.raises(ValueError, match="texts must hold 1 to 4 of ABCDEF"):
+        direct_rewards.sign_classes(text)
+
+
+def test_images_of_another_size_are_refused():
+    reward = direct_rewards.load_sign_reader(READER, CPU)
+    with pytest.raises(ValueError, match=r"images must be signs \[B, 3, 32, 96\], got shape \(1, 3, 64, 96\)"):
+        reward(torch.zeros(1, 3, 64, 96), ['a sign that says "AB"'])
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    """A tiny CLIP of random weights, with a tokenizer of single letters."""
+    from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
+
+    folder = tmp_path_factory.mktemp("clip")
+    letters = [chr(i) for i in range(97, 123)]
+    tokens = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    (folder / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(tokens)}))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    CLIPTokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt")).save_pretrained(folder)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"vocab_size": len(tokens), "max_position_embeddings": 20, "eos_token_id": len(tokens) - 1}
+    torch.manual_seed(0)
+    config = CLIPConfig(
+        text_config=small | text, vision_config=small | {"image_size": 32, "patch_size": 8}, projection_dim=8
+    )
+    CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_clip_s_reward_is_its_logit_over_20_and_has_a_gradient(clip_folder):
+    from PIL import Image
+    from transformers import AutoTokenizer, CLIPImageProcessor, CLIPModel
+
+    reward = direct_rewards.load_clip(str(clip_folder), CPU)
+    torch.manual_seed(1)
+    pixels = torch.nn.functional.interpolate(torch.rand(2, 3, 6, 9), size=(40, 60), mode="bicubic").clamp(0, 1)
+    pixels = (pixels * 255).round() / 255
+    texts = ["a cat", "a blue dog"]
+    pictures = [Image.fromarray((image.permute(1, 2, 0) * 255).byte().numpy()) for image in pixels]
+    processor = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
+    tokens = AutoTokenizer.from_pretrained(clip_folder)(texts, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        model = CLIPModel.from_pretrained(clip_folder)
+        logits = model(**tokens, **processor(pictures, return_tensors="pt")).logits_per_image
+    # Theirs are resized as bytes, hence rounded.
+    torch.testing.assert_close(reward(pixels, texts), logits.diag() / 20, rtol=0, atol=2e-3)
+    pixels.requires_grad_(True)
+    reward(pixels, texts).sum().backward()
+    assert pixels.grad.abs().max() > 0
+
+
+def test_the_middle_square_of_any_shape():
+    wide = torch.zeros(1, 3, 64, 128)
+    wide[..., 32:96] = 1.0  # the middle
+    assert direct_rewards.square(wide, 32).shape == (1, 3, 32, 32)
+    assert direct_rewards.square(wide, 32)[..., 4:-4].min() > 0.99
+    assert direct_rewards.square(wide.transpose(2, 3), 32)[..., 4:-4, :].min() > 0.99
+    same = torch.rand(1, 3, 32, 32)
+    torch.testing.assert_close(direct_rewards.square(same, 32), same)
+
+
+def test_both_steps_end_at_one_level_and_stay_in_the_range():
+    args = replace(TINY, level_low=0.3, level_high=0.9, level_step=0.2)
+    seeds = list(range(200))
+    batch = SimpleNamespace(prompts=[SimpleNamespace(seed=seed) for seed in seeds], x0=torch.zeros(200, 1))
+    down, up = (app.levels(args, batch, inversion=inversion) for inversion in (False, True))
+    assert torch.equal(down[1], up[1])
+    u = (down[1] - 0.3) / 0.6
+    assert 0.4 < u.mean() < 0.6
+    assert u.min() < 0.05
+    assert u.max() > 0.95
+    length = torch.minimum(torch.minimum(u, 1 - u), torch.tensor(0.2))
+    torch.testing.assert_close(down[0], 0.3 + 0.6 * (u + length))
+    torch.testing.assert_close(up[0], 0.3 + 0.6 * (u - length))
+    for sigma in (down[0], up[0]):
+        assert sigma.min() >= 0.3 - 1e-6
+        assert sigma.max() <= 0.9 + 1e-6
+    torch.testing.assert_close(down[2], 0.1 + 0.15 * u)
+    torch.testing.assert_close(up[2], 0.3 - 0.29 * (u - length))
+
+
+def one_rank(args):
+    run = lone_rank(args, rollouts)
+    scorer = app.connect(args, CPU_DIST)
+    run.on = replace(run.on, client=scorer)
+    return run
+
+
+CPU_DIST = SimpleNamespace(device=CPU, world_size=1)
+
+
+def test_gradients_are_one_pass_over_all_samples_and_both_steps(monkeypatch):
+    args = replace(TINY, positive_words="Clear, Sharp", threshold=5.0)
+    run = one_rank(args)
+    batches, _ = app.rollout(run, step=1)
+    kept = keep_gradients(app, monkeypatch)
+    metrics = app.update(run, 1, batches)
+    reward, model = run.on.client.reward, run.on.engine.sampler.model
+    run.net.zero_grad()
+    losses = []
+    for batch in batches:
+        texts = [p.text for p in batch.prompts]
+        noise = step_noise([p.seed for p in batch.prompts], -1, batch.x0.shape[1:])
+        for inversion in (False, True):
+            start, end, discount = app.levels(args, batch, inversion=inversion)
+            s, t = start.view(-1, 1, 1, 1), end.view(-1, 1, 1, 1)
+            x = (1 - s) * batch.x0 + s * noise
+            velocity = qwen_image.predict_velocity(run.net, x, start, batch.cond)
+            image = qwen_image.decode(model, (x + (t - s) * velocity - t * noise) / (1 - t))
+            good, bad = (reward(image, [f"{word}. {text}" for text in texts]) for word in ("Sharp", "Smudged"))
+            relative = (1 + discount) * bad - good if inversion else (1 + discount) * good - bad
+            losses.append(5.0 - relative)  # none reaches the threshold
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    assert_same_gradients(kept[0], run.params)
+    assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_sample_past_the_threshold_has_no_gradient(monkeypatch):
+    run = one_rank(replace(TINY, threshold=-5.0))
+    batches, _ = app.rollout(run, step=0)
+    kept = keep_gradients(app, monkeypatch)
+    assert app.update(run, 0, batches)["policy/denoising_active_fraction"] == 0.0
+    assert all(grad is None or not grad.any() for grad in kept[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "modes"), [({}, ("fsdp2",)), ({"lora_rank": 4, "lora_alpha": 8}, ("ddp",))], ids=["full", "lora"]
+)
+def test_one_and_two_ranks_train_on_the_same_numbers(here, changes, modes):
+    args = replace(TINY, lr=1e-3, **changes)
+    single = train(app, replace(args, name="single"))
+    for mode in modes:
+        double = train_on_ranks(app, replace(args, name=mode, shard=mode))
+        assert double[0]["eval/reward"] == single[0]["eval/reward"]
+        for key in ("reward/mean", "reward/min", "reward/max"):
+            assert double[1][key] == single[1][key], (mode, key)
+        for line in (1, 2):
+            for key in ("policy/grad_norm", "policy/loss"):
+                assert double[line][key] == pytest.approx(single[line][key], rel=1e-3), (mode, line, key)
+
+
+def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(here):
+    args = replace(TINY, steps=4, save_every=1, updates_per_step=2, ema_decay=0.9)
+    unbroken = train(app, replace(args, name="unbroken"))
+    train(app, replace(args, name="broken", steps=2))
+    for line, other in zip(unbroken, train(app, replace(args, name="broken")), strict=True):
+        for key in ("policy/loss", "policy/grad_norm", "eval/reward"):
+            assert line.get(key) == other.get(key), (line["step"], key)
+
+
+def test_every_logged_name_is_documented(here, bright_url):
+    assert undocumented(train(app, replace(TINY, watch_scorer_url=bright_url))) == set()
+
+
+def test_the_published_preset_s_reward_trains(here, clip_folder):
+    """CLIP's reward with LoRA and guidance, on signs."""
+    preset = app.PRESETS["qwen-image-pickscore"]
+    args = tiny(
+        preset, name="clip", reward_model=str(clip_folder), dtype="float32", height=32, width=64, lora_rank=4,
+        batch_size=2, prompts_per_step=2, guidance_scale=2.0, threshold=100.0,
+    )  # fmt: skip
+    lines = train(app, args)
+    assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--preset", "tiny-signs", "--batch-size", "7"], "--batch-size times ranks (7) must divide a step's samples"),
+        (["--preset", "tiny-signs", "--updates-per-step", "3"], "--updates-per-step must divide a rank's batches (2)"),
+        (["--level-high", "1"], "--level-low must be < --level-high, and that < 1"),
+        (["--level-step", "1"], "--level-step must be < 1"),
+        (["--positive-words", " , "], "--positive-words and --negative-words must hold a word"),
+        (["--reward", "hps"], "sign-reader"),
+        (["--scorer-url", "http://x"], "--scorer-url"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_code_2(flags, message):
+    code, printed = cli(app, *flags)
+    assert code == 2, printed
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(tmp_path):
+    code, printed = cli(app, "--preset", "tiny-signs", "--name", "no-reward", "--reward-model", str(tmp_path))
+    assert code == 2, printed
+    assert printed.count("\n") == 1
+    assert "reader.safetensors" in printed
+    assert not (REPO / "runs" / "no-reward").exists()
+
+
+def test_presets_are_the_published_ones_and_can_be_repeated_from_a_file(tmp_path):
+    for name, preset in app.PRESETS.items():
+        app.check_args(replace(preset, shard="none", dtype="float32"))
+        (tmp_path / f"{name}.toml").write_text(to_toml(preset))
+        assert base_config(app.Args(), {}, path=str(tmp_path / f"{name}.toml")) == preset
+    preset = app.PRESETS["qwen-image-pickscore"]
+    assert (preset.lr, preset.max_grad_norm, preset.weight_decay, preset.num_steps) == (5e-6, 0.1, 1e-4, 25)
+    assert (preset.threshold, preset.level_step, preset.height) == (0.7, 0.1, 720)
+    # Their levels are steps 5 and 30 of a schedule of 50, shifted by 3.
+    shifted = [3 * s / (1 + 2 * s) for s in (1 - 5 / 50, 1 - 30 / 50)]
+    assert (preset.level_high, preset.level_low) == pytest.approx(shifted, abs=1e-3)
+
+
+def test_the_model_is_the_shipped_one():
+    assert Path(app.Args().model) == CHECKPOINT
+    assert Path(app.Args().reward_model) == Path(READER)
