@@ -145,11 +145,32 @@ def gather_rewards(on: Rollouts, scores: list[Score], *, group_size: int = 1) ->
     """
     missing = [math.inf if score.mask_group else math.nan for score in scores]
     values = [none if score.value is None else score.value for score, none in zip(scores, missing, strict=True)]
-    by_rank = gather_floats(on.dist, torch.tensor(values)).view(on.dist.world_size, -1, on.batch_size)
-    rewards = by_rank.transpose(0, 1).reshape(-1, group_size)
+    rewards = in_order(on, values).view(-1, group_size)
     scored = rewards.isfinite().sum(dim=1)
     out = rewards.isinf().any(dim=1) | (scored < min(2, group_size))
     return rewards.masked_fill(out[:, None], math.nan).flatten()
+
+
+def gather_parts(on: Rollouts, scores: list[Score], names: Sequence[str], rewards: torch.Tensor) -> torch.Tensor:
+    """The named parts of all ranks' scores, [N, names]; NaN where there is none, or no reward.
+
+    Raises:
+        RuntimeError: no score has a part of that name.
+    """
+    columns = [in_order(on, [score.parts.get(name, math.nan) for score in scores]) for name in names]
+    parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
+    for name, column in zip(names, columns, strict=True):
+        if column.isnan().all() and not rewards.isnan().all():
+            raise RuntimeError(
+                f"the scorer must name a part {name!r} in its scores, it names {sorted(scores[0].parts)}"
+            )
+    return parts
+
+
+def in_order(on: Rollouts, values: list[float]) -> torch.Tensor:
+    """A number for each of this rank's samples -> those of all ranks, [N], in the order of the prompts."""
+    by_rank = gather_floats(on.dist, torch.tensor(values)).view(on.dist.world_size, -1, on.batch_size)
+    return by_rank.transpose(0, 1).flatten()
 
 
 def look_at(

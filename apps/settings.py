@@ -1,5 +1,6 @@
 """What all trainers demand of their settings, checked before torch is imported."""
 
+import math
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -57,3 +58,22 @@ def num_batches(args: Any) -> int:
         (rounds % args.updates_per_step == 0, f"--updates-per-step must divide a rank's batches ({rounds})"),
     )
     return rounds
+
+
+def parse_weights(text: str) -> dict[str, float]:
+    """The weights in words such as ocr=0.7,jpeg=0.3, by name.
+
+    Raises:
+        ValueError: a piece is not NAME=NUMBER, or a name comes twice.
+    """
+    weights: dict[str, float] = {}
+    for piece in filter(None, text.split(",")):
+        name, _, number = piece.partition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not math.isfinite(weight) or name in weights:
+            raise ValueError(f"--reward-parts must be NAME=NUMBER with commas between, each name once, got {text!r}")
+        weights[name] = weight
+    return weights

@@ -82,6 +82,7 @@ class Args:
     clip_range: float = 1e-4  # Half-width of the ratio's free range around 1
     kl_threshold: float = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: float = 5.0  # Bound on advantages
+    reward_parts: str = ""  # Parts of the score to normalize one by one, then add, as ocr=0.7,jpeg=0.3; or the score
     adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
     kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
     updates_per_step: int = 1  # Optimizer steps per rollout
@@ -118,6 +119,7 @@ LEAST = {  # setting -> least value
 def check_args(args: Args) -> None:
     """Raises ValueError when settings do not fit together."""
     settings.check(args, LEAST)
+    settings.parse_weights(args.reward_parts)
     settings.num_batches(args)
     low = args.window_low
     high = args.num_steps - 1 if args.window_high is None else args.window_high
@@ -148,6 +150,7 @@ from omni_losses import (
     group_advantages,
     grpo_guard_loss,
     grpo_loss,
+    multi_reward_advantages,
     rollout_weights,
 )  # fmt: skip
 from omni_reward import Score
@@ -250,7 +253,12 @@ def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]
     rewards, groups, metrics = rollouts.look_at(
         run.on, scores, group_size=args.group_size, need_one=args.on_failure == "raise"
     )
-    advantages = group_advantages(rewards, groups, std=args.adv_std)
+    if args.reward_parts:
+        weights = settings.parse_weights(args.reward_parts)
+        parts = rollouts.gather_parts(run.on, scores, list(weights), rewards)
+        advantages = multi_reward_advantages(parts, groups, list(weights.values()), std=args.adv_std)
+    else:
+        advantages = group_advantages(rewards, groups, std=args.adv_std)
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     return advantages.view(-1, dist.world_size, args.batch_size)[:, dist.rank], metrics
 

@@ -273,6 +273,24 @@ def test_a_group_is_left_out_whole_when_the_client_says_so():
     assert rollouts.gather_rewards(on, scores).isnan().tolist() == [False, False, True, False, True, False]
 
 
+def test_parts_of_the_score_are_normalized_one_by_one():
+    """A part in hundreds and one in hundredths count alike."""
+    dist = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+    changes = {"group_size": 4, "prompts_per_step": 1, "batch_size": 4, "adv_std": "group"}
+    args = replace(TINY, reward_parts="kB=-1,match=1", **changes)
+    run = SimpleNamespace(args=args, on=Rollouts(dist, None, None, 4))
+    scores = [Score(0.0, parts={"kB": 100.0 * i, "match": 0.01 * j}) for i, j in ((0, 0), (1, 1), (2, 2), (3, 4))]
+    one_by_one = [app.group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
+                  for x in ([0.0, 100.0, 200.0, 300.0], [0.0, 0.01, 0.02, 0.04])]  # fmt: skip
+    torch.testing.assert_close(app.grade(run, scores)[0][0], one_by_one[1] - one_by_one[0])
+    run.args = replace(args, reward_parts="kB=1,sharp=1")
+    with pytest.raises(RuntimeError, match=r"must name a part 'sharp' in its scores, it names \['kB', 'match'\]"):
+        app.grade(run, scores)
+    for wrong in ("kB", "kB=x", "kB=1,kB=2", "=1", "kB=nan"):
+        with pytest.raises(ValueError, match="--reward-parts must be NAME=NUMBER"):
+            app.check_args(replace(args, scorer_url="http://x", reward_parts=wrong))
+
+
 def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):
     lines = train(bright_url, watch_scorer_url=bright_url)
     assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
