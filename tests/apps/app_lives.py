@@ -12,11 +12,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers import CHECKPOINT, REPO
+from omni_rollout.models import qwen_image
 from omni_train.config import parse_cli
 
 import rollouts
@@ -48,7 +50,7 @@ class Life:
 
     pids: list[int]
     outputs: list[Path]
-    store: Any
+    agent: int  # the process with the store that the ranks meet at
     codes: dict[int, int] = field(default_factory=dict)
 
     def wait(self, timeout_s: float = 60.0) -> list[int]:
@@ -61,6 +63,7 @@ class Life:
                 self.kill()
                 raise AssertionError(f"still there after {timeout_s} s:\n{self.text()}")
             time.sleep(0.005)
+        self.kill()
         return [self.codes[rank] for rank in range(len(self.pids))]
 
     def has_ended(self, rank: int) -> bool:
@@ -72,15 +75,25 @@ class Life:
         return rank in self.codes
 
     def kill(self) -> None:
-        """SIGKILL for all ranks that are left."""
+        """SIGKILL for what is left."""
         for rank, pid in enumerate(self.pids):
             if not self.has_ended(rank):
                 os.kill(pid, signal.SIGKILL)
                 self.codes[rank] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if self.agent:
+            os.kill(self.agent, signal.SIGKILL)
+            os.waitpid(self.agent, 0)
+            self.agent = 0
 
     def text(self) -> str:
         """What all ranks printed, rank by rank."""
         return "\n".join(path.read_text() for path in self.outputs)
+
+
+@cache
+def import_all() -> None:
+    """Import in this process what loading a model imports, so that no life has to."""
+    qwen_image.load(CHECKPOINT)
 
 
 def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Callable[[int], None] = nothing) -> Life:
@@ -88,9 +101,10 @@ def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Call
 
     They meet as under torchrun, at a store that outlives them.
     """
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    life = Life([], [folder / f"out-{rank}.txt" for rank in range(ranks)], store)
+    import_all()
+    agent, port = _start_agent() if ranks > 1 else (0, 0)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    life = Life([], [folder / f"out-{rank}.txt" for rank in range(ranks)], agent)
     for rank in range(ranks):
         pid = os.fork()
         if pid == 0:
@@ -98,6 +112,21 @@ def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Call
             _live(life.outputs[rank], place | {name: str(n) for name, n in numbers.items()}, work, before)
         life.pids.append(pid)
     return life
+
+
+def _start_agent() -> tuple[int, int]:
+    """The process id and the port of a store, in a fork: here its threads would not survive the next fork."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(write, store.port.to_bytes(2))
+        signal.alarm(300)  # it must not outlive a test that is killed
+        signal.pause()
+    port = int.from_bytes(os.read(read, 2))
+    os.close(read)
+    os.close(write)
+    return pid, port
 
 
 def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: Callable[[int], None]) -> None:

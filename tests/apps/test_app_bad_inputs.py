@@ -173,7 +173,7 @@ MODELS = {  # change of the folder -> what is said of it
         lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "FluxPipeline"}'),
         "--model must be the folder of a diffusers QwenImagePipeline, .*model holds a FluxPipeline",
     ),
-    "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"model is damaged: .*vae/config\.json is no JSON"),
+    "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),
     "no weights": (lambda m: (m / TRANSFORMER).unlink(), "must have .*safetensors, .*transformer holds none"),
     "a missing shard": (lambda m: split(m / "text_encoder"), r".*model-00002-of-00002\.safetensors is missing"),
