@@ -1,0 +1,187 @@
+"""A run that is killed at any moment, or told to stop, ends where it would have ended without: bit for bit."""
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from apps import app_lives as lives
+from helpers import REPO
+from omni_train.config import to_toml
+from omni_train.state import train_state
+from safetensors.torch import load_file, save_file
+
+import runs
+
+STEPS = 4
+KINDS = {  # ranks, settings
+    "full": (1, {}),
+    "LoRA and average": (1, {"lora_rank": 2, "lora_alpha": 4, "ema_decay": 0.9, "lr": 1e-2}),
+    "ddp": (2, {"shard": "ddp"}),
+    "fsdp2": (2, {"shard": "fsdp2"}),
+}
+
+
+@pytest.fixture
+def enter(tmp_path, monkeypatch):
+    """Make a folder of that name with the evaluation's prompts, and go there."""
+
+    def enter(name):
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+        lives.write_eval_prompts(tmp_path / name)
+        return tmp_path / name
+
+    return enter
+
+
+def settings(url, **changes):
+    return replace(lives.TINY, steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
+
+
+def assert_ends_well(life):
+    codes = life.wait()
+    assert codes == [0] * len(codes), life.text()
+
+
+def lines(home):
+    """The log without what a clock, or the machine's memory, has to say."""
+    entries = map(json.loads, (home / "runs/run/metrics.jsonl").read_text().splitlines())
+    mine = ("time/", "perf/", "reward/busy_s")
+    return [{name: value for name, value in entry.items() if not name.startswith(mine)} for entry in entries]
+
+
+def outcome(home):
+    """The bytes of all tensors of the last checkpoint, and of the exported weights."""
+    files = [*home.glob(f"runs/run/checkpoints/step-{STEPS:08}/*.safetensors"), *home.glob("runs/run/weights/*.saf*")]
+    assert len(files) >= 2
+    return {path.relative_to(home): path.read_bytes() for path in files}
+
+
+def kill_in_save(victim, count):
+    """Before a life: rank `victim` kills itself at that one of its changes of a checkpoint's files."""
+
+    def before(rank):
+        left = count
+
+        def strike(event, args):
+            nonlocal left
+            is_change = (event == "open" and args[1] == "x") or event.startswith("os.")
+            if is_change and args and "checkpoints/step-" in str(args[0]):
+                left -= 1
+                if left == 0:
+                    with Path("events").open("a") as file:
+                        file.write(f"rank {rank}: {event} {args[0]}\n")
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        if rank == victim:
+            sys.addaudithook(strike)
+
+    return before
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, kind):
+    ranks, changes = KINDS[kind]
+    args = settings(bright_url, **changes)
+    peace = enter("peace")
+    started = time.monotonic()
+    assert_ends_well(lives.train(peace, args, ranks=ranks))
+    seconds = time.monotonic() - started
+    killed = enter("killed")
+    rng = random.Random(kind)
+    for most in (12, 4):  # inside a save, in which the first rank changes much, any other one file
+        victim = rng.randrange(ranks)
+        before = kill_in_save(victim, rng.randint(1, most // 4 if victim else most))
+        life = lives.train(killed, args, ranks=ranks, before=before)
+        while not life.has_ended(victim):
+            time.sleep(0.002)
+        life.kill()
+        assert life.codes[victim] == -signal.SIGKILL, life.text()
+    assert len((killed / "events").read_text().splitlines()) == 2
+    for _ in range(3):  # from outside, between any two instructions
+        life = lives.train(killed, args, ranks=ranks)
+        time.sleep(rng.uniform(0.1, 0.6) * seconds)
+        life.kill()
+    assert_ends_well(lives.train(killed, args, ranks=ranks))
+    assert [line["step"] for line in lines(killed)] == list(range(STEPS + 1))
+    assert lines(killed) == lines(peace)
+    assert outcome(killed) == outcome(peace)
+    kept = sorted(os.listdir(killed / "runs/run/checkpoints"))  # one more if a kill came before the oldest went
+    assert kept[-2:] == ["step-00000003", "step-00000004"]
+    assert len(kept) <= 3
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_told_to_stop_ends_well_and_continues(enter, bright_url, ranks):
+    args = settings(bright_url, save_every=10)
+    peace = enter("peace")
+    assert_ends_well(lives.train(peace, args, ranks=ranks))
+    stopped = enter("stopped")
+    life = lives.train(stopped, args, ranks=ranks)
+    log = stopped / "runs/run/metrics.jsonl"
+    while not log.exists() or log.read_bytes().count(b"\n") < 2:
+        assert not life.has_ended(0), life.text()
+        time.sleep(0.002)
+    os.kill(life.pids[-1], signal.SIGTERM)  # one rank is enough
+    assert_ends_well(life)
+    (step,) = re.findall(r"^stopped after step (\d); this continues:$", life.text(), flags=re.MULTILINE)
+    assert 1 <= int(step) < STEPS
+    assert (stopped / f"runs/run/checkpoints/step-{step:0>8}").is_dir()
+    life = lives.train(stopped, args, ranks=ranks)
+    assert life.wait() == [0] * ranks, life.text()
+    assert lines(stopped) == lines(peace)
+    assert outcome(stopped) == outcome(peace)
+
+
+def whole(checkpoint):
+    """Every tensor of a checkpoint, put together from its pieces as the index says."""
+    index = json.loads((checkpoint / "checkpoint.json").read_text())
+    files = {name: load_file(checkpoint / name) for name in index["files"]}
+    pieces = {name: [files[file][name] for file, _ in entry["pieces"]] for name, entry in index["tensors"].items()}
+    return {name: torch.cat(parts).view(index["tensors"][name]["shape"]) for name, parts in pieces.items()}
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
+    home = enter("home")
+    assert_ends_well(lives.train(home, settings(bright_url, shard=shard), ranks=2))
+
+    def only_load(rank):
+        runs.loop = lambda run, step: save_file(train_state(run.net, run.optimizer, run.ema), home / "loaded")
+
+    assert_ends_well(lives.train(home, settings(bright_url, shard="auto"), before=only_load))
+    saved, loaded = whole(home / f"runs/run/checkpoints/step-{STEPS:08}"), load_file(home / "loaded")
+    assert loaded.keys() == {name for name in saved if not name.startswith("rng/")}
+    assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
+    assert_ends_well(lives.train(home, replace(settings(bright_url), steps=STEPS + 1)))
+    assert [line["step"] for line in lines(home)] == list(range(STEPS + 2))
+    assert lines(home)[-1]["policy/first_ratio_max_dev"] == 0
+
+
+def test_the_program_prints_a_command_that_continues(enter, bright_url):
+    """As a user has it: a program in a shell, SIGTERM, and a command to paste into the shell."""
+    home = enter("home")
+    (home / "tiny run.toml").write_text(to_toml(replace(settings(bright_url), steps=200)))
+    command = [sys.executable, str(REPO / "apps/train_flowgrpo.py"), "--config", "tiny run.toml", "--no-lr-decay"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for line in process.stdout:
+            if line.startswith("step=1/"):
+                process.terminate()
+            if line.startswith("stopped after step"):
+                resume = next(process.stdout).strip()
+    assert process.returncode == 0
+    assert shlex.split(resume) == command
+    life = lives.command(home, [*command[2:], "--steps", str(len(lines(home)))])
+    assert_ends_well(life)
+    assert re.search(r"^held-out score 0\.\d+ -> 0\.\d+; report, weights and metrics in runs/run$", life.text(), re.M)
