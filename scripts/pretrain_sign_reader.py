@@ -1,12 +1,12 @@
 """Trains the reader of signs that the repository ships, a reward that a gradient passes through.
 
-    python scripts/pretrain_sign_reader.py --out checkpoints/tiny-signs-reader      # 40 seconds on a CPU
+    python scripts/pretrain_sign_reader.py --out checkpoints/tiny-signs-reader      # half a minute on a CPU
 
 It sees single letters of signs that `tiny_signs` renders: slightly blurred and noisy ones, which it is to read, and
 smudged ones, strongly blurred or two letters at once, which it is to call smudged. The words of the evaluation sets do
-not occur. What it reads wrong of 4,000 unseen letters is printed at the end.
+not occur. What it reads wrong on newly drawn signs is printed at the end.
 
-Letters: L letters.
+Shapes: L single letters.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 ROOT = Path(__file__).parents[1]
 BATCH = 96
+NUM_TEST_SIGNS = 2000
 
 
 def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
@@ -89,7 +90,7 @@ def main() -> None:
         optimizer.step()
         if step % 100 == 0:
             print(f"step {step}/{args.steps} loss {loss.item():.3f}", flush=True)
-    crops, labels = (tensor[:4000] for tensor in draw_letters(random.Random(1), 2000))
+    crops, labels = (tensor[:4000] for tensor in draw_letters(random.Random(1), NUM_TEST_SIGNS))
     with torch.no_grad():
         for name, (seen, classes) in (("clean", (crops, labels)), ("disturbed", disturb(crops, labels, SMUDGED))):
             print(f"{name}: {(reader(seen).argmax(dim=1) != classes).float().mean():.2%} read wrong")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import pretrain_sign_reader
 import pytest
 import tiny_signs
 import torch
@@ -86,6 +87,28 @@ def test_the_reader_knows_the_signs_layout():
         assert crops.shape == (count, 3, 32, 28)
         centers = [(48 - 22 * (count - 1) / 2) + 22 * i for i in range(count)]  # as tiny_signs.render places them
         assert crops[:, 0, 0, 14].tolist() == centers
+
+
+def test_the_script_that_made_the_reader_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["", "--out", str(tmp_path / "reader"), "--steps", "2", "--signs", "20"])
+    monkeypatch.setattr(pretrain_sign_reader, "NUM_TEST_SIGNS", 10)
+    pretrain_sign_reader.main()
+    assert "clean: " in capsys.readouterr().out
+    reward = direct_rewards.load_sign_reader(str(tmp_path / "reader"), CPU)
+    prompts, images = signs(2)
+    assert ((reward(images, prompts) > 0) & (reward(images, prompts) < 1)).all()
+
+
+def test_what_the_reader_learns_to_call_smudged():
+    torch.manual_seed(0)
+    crops, labels = torch.rand(4000, 3, 8, 8), torch.arange(4000) % 32
+    seen, classes = pretrain_sign_reader.disturb(crops, labels, 32)
+    smudged = classes == 32
+    assert 0.15 < smudged.float().mean() < 0.25
+    assert torch.equal(classes[~smudged], labels[~smudged])
+    assert seen.shape == crops.shape
+    flat = torch.full((2, 3, 8, 8), 0.5)
+    torch.testing.assert_close(pretrain_sign_reader.blur(flat, torch.tensor([0.1, 4.0])), flat)
 
 
 @pytest.mark.parametrize("text", ["a blue sign", 'a sign that says "ABCDE"', 'a sign that says "ab"', 'says ""'])
