@@ -1,0 +1,160 @@
+"""What breaks while a run goes on: every rank ends, one message says what and where, and the same command continues."""
+
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from apps import app_lives as lives
+from helpers import REPO
+from omni_losses import LossOutput
+from omni_train.config import to_toml
+from omni_train.log import load_metrics
+
+import rollouts
+import train_flowgrpo as app
+
+STEPS, BROKEN = 3, 2  # training steps of the run, and the one that breaks, counted from 1
+SCRIPT = Path(__file__).with_name("breaking_trainer.py")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with the evaluation's prompts."""
+    monkeypatch.chdir(tmp_path)
+    lives.write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def settings(url, **changes):
+    return replace(lives.TINY, steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
+
+
+def in_update(victim, act):
+    """Before a life: rank `victim` does `act` in place of the update that breaks."""
+
+    update = app.update
+
+    def broken(run, step, *others):
+        if step == BROKEN - 1:
+            act()
+        return update(run, step, *others)
+
+    def before(rank):
+        if rank == victim:
+            app.update = broken
+
+    return before
+
+
+def run_out_of_memory():
+    raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lose_the_loss(rank):
+    """Before a life: rank 1 has a loss that is no number."""
+    nan = torch.tensor(math.nan, requires_grad=True)
+    if rank == 1:
+        app.grpo_loss = lambda log_prob, *others, **options: LossOutput(nan * log_prob.sum(), {})
+    else:
+        grpo_loss = app.grpo_loss
+        app.grpo_loss = lambda *others, **options: LossOutput(grpo_loss(*others, **options).loss, {})
+
+
+def fill_the_disk(rank):
+    """Before a life: rank 1 cannot write its part of the checkpoint after the step that breaks."""
+    import omni_train.parts
+
+    write_file = omni_train.parts.write_file
+
+    def write(path, data):
+        if rank == 1 and path.parent.name == f"step-{BROKEN:08}.tmp":
+            raise OSError(28, "No space left on device")
+        return write_file(path, data)
+
+    omni_train.parts.write_file = write
+
+
+def fail_to_load(rank):
+    """Before a life: rank 1 has no memory for the model."""
+    if rank == 1:
+        rollouts.open_engine = lambda *args, **options: run_out_of_memory()
+
+
+BREAKS = {  # what each rank does before, exit codes, what is said and advised, the newest checkpoint afterwards
+    "out of memory": (
+        in_update(1, run_out_of_memory), [1, 1],
+        "rank 1, phase update: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: lower --batch-size, ", 1
+    ),
+    "a loss that is no number": (
+        lose_the_loss, [1, 1],
+        "rank 0, 1, phase update: FloatingPointError: loss must be finite, but is nan on rank 1\nThe weights or", 0
+    ),
+    "a killed rank": (
+        in_update(1, kill), [1, -9],
+        "rank 1 was killed or hangs; rank 0 waited for it in phase update\nIf the machine killed it for its memory", 1
+    ),
+    "a killed first rank": (
+        in_update(0, kill), [-9, 1],
+        "rank 0 was killed or hangs; rank 1 waited for it in phase update\nIf the machine killed it for its memory", 1
+    ),
+    "a full disk": (
+        fill_the_disk, [1, 1],
+        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: look at", 1
+    ),
+    "no memory for the model": (
+        fail_to_load, [1, 1],
+        "rank 1, phase start: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: lower --batch-size, ", -1
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_url, name):
+    before, codes, message, newest = BREAKS[name]
+    args = settings(bright_url)
+    life = lives.train(folder, args, ranks=2, before=before)
+    assert life.wait(60) == codes, life.text()
+    text = life.text()
+    assert f": {message}" in text
+    assert text.count("this continues from the newest:\ntorchrun --nproc-per-node 2 ") == 1
+    assert text.count("Traceback (most recent call last)") == 1
+    left = sorted(path.name for path in folder.glob("runs/run/checkpoints/*"))
+    assert left == [f"step-{step:08}" for step in range(max(0, newest - 1), newest + 1)]
+    life = lives.train(folder, args, ranks=2)
+    assert life.wait(60) == [0, 0], life.text()
+    assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == list(range(STEPS + 1))
+
+
+@pytest.mark.timeout(200)
+def test_under_torchrun_a_rank_that_hangs_ends_the_run_and_nothing_is_left_of_it(folder, bright_url):
+    (folder / "tiny.toml").write_text(to_toml(settings(bright_url, hang_timeout_s=5.0)))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--shutdown-timeout", "5", str(SCRIPT), "--config", "tiny.toml"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO / "apps")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
+        text = ""
+        for line in run.stdout:
+            text += line
+            if line.startswith("step=1/"):
+                last_step = time.monotonic()
+    assert time.monotonic() - last_step < 60
+    assert run.returncode == 1
+    said = r"^breaking_trainer.py: rank 1 was killed or hangs; rank 0 waited for it in phase update$"
+    assert len(re.findall(said, text, re.MULTILINE)) == 1, text
+    assert "raise --hang-timeout-s" in text
+    assert (folder / "runs/run/checkpoints/step-00000001").is_dir()
+    for rank in range(2):
+        pid = int((folder / f"pid-{rank}").read_text())
+        assert not Path(f"/proc/{pid}").exists()
