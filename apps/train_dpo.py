@@ -210,13 +210,14 @@ def read_pairs(run: Run, step: int) -> Pairs:
     folder = Path(args.preferences).parent
     shape = qwen_image.latent_shape(model, height=args.height, width=args.width)
     win, lose = (
-        torch.stack([read_latent(model, folder / str(r.meta[side]), shape) for r in rows]) for side in ("win", "lose")
+        torch.stack([read_latent(model, folder / str(r.meta[side]), shape).to(dist.device) for r in rows])
+        for side in ("win", "lose")
     )
     texts = [qwen_image.encode(model, record.text) for record in rows]
     cond = {name: torch.stack(pad_alike([text[name] for text in texts], dim=0)) for name in texts[0]}
     seeds = [sample_seed(args.seed, step, record.index, 0) for record in rows]
     places = list(range(dist.rank, len(records), dist.world_size))
-    return Pairs(win.to(dist.device), lose.to(dist.device), cond, seeds, places)
+    return Pairs(win, lose, cond, seeds, places)
 
 
 # 3. The update
