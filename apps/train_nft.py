@@ -75,7 +75,9 @@ class Args:
     train_low: int = 0  # First step of the rollout's schedule whose level may be trained at
     train_high: int | None = None  # One past the last such step; by default one past the last of all
     nft_beta: float = 1.0  # DiffusionNFT: how far the two contrasted policies stand from the old one
-    adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = "continuous"  # Also its
+    adv_mode: Literal[
+        "continuous", "positive_only", "negative_only", "one_only", "binary"
+    ] = "continuous"  # DiffusionNFT: how an advantage becomes the probability to be good  # fmt: skip
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: of a sample's error
     clip_range: float = 1.0  # AWM: half-width of the ratio's free range around 1
     adv_clip_max: float = 5.0  # Bound on advantages

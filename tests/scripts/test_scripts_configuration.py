@@ -1,0 +1,50 @@
+"""docs/configuration.md has every setting of every trainer, and is up to date."""
+
+import importlib
+import subprocess
+import sys
+from dataclasses import fields
+
+import configuration
+import pytest
+from helpers import REPO
+
+TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
+
+
+def test_the_page_is_up_to_date():
+    command = [sys.executable, str(REPO / "scripts" / "configuration.py"), "--check"]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
+
+
+def test_a_page_that_is_not_up_to_date_is_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(configuration, "ROOT", tmp_path)
+    monkeypatch.setattr(configuration, "PAGE", tmp_path / "configuration.md")
+    monkeypatch.setattr(sys, "argv", ["configuration.py", "--check"])
+    (tmp_path / "apps").mkdir()
+    (tmp_path / "apps" / "train_x.py").write_text('"""X.\n"""\nclass Args:\n    lr: float = 1.0  # Rate\n\nx = 1\n')
+    assert configuration.main() == 1
+    assert "configuration.md is not up to date" in capsys.readouterr().err
+    (tmp_path / "configuration.md").write_text(configuration.page())
+    assert configuration.main() == 0
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_settings_are_those_of_the_dataclass(trainer):
+    args = importlib.import_module(trainer).Args
+    read = configuration.settings((REPO / "apps" / f"{trainer}.py").read_text())
+    assert [setting.name for setting in read] == [field.name for field in fields(args)]
+    for setting, field in zip(read, fields(args), strict=True):
+        words = {True: "on", False: "off", "None": "none", "": ""}
+        told = str(field.default).removeprefix(f"{REPO}/")
+        assert setting.default in (words.get(field.default), words.get(told), f"`{told}`"), setting
+        assert len(setting.meaning) > 3, setting
+
+
+def test_a_comment_may_have_several_lines_and_a_bar():
+    first = "    a: int | None = None  # One |x|\n    # and more\n"
+    second = '    b: Literal["u"] = "u"  # Two # fmt: skip\n'
+    source = f"class Args:\n{first}{second}\ny = 1"
+    first, second = configuration.settings(source)
+    assert first.row() == r"| `a` | whole number or none | none | One \|x\| and more |"
+    assert second.row() == "| `b` | `u` | `u` | Two |"
