@@ -156,12 +156,13 @@ def train(folder: Path, args: Any, **how: Any) -> Life:
     return start(folder, lambda: runs.launch(app.main, args), **how)
 
 
-def command(folder: Path, flags: Sequence[str], **how: Any) -> Life:
-    """A start of it with this command line."""
+def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: Any) -> Life:
+    """A start of a trainer with this command line."""
 
     def work() -> None:
-        sys.argv = ["train_flowgrpo.py", *flags]
-        runs.launch(app.main, parse_cli(app.Args, app.PRESETS, app.check_args, flags, description=app.__doc__))
+        sys.argv = [f"{trainer.__name__}.py", *flags]
+        args = parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags, description=trainer.__doc__)
+        runs.launch(trainer.main, args)
 
     return start(folder, work, **how)
 

@@ -1,0 +1,221 @@
+"""Every command block in docs/ and the README is run here, or matched to what runs it; so is every block of code.
+
+A block without a language holds commands; what a program prints is `text`. A command that no rule below knows fails:
+whoever adds one says here who runs it.
+"""
+
+import importlib
+import re
+import shlex
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from apps import app_lives as lives
+from apps.conftest import bright_url as bright_url
+from helpers import CHECKPOINT, REPO
+from omni_reward import cli
+from omni_reward.combine import parse
+from omni_reward.scorers import SCORERS
+from omni_rollout.models import qwen_image
+from omni_sched import sde_step
+from omni_train.config import parse_cli
+from omni_train.dist import Dist
+from omni_train.log import load_metrics
+from omni_train.report.__main__ import main as write_report
+from omni_train.weights import save_weights
+from train.report_runs import write_run
+
+import sample
+import settings
+import train_flowgrpo as app
+
+PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in [*REPO.glob("docs/**/*.md")]}
+PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PRINTED = ("scorer ready at", " one rank under torchrun")  # how unlabelled blocks begin that are no commands
+CODE = {  # page -> the test that runs its Python and JSON; or this file does
+    "docs/contributing.md": "tests/scripts/test_docs_commands.py",
+    "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
+    "docs/preferences.md": "tests/apps/test_app_train_dpo.py",
+    "docs/quickstart.md": "tests/scripts/test_docs_commands.py",
+    "docs/report.md": "tests/train/test_train_report_docs.py",
+    "docs/resume.md": "tests/train/test_train_checkpoint_docs.py",
+    "docs/reward-protocol.md": "tests/reward/test_reward_docs.py",
+    "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",
+}
+CI = (REPO / ".ci" / "run").read_text("utf-8")
+RUN_BY_CI_AS = {"demo": "demo-short", "install-vllm-omni": "test-vllm-omni"}  # the same recipe, or a part of another
+TESTS = "".join(path.read_text("utf-8") for path in REPO.glob("tests/**/test_*.py"))
+ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
+
+
+def blocks(page):
+    """(language, text) of each block of a page."""
+    return BLOCK.findall(PAGES[page])
+
+
+def commands():
+    """The words of every line of every command block; a line that goes on below counts as one."""
+    for page in PAGES:
+        for language, text in blocks(page):
+            if language in ("sh", "bash") or (language == "" and not text.startswith(PRINTED)):
+                yield from (shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines())
+
+
+COMMANDS = {" ".join(words): words for words in commands() if words}
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch, bright_url):
+    """A working folder with the files that commands name, and a scorer."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "checkpoints"):
+        (tmp_path / name).symlink_to(REPO / name)
+    for name in ("my_prompts.txt", "my_eval.txt"):
+        (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
+    return SimpleNamespace(folder=tmp_path, url=bright_url, monkeypatch=monkeypatch)
+
+
+def check_make(words, place):
+    """The target is there, and what CI runs."""
+    subprocess.run(["make", "-n", *words[1:]], cwd=REPO, check=True, capture_output=True)
+    assert f"make {RUN_BY_CI_AS.get(words[1], words[1])}\n" in CI
+
+
+def check_server(words, place):
+    """The server takes all flags and knows the scorers; what it then does is what tests/reward does with it."""
+    args = cli.build_parser().parse_args(words[3:])
+    cli.read_options(args.option)
+    assert {spec for spec in parse(args.scorer).specs.values() if not spec.startswith("python:")} <= set(SCORERS)
+
+
+def check_trainer(words, place):
+    """A dry run on as many ranks; of a model on the hub, or of files that others make, only the settings are checked."""
+    script = next(word for word in words if word.startswith("apps/"))
+    trainer = importlib.import_module(Path(script).stem)
+    ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
+    flags = [place.url if word.startswith("http:") else word for word in words[words.index(script) + 1 :]]
+    if {"qwen-image-ocr-lora", "--preferences", "vllm-omni"} & set(flags):
+        for name, number in (("WORLD_SIZE", ranks), ("RANK", 0)) if ranks > 1 else ():
+            place.monkeypatch.setenv(name, str(number))
+        place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
+        place.monkeypatch.setattr(Path, "is_file", lambda path: True)
+        parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags)
+        return
+    life = lives.command(place.folder, [*flags, *({"--dry-run"} - set(flags))], trainer=trainer, ranks=ranks)
+    assert life.wait() == [0] * ranks, life.text()
+    assert f"plan: ranks: {ranks}, " in life.text()
+
+
+def check_sample(words, place):
+    """A picture from weights that a trainer could have written; of a model on the hub, only the settings are checked."""
+    net = qwen_image.load(CHECKPOINT).transformer
+    for weights in words[words.index("--weights") + 1 : words.index("--weights") + 2] if "--weights" in words else ():
+        Path(weights).parent.mkdir(parents=True)
+        save_weights(net, weights, ALONE)
+    args = parse_cli(sample.Args, {}, sample.check_args, words[2:])
+    if args.model == sample.Args.model:
+        sample.main(replace(args, num_images=1, num_steps=2))
+        assert Path(args.out).is_file()
+
+
+def check_report(words, place):
+    """The page is written, of runs that a test makes."""
+    for name in ("a", "b", "first", "tiny-signs"):
+        write_run(place.folder / "runs" / name)
+    write_report(words[3:])
+
+
+def check_script(words, place):
+    """The script is there, has the flags, and a test runs it or imports what it consists of."""
+    path = REPO / next(word for word in words if word.endswith(".py"))
+    source = path.read_text("utf-8")
+    for flag in (word for word in words if word.startswith("--")):
+        assert flag in source or f"{flag[2:].replace('-', '_')}:" in source, flag
+    assert re.search(rf"\b{path.stem}\b", TESTS), f"no test knows {path.name}"
+
+
+def check_pytest(words, place):
+    """The tests are there."""
+    path = next(word for word in words if word.startswith("tests/"))
+    assert (REPO / path).exists()
+    if "-k" in words:
+        assert words[words.index("-k") + 1] in (REPO / path).read_text("utf-8")
+
+
+def check_activate(words, place):
+    """scripts/env makes this environment."""
+    assert words == ["source", ".venv/bin/activate"]
+    assert "environment=.venv\n" in (REPO / "scripts" / "env").read_text("utf-8")
+
+
+def check_elsewhere(words, place):
+    """Programs of others, which need a network: nothing of ours runs."""
+
+
+RULES = {  # how a command begins -> what runs it
+    r"make \S+": check_make,
+    r"python -m omni_reward\.server ": check_server,
+    r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
+    r"python apps/sample\.py": check_sample,
+    r"python -m omni_train\.report ": check_report,
+    r"(python|\S+/bin/python|uv run) (scripts|benchmarks)/\S+\.py": check_script,
+    r"scripts/env pytest ": check_pytest,
+    r"source ": check_activate,
+    r"(git clone|vllm serve) ": check_elsewhere,
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command(place, command):
+    rule = next((rule for start, rule in RULES.items() if re.match(start, command)), None)
+    assert rule, f"nobody runs {command!r}"
+    rule(COMMANDS[command], place)
+
+
+@pytest.mark.parametrize(
+    "page", sorted(page for page in PAGES if {"python", "json"} & {lang for lang, _ in blocks(page)})
+)
+def test_code_is_run_by_a_test(page):
+    assert page in CODE, f"nobody runs the code of {page}"
+    test = (REPO / CODE[page]).read_text("utf-8")
+    assert Path(page).name in test
+    assert "python" in test or "json" in test
+
+
+def test_every_block_is_a_known_kind():
+    kinds = {language for page in PAGES for language, _ in blocks(page)}
+    assert kinds <= {"", "sh", "bash", "text", "python", "json"}
+
+
+def test_the_reward_of_the_quickstart_is_a_score_function():
+    ((_, code),) = [block for block in blocks("docs/quickstart.md") if block[0] == "python"]
+    names = {}
+    exec(code, names)
+    image = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8).numpy()
+    assert names["score"]({"image": image}, ["a", "b"], [{}, {}]) == pytest.approx([0.2, 0.2])
+
+
+def test_the_algorithm_of_the_contributing_page_is_short_tested_and_trains(place):
+    loss, row, test = (code for language, code in blocks("docs/contributing.md") if language == "python")
+    assert len((loss + row + test).splitlines()) < 40
+    names = {"ALGOS": {}, "Algo": app.Algo, "sde_step": sde_step}
+    for code in (loss, row, test):
+        exec(code, names)
+    names["test_it_is_the_gradient_of_the_expected_reward"]()
+    lives.write_eval_prompts(place.folder)
+
+    def add_row(rank):
+        app.ALGOS.update(names["ALGOS"])
+
+    norms = []
+    for algo in ("flowgrpo", "reinforce"):
+        args = replace(lives.TINY, steps=1, name=algo, algo=algo, scorer_url=place.url)
+        life = lives.train(place.folder, args, before=add_row)
+        assert life.wait() == [0], life.text()
+        norms.append(load_metrics(f"runs/{algo}/metrics.jsonl")[1]["policy/grad_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # at ratio 1 the clipped loss has the policy gradient
