@@ -27,7 +27,10 @@ def hang_in_second_update() -> None:
 
 
 if __name__ == "__main__":
-    Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
-    if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    Path(f"pid-{rank}").write_text(str(os.getpid()))
+    while len(list(Path().glob("pid-*"))) < num_ranks:  # imports may take longer than a hang may
+        time.sleep(0.01)
+    if rank == num_ranks - 1:
         hang_in_second_update()
     runs.launch(app.main, parse_cli(app.Args, app.PRESETS, app.check_args, sys.argv[1:]))
