@@ -4,9 +4,10 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,17 @@ Pending = Future[list[Score]]
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Who samples, who scores, how many samples a forward has, and a second scorer that evaluations ask, if any."""
+    """Who samples, who scores, how many samples a forward has, and a second scorer that evaluations ask, if any.
+
+    forwards: how many samples have passed the transformers, as `samples`.
+    """
 
     dist: Dist
     engine: Any  # Engine
     client: RewardClient
     batch_size: int
     watch: RewardClient | None = None
+    forwards: Counter[str] = field(default_factory=Counter)
 
 
 def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -52,6 +57,23 @@ def open_engine(kind: str, path: str, dist: Dist, dtype: torch.dtype) -> tuple[A
     together = partial(same_error, dist)
     engine = VllmOmniEngine(QwenImageRollout, path, device=dist.device, dtype=dtype, together=together)
     return engine, qwen_image.load_transformer(path, dtype=dtype)
+
+
+def count_forwards(engine: Any, net: torch.nn.Module) -> Counter[str]:
+    """Counts from now on the samples that pass the transformers of the engine and of the trainer."""
+    seen: Counter[str] = Counter()
+
+    def count(module: object, args: object, kwargs: dict[str, torch.Tensor]) -> None:
+        seen["samples"] += len(kwargs["hidden_states"])
+
+    for module in {engine.net, net}:  # the embedded engine's is the trainer's
+        module.register_forward_pre_hook(count, with_kwargs=True)
+    return seen
+
+
+def total(on: Rollouts, count: int) -> float:
+    """The sum of all ranks' counts."""
+    return gather_floats(on.dist, torch.tensor([float(count)])).sum().item()
 
 
 def make_trainable(
@@ -97,13 +119,18 @@ def sync(engine: Any, net: torch.nn.Module, *, version: int) -> int:
     return engine.moved_bytes
 
 
-def samples(records: list[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
-    """`group_size` samples of each prompt, each with a seed of its own."""
+def samples(
+    records: list[PromptRecord], group_size: int, *, seed: int, step: int, share_noise: bool = False
+) -> list[Prompt]:
+    """`group_size` samples of each prompt, each with a seed of its own; on request a group starts from one noise."""
     return [
-        Prompt(r.text, group, sample_seed(seed, step, r.index, i), r.negative, meta=dict(r.meta))
+        Prompt(
+            r.text, group, sample_seed(seed, step, r.index, i), r.negative, meta=dict(r.meta),
+            initial_seed=sample_seed(seed, step, r.index, 0) if share_noise else None,
+        )
         for group, r in enumerate(records)
         for i in range(group_size)
-    ]
+    ]  # fmt: skip
 
 
 def draw(on: Rollouts, prompts: list[Prompt], params: SamplingParams) -> Iterator[tuple[Trajectory, Pending]]:

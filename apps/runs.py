@@ -130,7 +130,8 @@ def start(
     checkpoints.load(net, optimizer, (ema, copy))
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))
-    on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch)
+    forwards = rollouts.count_forwards(engine, net)
+    on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch, forwards)
     log = open_log(args, dist, folder, resume_step=done)
     return Run(
         args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, copy, folder, log, checkpoints, done + 1
@@ -244,6 +245,7 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
     with run.log, catch_stop() as stop, broken_runs(run):
         for step in range(run.first_step, args.steps + 1):  # line n of the log speaks of n finished steps
             busy_s = run.on.client.busy_s
+            run.on.forwards.clear()
             try:
                 metrics = train_step(run, step - 1) if step else {}
             except RewardError:  # of all ranks at once, before the weights were touched
@@ -251,6 +253,7 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
                 raise
             if step:
                 metrics |= {"reward/busy_s": run.on.client.busy_s - busy_s} | memory_now(run, "", peak=True)
+                metrics["perf/forwards"] = rollouts.total(run.on, run.on.forwards["samples"])
             if step % args.eval_every == 0 or step == args.steps:
                 with run.log.phase("eval"):
                     metrics |= hold_out(run, step)

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 from omni_train.config import parse_cli
 
+import presets
 import settings
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -85,25 +86,7 @@ class Args:
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
 
 
-TINY_SIGNS = Args(
-    name="tiny-signs-dpo", prompts_per_step=8, group_size=8, batch_size=8, height=32, width=96, dpo_beta=100.0,
-    levels_per_pair=8, lr=1e-4, weight_decay=0.0, ema_decay=0.9, steps=160, eval_every=40, shard="ddp")  # fmt: skip
-QWEN_IMAGE = Args(
-    name="qwen-image-ocr-dpo", model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt",
-    eval_prompts="data/ocr/test.txt", num_steps=35, dpo_beta=100.0, updates_per_step=2, lora_rank=64,
-    gradient_checkpointing=True, eval_every=20, eval_num_steps=50)  # fmt: skip
-PRESETS = {
-    "tiny-signs": TINY_SIGNS,
-    "tiny-signs-offline": replace(TINY_SIGNS, name="tiny-signs-dpo-offline", prompts_per_step=32, group_size=2),
-    "qwen-image-ocr-lora": QWEN_IMAGE,  # online DPO for Qwen-Image as verl-omni publishes it; bring its prompts
-    "dpo-pickscore": replace(  # flow_grpo's own settings for online DPO, published for SD3.5-M on 8 accelerators
-        QWEN_IMAGE, name="dpo-pickscore", prompts="data/pickscore/train.txt", eval_prompts="data/pickscore/test.txt",
-        prompts_per_step=8, group_size=24, batch_size=24, num_steps=40, guidance_scale=4.5, levels_per_pair=39,
-        level_shift=3.0, updates_per_step=1, eval_every=60, eval_num_steps=40),
-    "dpo-offline": replace(  # verl-omni's offline settings, published for SD3.5-M; bring a preference file
-        QWEN_IMAGE, name="dpo-offline", prompts_per_step=16, group_size=2, guidance_scale=4.0, level_shift=3.0,
-        updates_per_step=1, lr=2e-4, lora_rank=32, lora_alpha=64, steps=1000),
-}  # fmt: skip
+PRESETS = {name: Args(**values) for name, values in presets.DPO.items()}
 
 
 LEAST = {"batch_size": 2, "dpo_beta": 1e-12, "levels_per_pair": 1, "level_shift": 1e-6}  # setting -> least value

@@ -16,13 +16,14 @@ What differs from the released code of the papers:
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from omni_train.config import parse_cli
 
+import presets
 import settings
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -79,11 +80,17 @@ class Args:
     window_high: int | None = None  # One past the last step that may be stochastic
     window_iters: int = 1  # Training steps that share a window
     window_stride: int = 1  # Steps that a sliding window moves at a time
+    share_noise: bool = False  # Whether a group starts from one noise; the steps before its window then run once
+    flash_ratio: float | None = None  # Share of the steps after the window that is left, now by DPM-Solver++
     clip_range: float = 1e-4  # Half-width of the ratio's free range around 1
     kl_threshold: float = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: float = 5.0  # Bound on advantages
     reward_parts: str = ""  # Parts of the score to normalize one by one, then add, as ocr=0.7,jpeg=0.3; or the score
     adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
+    adv_correction: Literal[0, 1] = 1  # That divides squares by their number minus this
+    best_of_n: int = 0  # Samples of a group to train on: the best and the worst, half each; 0 is all
+    drop_zero_signal: bool = False  # Whether to leave out groups whose samples all score alike
+    step_weights: Literal["equal", "tempflow"] = "equal"  # Of the trained steps; tempflow weighs them by their noise
     kl_coef: float = 0.0  # Weight of the KL to the model without its adapter
     updates_per_step: int = 1  # Optimizer steps per rollout
     lr: float = 3e-4  # Learning rate of AdamW
@@ -98,20 +105,11 @@ class Args:
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
 
 
-PRESETS = {
-    "tiny-signs": Args(
-        name="tiny-signs", algo="flowgrpo-cps", noise_level=0.5, window_low=1, window_high=4, prompts_per_step=8,
-        group_size=8, height=32, width=96, lr=1.2e-4, lr_decay=True, ema_decay=0.95,
-        clip_range=1e-3, weight_decay=0.0, steps=320, eval_every=80, shard="ddp"),
-    "qwen-image-ocr-lora": Args(  # Flow-GRPO's OCR task as published for Qwen-Image; bring its prompts
-        name="qwen-image-ocr-lora", model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt",
-        eval_prompts="data/ocr/test.txt", guidance_scale=4.0, noise_level=1.2, window_size=2, window_high=5,
-        lora_rank=64, updates_per_step=2, gradient_checkpointing=True, eval_every=30, eval_num_steps=50),
-}  # fmt: skip
+PRESETS = {name: Args(**values) for name, values in presets.FLOWGRPO.items()}
 
 
 LEAST = {  # setting -> least value
-    "noise_level": 1e-6, "window_low": 0, "window_iters": 1, "window_stride": 1, "correction_low": 0.0,
+    "noise_level": 1e-6, "window_low": 0, "window_iters": 1, "window_stride": 1, "correction_low": 0, "best_of_n": 0,
     "clip_range": 1e-12, "kl_threshold": 1e-30, "adv_clip_max": 1e-6, "kl_coef": 0.0,
 }  # fmt: skip
 
@@ -134,7 +132,18 @@ def check_args(args: Args) -> None:
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction_low < 1 < args.correction_high, "--correction-low must be < 1 and --correction-high > 1"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
+        (args.flash_ratio is None or 0 < args.flash_ratio <= 1,
+         f"--flash-ratio must be in (0, 1], got {args.flash_ratio}"),
+        (args.best_of_n % 2 == 0 and args.best_of_n <= args.group_size,
+         f"--best-of-n must be even and <= --group-size ({args.group_size}), got {args.best_of_n}"),
+        (args.old_log_prob != "correct" or not regroups(args),
+         "--old-log-prob correct does not go with --best-of-n or --drop-zero-signal"),
     )  # fmt: skip
+
+
+def regroups(args: Args) -> bool:
+    """Whether some samples are left out, so that those left are put together in other batches than they were drawn."""
+    return bool(args.best_of_n) or args.drop_zero_signal
 
 
 if __name__ == "__main__":
@@ -147,10 +156,8 @@ from omni_losses import (
     LossOutput,
     flow_dppo_loss,
     gaussian_kl,
-    group_advantages,
     grpo_guard_loss,
     grpo_loss,
-    multi_reward_advantages,
     rollout_weights,
 )  # fmt: skip
 from omni_reward import Score
@@ -163,6 +170,7 @@ from omni_train.optim import optimizer_step, warmup_lr
 from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 
+import grading
 import rollouts
 import runs
 from runs import Run
@@ -219,18 +227,17 @@ ALGOS = {
     "grpo-guard": Algo(sde_step, "random", guarded, needs_mean=True),
     "flow-dppo": Algo(sde_step, "random", in_region, needs_mean=True),
 }
-RATIO_TOLERANCE = {  # largest |ratio - 1| of trainer and engine before the first update
-    ("diffusers", "float32"): 0.0, ("diffusers", "bfloat16"): 0.0,
-    ("vllm-omni", "float32"): 1e-5, ("vllm-omni", "bfloat16"): 4e-3,
-}  # fmt: skip
+# Largest |ratio - 1| of trainer and engine before the first update, where engine or batches are not the trainer's own:
+RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
 # 3. One training step: rollout, score, advantages, update
 
 
 def rollout(run: Run, step: int) -> tuple[list[Trajectory], list[rollouts.Pending]]:
     """This rank's batches of the step and their scores to come: one batch is scored while the next is drawn."""
-    prompts = rollouts.samples(run.sampler.at(step), run.args.group_size, seed=run.args.seed, step=step)
-    batches, pending = zip(*rollouts.draw(run.on, prompts, params_at(run.args, step)), strict=True)
+    args, records = run.args, run.sampler.at(step)
+    prompts = rollouts.samples(records, args.group_size, seed=args.seed, step=step, share_noise=args.share_noise)
+    batches, pending = zip(*rollouts.draw(run.on, prompts, params_at(args, step)), strict=True)
     return list(batches), list(pending)
 
 
@@ -243,24 +250,25 @@ def params_at(args: Args, step: int) -> SamplingParams:
     )  # fmt: skip
     return SamplingParams(
         args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=algo.step,
-        noise_level=args.noise_level, sde_steps=window, keep_mean=algo.needs_mean,
+        noise_level=args.noise_level, sde_steps=window, keep_mean=algo.needs_mean, flash_ratio=args.flash_ratio,
     )  # fmt: skip
 
 
-def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, dict[str, float]]:
-    """The advantages [batches, B] of this rank's samples, and what the rewards of all ranks look like."""
-    args, dist = run.args, run.on.dist
+def grade(run: Run, scores: list[Score]) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, float]]:
+    """Advantages [N] of the samples of all ranks, which of them to train on, [N] or None for all, and what to log."""
+    args = run.args
     rewards, groups, metrics = rollouts.look_at(
         run.on, scores, group_size=args.group_size, need_one=args.on_failure == "raise"
     )
-    if args.reward_parts:
-        weights = settings.parse_weights(args.reward_parts)
-        parts = rollouts.gather_parts(run.on, scores, list(weights), rewards)
-        advantages = multi_reward_advantages(parts, groups, list(weights.values()), std=args.adv_std)
-    else:
-        advantages = group_advantages(rewards, groups, std=args.adv_std)
-    metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    return advantages.view(-1, dist.world_size, args.batch_size)[:, dist.rank], metrics
+    advantages, seen = grading.advantages_of(
+        run.on, scores, rewards, groups, parts=args.reward_parts, std=args.adv_std, correction=args.adv_correction
+    )
+    if not regroups(args):
+        return advantages, None, metrics | seen
+    keep = grading.worth_training(
+        advantages, rewards, groups, best=args.best_of_n, drop_zero_signal=args.drop_zero_signal
+    )
+    return advantages, keep, metrics | seen | {"reward/trained_ratio": keep.float().mean().item()}
 
 
 def old_policy(run: Run, batches: list[Trajectory]) -> list[list[Old] | None]:
@@ -281,19 +289,21 @@ def as_old(run: Run, move: Any) -> Old:
     return Old(move.log_prob.detach(), move.mean.detach() if ALGOS[run.args.algo].needs_mean else None)
 
 
-def correct(args: Args, old: list[Old] | None, batch: Trajectory) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Weights [B, K] that turn the engine's samples into the trainer's own, or None where they are; what to log."""
+def correct(args: Args, old: list[Old] | None, batch: Trajectory) -> tuple[Sequence[Any], dict[str, torch.Tensor]]:
+    """For each step weights [B] that turn the engine's samples into the trainer's, or None where they are; metrics."""
     if args.old_log_prob != "correct" or old is None:
-        return None, {}
+        return [None] * batch.x.shape[1], {}
     weights, metrics = rollout_weights(
         torch.stack([step.log_prob for step in old], dim=1), batch.rollout_log_prob, level=args.correction_level,
         mode=args.correction_mode, low=args.correction_low, high=args.correction_high,
     )  # fmt: skip
-    return weights, {f"correction_{name}": value for name, value in metrics.items()}
+    return weights.unbind(dim=1), {f"correction_{name}": value for name, value in metrics.items()}
 
 
-def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Tensor) -> dict[str, float]:
-    """Optimizer steps on this step's samples; the metrics are means over batches, kept steps and ranks."""
+def update(
+    run: Run, step: int, batches: list[Trajectory], advantages: torch.Tensor, shares: torch.Tensor | None
+) -> dict[str, float]:
+    """Optimizer steps on this step's samples, with advantages and weights [batches, B]; returns metrics, as means."""
     args, dist = run.args, run.on.dist
     seen: list[dict[str, torch.Tensor]] = []
     results = []
@@ -303,13 +313,14 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
     for first in range(0, len(batches), per_update):
         for i in range(first, first + per_update):
             batch, before, batch_advantages = batches[i], old[i], advantages[i].to(dist.device)
-            weights, metrics = correct(args, before, batch)
+            share = None if shares is None else shares[i].to(dist.device)
+            corrections, metrics = correct(args, before, batch)
             for k in range(num_kept):
                 move, kl = rescore(run, batch, k)
                 out = ALGOS[args.algo].loss(
                     move, before[k] if before else as_old(run, move), batch_advantages, args,
                     sqrt_dt=(batch.sigma(k) - batch.sigma_next(k)).sqrt(),
-                    weights=None if weights is None else weights[:, k],
+                    weights=grading.weigh(args.step_weights, move.std, share, corrections[k]),
                 )  # fmt: skip
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
@@ -317,9 +328,7 @@ def update(run: Run, step: int, batches: list[Trajectory], advantages: torch.Ten
                 gap = (move.log_prob.detach() - batch.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            given = args.ratio_tolerance
-            tolerance = RATIO_TOLERANCE[args.engine, args.dtype] if given is None else given
-            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step)
+            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], args.ratio_tolerance, step)
         reduce_gradients(run.params, dist.mesh, mode=run.mode)
         results.append(optimizer_step(run.optimizer, run.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist))
     means = {name: torch.stack([m[name] for m in seen]).mean() for name in seen[0]}
@@ -352,11 +361,12 @@ def train_step(run: Run, step: int) -> dict[str, float]:
         batches, pending = rollout(run, step)
     with run.log.phase("reward_wait"):
         scores = rollouts.collect(run.on, pending)
-    advantages, metrics = grade(run, scores)
+    advantages, keep, metrics = grade(run, scores)
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
+    batches, own, shares = grading.to_train(run.on, batches, advantages, keep, multiple=run.args.updates_per_step)
     with runs.update_phase(run, metrics):
-        metrics |= update(run, step, batches, advantages)
+        metrics |= update(run, step, batches, own, shares)
         run.ema.update(step)
     with run.log.phase("sync"):
         metrics["perf/sync_mb"] = rollouts.sync(run.on.engine, run.net, version=step + 1) / 2**20
@@ -365,18 +375,22 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step."""
-    batches = settings.num_batches(args)
-    scored = batches * len(params_at(args, 0).sde_steps)
+    batches, params = settings.num_batches(args), params_at(args, 0)
+    scored = batches * len(params.sde_steps)
     again = {"correct": scored, "recompute": scored - scored // args.updates_per_step}.get(args.old_log_prob, 0)
-    return {"rollout": batches * args.num_steps, "update": scored, "old log-probs": again} | (
-        {"reference": scored + again} if args.kl_coef else {}
-    )
+    names = {"rollout": batches * params.num_flash_steps, "update": scored, "old log-probs": again}
+    names |= {"reference": scored + again} if args.kl_coef else {}
+    fewer = {"rollout": args.share_noise, "update": regroups(args)}
+    return {f"{name}, at most" if fewer.get(name) else name: number for name, number in names.items()}
 
 
 def main(args: Args) -> None:
     """Trains, or continues, the run of that name; evaluated weights are in runs/NAME/weights."""
+    is_own = args.engine == "diffusers" and not regroups(args)  # rollout and update are the same arithmetic
     if args.old_log_prob == "auto":
-        args = replace(args, old_log_prob="rollout" if args.engine == "diffusers" else "recompute")
+        args = replace(args, old_log_prob="rollout" if is_own else "recompute")
+    if args.ratio_tolerance is None:
+        args = replace(args, ratio_tolerance=0.0 if is_own else RATIO_TOLERANCE[args.dtype])
     runs.carry_out(args, num_forwards(args), train_step)
 
 

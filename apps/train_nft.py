@@ -21,12 +21,13 @@ What differs from the released code of the papers:
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from omni_train.config import parse_cli
 
+import presets
 import settings
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -82,6 +83,7 @@ class Args:
     clip_range: float = 1.0  # AWM: half-width of the ratio's free range around 1
     adv_clip_max: float = 5.0  # Bound on advantages
     adv_std: Literal["batch", "group", "none"] = "batch"  # What advantages are divided by
+    adv_correction: Literal[0, 1] = 1  # That divides squares by their number minus this
     kl_coef: float = 0.0  # Weight of the velocity's distance to that of the model without its adapter
     old_kl_coef: float = 0.0  # Weight of the velocity's distance to that of the old policy
     updates_per_step: int = 1  # Optimizer steps per rollout
@@ -97,26 +99,7 @@ class Args:
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
 
 
-TINY_SIGNS = Args(
-    prompts_per_step=8, group_size=8, height=32, width=96, train_levels=5, nft_beta=0.1, lr=1e-4, weight_decay=0.0,
-    ema_decay=0.9, steps=160, eval_every=40, shard="ddp")  # fmt: skip
-QWEN_IMAGE = Args(
-    model="Qwen/Qwen-Image", dtype="bfloat16", prompts="data/ocr/train.txt", eval_prompts="data/ocr/test.txt",
-    lora_rank=64, gradient_checkpointing=True, eval_every=20, eval_num_steps=40)  # fmt: skip
-PRESETS = {
-    "tiny-signs": replace(TINY_SIGNS, name="tiny-signs-nft"),
-    "tiny-signs-awm": replace(TINY_SIGNS, name="tiny-signs-awm", algo="awm"),
-    "qwen-image-ocr-lora": replace(  # DiffusionNFT for Qwen-Image as verl-omni publishes it; bring its prompts
-        QWEN_IMAGE, name="qwen-image-ocr-nft", prompts_per_step=24, batch_size=12, updates_per_step=2, nft_beta=0.1,
-        kl_coef=1e-4, old_schedule="delayed_linear", old_every=2),
-    "nft-ocr": replace(  # DiffusionNFT's own settings for OCR, published for SD3.5-M
-        QWEN_IMAGE, name="nft-ocr", prompts_per_step=48, group_size=24, batch_size=9, updates_per_step=2, nft_beta=0.1,
-        kl_coef=1e-4, old_schedule="delayed_linear", train_high=9, lora_rank=32, lora_alpha=64, ema_decay=0.9),
-    "awm-ocr": replace(  # AWM's own for OCR, published for SD3.5-M; our loss is 5 times theirs, hence 5 times their KLs
-        QWEN_IMAGE, name="awm-ocr", algo="awm", prompts_per_step=72, group_size=24, batch_size=6, num_steps=14,
-        sample_with="policy", old_schedule="linear", old_decay_max=0.3, train_levels=6, train_low=1, train_high=12,
-        kl_coef=5 * 0.003, old_kl_coef=5 * 1.0, lora_rank=32, lora_alpha=64, ema_decay=0.99),
-}  # fmt: skip
+PRESETS = {name: Args(**values) for name, values in presets.NFT.items()}
 
 
 LEAST = {  # setting -> least value
@@ -171,6 +154,7 @@ from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 from torch import Tensor
 
+import grading
 import rollouts
 import runs
 from runs import Run
@@ -254,10 +238,9 @@ def grade(run: Run, scores: list[Score]) -> tuple[Tensor, Tensor, dict[str, floa
     rewards, groups, metrics = rollouts.look_at(
         run.on, scores, group_size=args.group_size, need_one=args.on_failure == "raise"
     )
-    advantages = group_advantages(rewards, groups, std=args.adv_std)
+    advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    both = torch.stack([advantages, (~rewards.isnan()).float()]).to(dist.device)
-    own, weights = both.view(2, -1, dist.world_size, args.batch_size)[:, :, dist.rank]
+    own, weights = (grading.own(run.on, v).to(dist.device) for v in (advantages, (~rewards.isnan()).float()))
     return own, weights, metrics
 
 

@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from omni_train.config import parse_cli
 
+import presets
 import settings
 
 # 1. Arguments. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -90,17 +91,7 @@ class Args:
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # On several ranks auto is ddp for LoRA, else fsdp2
 
 
-PRESETS = {
-    "tiny-signs": Args(
-        name="tiny-signs-srpo", height=32, width=96, num_steps=10, threshold=1.0, lr=1e-4, weight_decay=0.0,
-        max_grad_norm=1.0, ema_decay=0.9, steps=80, eval_every=20, shard="ddp"),
-    "qwen-image-pickscore": Args(  # SRPO's own settings for PickScore, published for FLUX.1; bring its prompts
-        name="qwen-image-pickscore", model="Qwen/Qwen-Image", dtype="bfloat16", reward="clip",
-        prompts="data/pickscore/train.txt", eval_prompts="data/pickscore/test.txt",
-        reward_model="yuvalkirstain/PickScore_v1", positive_words="Natural-lighting,Detail,Detailed,Real",
-        negative_words="Concept art,Painting,Anime,Flat,Oil", batch_size=1, height=720, width=720, level_low=0.667,
-        level_high=0.964, discount_high=0.5, inversion_discount_low=0.6, gradient_checkpointing=True, shard="fsdp2"),
-}  # fmt: skip
+PRESETS = {name: Args(**values) for name, values in presets.SRPO.items()}
 
 
 LEAST = {  # setting -> least value

@@ -5,10 +5,11 @@ before the first update has the sampled log-prob.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from types import ModuleType
 
 import torch
-from omni_sched import INITIAL_NOISE, euler_step, step_noise
+from omni_sched import INITIAL_NOISE, Transition, compress_sigmas, dpmpp_2m_step, euler_step, step_noise
 from torch import Tensor, nn
 
 from omni_rollout.types import Prompt, SamplingParams, Trajectory, pad_alike
@@ -34,6 +35,9 @@ class Sampler:
     def sample(self, prompts: Sequence[Prompt], params: SamplingParams, *, weight_version: int) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
+        Samples of the same prompt and `initial_seed` are one until the first of these steps, and computed once till
+        then: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
+
         Raises:
             ValueError: no prompts, or a size the model does not draw.
         """
@@ -42,22 +46,11 @@ class Sampler:
         size = {"height": params.height, "width": params.width}
         shape = self.family.latent_shape(self.model, **size)
         sigmas = self.family.sigmas(self.model, params.num_steps, **size)
+        if params.flash_ratio is not None:
+            sigmas = compress_sigmas(sigmas, params.first_after, params.flash_ratio)
         cond = self._condition(prompts, guided=params.guidance_scale > 1)
         device = next(iter(cond.values())).device
-        seeds = [prompt.seed for prompt in prompts]
-        x = step_noise(seeds, INITIAL_NOISE, shape).to(device)
-        kept = []
-        for i in range(params.num_steps):
-            sigma, sigma_next = sigmas[i], sigmas[i + 1]  # on the host: no copy, no waiting for the device
-            levels = torch.full((len(prompts),), float(sigma), device=device)
-            velocity = self.family.predict_velocity(self.net, x, levels, cond, guidance_scale=params.guidance_scale)
-            if i in params.sde_steps:
-                noise = step_noise(seeds, i, shape).to(device)
-                step = params.step(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
-                kept.append((x, step))
-                x = step.x_next
-            else:
-                x = euler_step(velocity, x, sigma, sigma_next)
+        x, kept = self._denoise(prompts, params, sigmas, cond, shape)
         B, K = len(prompts), len(kept)
         return Trajectory(
             x=_stack([before for before, _ in kept], (B, *shape), device),
@@ -72,6 +65,38 @@ class Sampler:
             prompts=tuple(prompts),
             weight_version=weight_version,
         )
+
+    def _denoise(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        sigmas: Tensor,
+        all_cond: dict[str, Tensor],
+        shape: Sequence[int],
+    ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
+        """Clean latents [B, ...], and of each stochastic step the latents before it and its transition."""
+        first, row_of = _alike(prompts) if params.sde_steps else (range(len(prompts)), range(len(prompts)))
+        cond = {name: tensor[list(first)] for name, tensor in all_cond.items()}
+        device = next(iter(cond.values())).device
+        x = step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape).to(device)
+        kept: list[tuple[Tensor, Transition]] = []
+        data, last_sigma = None, None
+        for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):  # on the host: no copy, no waiting for the device
+            if params.sde_steps and i == params.sde_steps[0]:  # samples that have started alike go apart
+                x, cond = x[list(row_of)], all_cond
+            levels = torch.full((len(x),), float(sigma), device=device)
+            velocity = self.family.predict_velocity(self.net, x, levels, cond, guidance_scale=params.guidance_scale)
+            if i in params.sde_steps:
+                noise = step_noise([prompt.seed for prompt in prompts], i, shape).to(device)
+                step = params.step(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
+                kept.append((x, step))
+                x = step.x_next
+            elif params.flash_ratio is not None and i >= params.first_after:
+                x, data = dpmpp_2m_step(velocity, x, sigma, sigma_next, last_data=data, last_sigma=last_sigma)
+                last_sigma = sigma
+            else:
+                x = euler_step(velocity, x, sigma, sigma_next)
+        return x, kept
 
     def _condition(self, prompts: Sequence[Prompt], *, guided: bool) -> dict[str, Tensor]:
         """The batch's conditioning: each distinct text is encoded once and remembered."""
@@ -88,6 +113,18 @@ class Sampler:
                 self._texts.pop(next(iter(self._texts)))
             self._texts[text] = self.family.encode(self.model, text)
         return self._texts[text]
+
+
+def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+    """Of samples that start alike the first one's index, and for each sample its place among those."""
+    starts = [(p.text, p.negative, id(p.image), _initial_seed(p)) for p in prompts]
+    first = {start: i for i, start in reversed(list(enumerate(starts)))}
+    places = {start: place for place, start in enumerate(dict.fromkeys(starts))}
+    return sorted(first.values()), [places[start] for start in starts]
+
+
+def _initial_seed(prompt: Prompt) -> int:
+    return prompt.seed if prompt.initial_seed is None else prompt.initial_seed
 
 
 def to_uint8(images: Tensor) -> Tensor:

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
-from omni_sched import Transition, sde_step
+from omni_sched import Transition, compress_sigmas, sde_step
 from torch import Tensor
 from torch.nn.functional import pad
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sample to draw: a text, the group it is compared within, and the seed of its noise."""
+    """One sample to draw: a text, the group it is compared within, and the seed of its noise.
+
+    initial_seed: the seed of the noise it starts from, if that is another; samples of a group that share it start alike
+    and differ by what the stochastic steps inject.
+    """
 
     text: str
     group: int
@@ -24,6 +28,7 @@ class Prompt:
     negative: str = ""
     image: Tensor | None = None
     meta: dict[str, object] = field(default_factory=dict)
+    initial_seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,8 @@ class SamplingParams:
     num_steps: S. height, width: pixels. guidance_scale: classifier-free guidance, off at 1.
     step: the stochastic step function of omni_sched, taken at the step indices `sde_steps`; the others are Euler's.
     noise_level: strength of the injected noise, as that function defines it. keep_mean: also store the steps' means.
+    flash_ratio: if given, the steps after the last stochastic one are DPM-Solver++(2M)'s, and only this share of them,
+    in (0, 1], is left; the schedule of the trajectory is then the shorter one (MixGRPO-Flash, arXiv 2507.21802).
     """
 
     num_steps: int
@@ -44,6 +51,7 @@ class SamplingParams:
     noise_level: float = 0.0
     sde_steps: tuple[int, ...] = ()
     keep_mean: bool = False
+    flash_ratio: float | None = None
 
     def __post_init__(self) -> None:
         if self.num_steps < 1:
@@ -52,6 +60,20 @@ class SamplingParams:
             raise ValueError(f"sde_steps must be increasing indices in [0, {self.num_steps}), got {self.sde_steps}")
         if self.sde_steps and self.noise_level <= 0:
             raise ValueError(f"noise_level must be > 0 where there are sde_steps, got {self.noise_level}")
+        if self.flash_ratio is not None and not 0 < self.flash_ratio <= 1:
+            raise ValueError(f"flash_ratio must be in (0, 1] or None, got {self.flash_ratio}")
+
+    @property
+    def first_after(self) -> int:
+        """The step after the last stochastic one; 0 where all are deterministic."""
+        return self.sde_steps[-1] + 1 if self.sde_steps else 0
+
+    @property
+    def num_flash_steps(self) -> int:
+        """Steps that are taken: num_steps, or fewer with flash_ratio."""
+        if self.flash_ratio is None:
+            return self.num_steps
+        return len(compress_sigmas(torch.zeros(self.num_steps + 1), self.first_after, self.flash_ratio)) - 1
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,12 @@ class VllmOmniEngine:
         self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once
         self._calls = count()
 
+    @property
+    def net(self) -> nn.Module:
+        """The transformer that samples."""
+        transformer: nn.Module = self.pipeline.transformer
+        return transformer
+
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
