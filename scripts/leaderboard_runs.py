@@ -22,9 +22,11 @@ from omni_train.log import load_metrics
 ROOT = Path(__file__).parents[1]
 PROMPTS = ROOT / "data" / "tiny-signs"
 
-# What differs between a preset and a run of it here, or names files.
-OURS = {"name", "seed", "shard", "model", "reward_model", "prompts", "eval_prompts", "preferences", "scorer_url",
-        "scorer_token_file", "watch_scorer_url"}  # fmt: skip
+# What differs between a preset and a run of it here, names files, or is noted as what it came to.
+OURS = {
+    "name", "seed", "shard", "model", "reward_model", "prompts", "eval_prompts", "preferences", "scorer_url",
+    "scorer_token_file", "watch_scorer_url", "old_log_prob", "ratio_tolerance",
+}  # fmt: skip
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": "",
 }  # fmt: skip
@@ -90,7 +92,7 @@ def is_finished(job: Job) -> bool:
     for name in (field.name for field in fields(default) if field.name not in OURS):
         wanted = getattr(job.settings, name)
         there = config.get(name, wanted if wanted is None else getattr(default, name))
-        if there != wanted != "auto":  # which the trainer replaces by what it stands for
+        if there != wanted:
             raise ValueError(f"{job.folder} holds a run with {name} = {there}, not {wanted}: move it away")
     metrics = job.folder / "metrics.jsonl"
     lines = load_metrics(metrics) if metrics.exists() else []
