@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: demo demo-short test test-vllm-omni install-vllm-omni check constraints
+.PHONY: demo demo-short leaderboard test test-vllm-omni install-vllm-omni check constraints
 
 demo: ## Teaches the shipped Qwen-Image-shaped model to spell, on the CPU: ARGS="--steps 20" changes settings, ENGINE=vllm-omni the engine
 	scripts/env scripts/demo $(ARGS)
@@ -7,6 +7,9 @@ demo: ## Teaches the shipped Qwen-Image-shaped model to spell, on the CPU: ARGS=
 demo-short: ## The same, three steps
 	rm -rf runs/demo-short
 	scripts/env scripts/demo --name demo-short --steps 3 --eval-every 3
+
+leaderboard: ## Trains every algorithm on tiny-signs with three seeds (hours) and writes docs/leaderboard.md: ARGS="--only nft" chooses
+	scripts/env python scripts/leaderboard.py $(ARGS)
 
 test: ## All tests that need no accelerator; those of the report draw it in a Chromium
 	scripts/chromium
