@@ -134,6 +134,10 @@ def test_errors_name_the_argument():
 def test_reward_metrics_of_a_worked_batch():
     rewards = torch.tensor([1.0, 3.0, 0.1, 0.1, 0.1, math.nan, 7.0, math.nan])
     metrics = reward_metrics(rewards, torch.tensor([4, 4, 0, 0, 0, 0, 2, 3]))
+    with pytest.raises(ValueError, match=r"at least one score, got none in 2"):
+        reward_metrics(torch.full((2,), math.nan), torch.tensor([0, 1]))
+    with pytest.raises(ValueError, match=r"\[N\] alike"):
+        reward_metrics(rewards, torch.tensor([0]))
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {
             "mean": 11.3 / 6,

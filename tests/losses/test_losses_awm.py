@@ -39,7 +39,7 @@ def test_weightings_by_hand(weighting, expected):
 
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 def test_it_is_zero_at_the_target_with_a_finite_gradient(weighting):
-    _, x0, noise, sigma = samples()
+    _, x0, noise, sigma = (tensor.float() for tensor in samples())  # in float32, so that the error is exactly 0
     velocity = (noise - x0).requires_grad_()
     log_prob = awm_log_prob(velocity, x0, noise, sigma, weighting=weighting)
     log_prob.sum().backward()
@@ -79,6 +79,11 @@ def test_the_default_clips_at_two_and_never_from_below():
         log_prob = torch.tensor([math.log(ratio)], requires_grad=True)
         awm_loss(log_prob, torch.zeros(1), torch.tensor([advantage])).loss.backward()
         assert bool(log_prob.grad != 0) == kept
+
+
+def test_advantages_are_clamped_at_five_by_default():
+    out = awm_loss(torch.zeros(2), torch.zeros(2), torch.tensor([9.0, -1.0]))
+    assert out.loss.item() == (-5 + 1) / 2
 
 
 def test_it_is_grpo_on_these_log_probs():

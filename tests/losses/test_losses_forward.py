@@ -111,6 +111,20 @@ def test_the_weight_has_a_floor():
     assert velocity.grad.abs().sum() == 0
 
 
+def test_below_the_floor_the_error_is_divided_by_the_floor():
+    """An error of 1e-6 in every element: 1e-12 over the default floor 1e-5, or over 1e-3."""
+    shape, error = (1, 4), 1e-6
+    arguments = {name: torch.zeros(shape) for name in ("velocity", "old_velocity", "x0")}
+    arguments |= {"x_t": torch.full(shape, error), "sigma": torch.ones(1), "reward_prob": torch.ones(1)}
+    assert nft(arguments).metrics["positive_loss"].item() == pytest.approx(1e-7, rel=1e-5)
+    assert nft(arguments, min_weight=1e-3).metrics["positive_loss"].item() == pytest.approx(1e-9, rel=1e-5)
+
+
+def test_the_default_scale_is_that_of_reward_probability():
+    arguments = batch()
+    assert torch.equal(nft(arguments).loss, nft(arguments, adv_clip_max=5.0).loss)
+
+
 def test_weights_multiply_samples_and_the_divisor_stays():
     arguments = batch()
     alone = []
@@ -124,7 +138,9 @@ def test_weights_multiply_samples_and_the_divisor_stays():
 
 def test_gradients_flow_through_the_velocity_only():
     leaves = {name: value.clone().requires_grad_() for name, value in batch().items()}
-    nft(leaves, ref_velocity=leaves["ref_velocity"], kl_coef=0.1).loss.backward()
+    out = nft(leaves, ref_velocity=leaves["ref_velocity"], kl_coef=0.1)
+    assert not any(value.requires_grad for value in out.metrics.values())
+    out.loss.backward()
     assert leaves.pop("velocity").grad is not None
     assert all(leaf.grad is None for leaf in leaves.values())
 
@@ -174,6 +190,7 @@ def test_order_does_not_matter():
 def test_reward_probability(mode, expected):
     advantages = torch.tensor([-9.0, -5.0, -2.0, 0.0, 2.0, 5.0, 9.0])
     assert reward_probability(advantages, mode=mode).tolist() == pytest.approx(expected)
+    assert not reward_probability(advantages.requires_grad_(), mode=mode).requires_grad
 
 
 def test_a_clip_of_one_makes_binary_advantages_certain():

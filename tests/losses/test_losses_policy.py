@@ -90,6 +90,12 @@ def test_metrics_of_a_worked_batch():
     )
 
 
+def test_ratios_inside_the_range_count_as_unclipped():
+    ratios = torch.tensor([0.7, 1.0, 1.1])
+    metrics = grpo_loss(ratios.log(), torch.zeros(3), torch.ones(3), clip_range=(0.4, 0.2)).metrics
+    assert metrics["clip_fraction"] == metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+
+
 def test_equal_log_probs_deviate_by_nothing_at_all():
     log_prob = torch.randn(8, generator=torch.Generator().manual_seed(0))
     metrics = grpo_loss(log_prob, log_prob.clone(), torch.ones(8), clip_range=1e-6).metrics

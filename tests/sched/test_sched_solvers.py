@@ -157,6 +157,7 @@ def test_it_is_scale_and_batch_equivariant_and_differentiable() -> None:
         ({"sigma_next": 0.6}, "0 <= sigma_next < sigma <= 1"),
         ({"last_sigma": 0.6}, "sigma < last_sigma <= 1"),
         ({"last_sigma": 1.1}, "sigma < last_sigma <= 1"),
+        ({"last_sigma": torch.tensor([0.8, 0.5])}, "sigma < last_sigma <= 1"),
         ({"last_sigma": torch.ones(3)}, "last_sigma must be a scalar or .B."),
     ],
 )
@@ -194,6 +195,24 @@ def test_flash_of_the_paper() -> None:
     torch.testing.assert_close(
         compress_sigmas(linear_sigmas(10), 4, 0.5), torch.tensor([1, 0.9, 0.8, 0.7, 0.6, 0.4, 0.2, 0])
     )
+
+
+def test_nothing_after_the_start_leaves_the_schedule_as_it_is() -> None:
+    sigmas = linear_sigmas(6)
+    assert torch.equal(compress_sigmas(sigmas, 6, 0.1), sigmas)
+
+
+def test_a_share_that_is_a_whole_number_up_to_rounding_is_that_number() -> None:
+    assert 0.28 * 25 > 7
+    assert len(compress_sigmas(linear_sigmas(25), 0, 0.28)) - 1 == 7
+
+
+def test_levels_on_a_device_are_never_read_back() -> None:
+    """Meta tensors have no values, so any read raises."""
+    x, level = torch.empty(2, 3, device="meta"), torch.empty(2, device="meta")
+    for sigma, last_sigma in ((level, level), (0.5, level), (level, 0.9)):
+        x_next, data = dpmpp_2m_step(x, x, sigma, level, last_data=x, last_sigma=last_sigma)
+        assert x_next.shape == data.shape == x.shape
 
 
 def test_a_shortened_schedule_ends_closer_with_the_second_order_solver() -> None:

@@ -232,6 +232,15 @@ def test_sigma_max_acts_near_one_only() -> None:
     torch.testing.assert_close(start.std, torch.full((3,), 0.7 * math.sqrt(1 / 0.5 * 0.1)))
 
 
+def test_within_a_thousandth_of_one_is_near_one() -> None:
+    velocity, x, noise = tensors(3)
+    for sigma, capped in ((1 - 0.9e-3, True), (1 - 1.1e-3, False)):
+        out = sde_step(velocity, x, sigma, 0.9, noise_level=0.7, noise=noise)
+        level = 0.9 if capped else sigma
+        expected = 0.7 * math.sqrt(sigma / (1 - level) * (sigma - 0.9))
+        torch.testing.assert_close(out.std, torch.full((3,), expected), rtol=1e-3, atol=0)
+
+
 @PAIRS
 def test_sde_with_its_diffusion_equal_to_eta_is_dance(sigma: float, sigma_next: float) -> None:
     velocity, x, x_next = tensors(3)
@@ -285,6 +294,7 @@ def test_last_step_can_be_sampled_but_has_no_log_prob(step: Step) -> None:
     velocity, x, noise = tensors(3)
     out = step(velocity, x, 0.1, 0.0, noise_level=0.7, noise=noise)
     assert out.log_prob is None
+    torch.testing.assert_close(out.x_next, out.mean + out.std.view(-1, 1, 1, 1) * noise)
     if step is cps_step:
         assert torch.equal(out.x_next, euler_step(velocity, x, 0.1, 0.0))
         assert torch.equal(out.std, torch.zeros(3))
@@ -329,6 +339,7 @@ def test_transitions_are_frozen() -> None:
         ({"velocity": (3, 1), "noise": (3, 4)}, r"velocity must have the shape of x, \(3, 4\), got \(3, 1\)"),
         ({"velocity": (3,), "x": (3,), "noise": (3,)}, r"x must be \[B, ...\] .* got shape \(3,\)"),
         ({"noise": (3, 4), "noise_level": -0.1}, "noise_level must be >= 0 and finite, got -0.1"),
+        ({"noise": (3, 4), "noise_level": math.inf}, "noise_level must be .* got inf"),
         ({"noise": (3, 4), "noise_level": math.nan}, "noise_level must be >= 0 and finite, got nan"),
         ({"x_next": (3, 4), "noise_level": 0.0}, "noise_level must be > 0 to score x_next: .* got 0"),
         ({"x_next": (3, 4), "sigma_next": 0.0}, "sigma_next must be > 0 to score x_next: .* got 0.0"),
@@ -359,8 +370,9 @@ def test_wrong_arguments_of_single_rules_are_named() -> None:
     zeros = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"noise_level must be <= 1 for cps_step, got 1.2"):
         cps_step(zeros, zeros, 0.5, 0.4, noise_level=1.2, noise=zeros)
-    with pytest.raises(ValueError, match=r"sigma_max must be in \(0, 1\), got 1.0"):
-        sde_step(zeros, zeros, 1.0, 0.9, noise_level=0.7, noise=zeros, sigma_max=1.0)
+    for sigma_max in (1.0, 0.0, torch.tensor([0.5, 1.0])):
+        with pytest.raises(ValueError, match=r"sigma_max must be in \(0, 1\), got"):
+            sde_step(zeros, zeros, 1.0, 0.9, noise_level=0.7, noise=zeros, sigma_max=sigma_max)
     with pytest.raises(ValueError, match="velocity must have the shape of x"):
         euler_step(zeros[:1], zeros, 0.5, 0.4)
     with pytest.raises(ValueError, match="0 <= sigma_next < sigma <= 1"):

@@ -103,6 +103,12 @@ def test_decay_is_the_published_straight_line(iters: int) -> None:
     assert min(expected) >= 1
 
 
+def test_decay_falls_over_its_own_range() -> None:
+    """From 10 iterations at step 5 to 1 at step 15, were a window to start there."""
+    expected = [math.floor(10 * (1 - Fraction(i, 10)) + Fraction(i, 10)) for i in range(7)]
+    assert stays("decay", 7, low=5, high=15, iters_per_group=10) == expected
+
+
 def test_decay_of_mixgrpo_by_hand() -> None:
     """10 at first; 10 - 9/23, rounded down, at the next place; 10 - 19 * 9/23 = 2.6 at the last."""
     assert stays("decay", 20, high=23, iters_per_group=10) == [
@@ -186,6 +192,11 @@ def test_mixgrpo_schedule() -> None:
     assert window(575) == (2, 3, 4, 5)  # where the released progressive schedule has run out of steps
 
 
+def test_a_fixed_window_never_moves() -> None:
+    for iteration in (0, 1, 7, 10**6):
+        assert sde_window(25, 4, low=3, strategy="fixed", iteration=iteration) == (3, 4, 5, 6)
+
+
 def test_a_sliding_window_ends_flush_with_the_range() -> None:
     starts = [sde_window(11, 4, strategy="sliding", stride=4, iteration=i)[0] for i in range(4)]
     assert starts == [0, 4, 6, 0]
@@ -197,6 +208,9 @@ def test_defaults_and_ranges() -> None:
     assert sde_window(10, strategy="all", low=2, high=5) == (2, 3, 4)
     assert sde_window(10, 2, strategy="fixed", low=1) == (1, 2)
     assert sde_window(2) == (0,)
+    first = sde_window(50, 2, iteration=0, seed=0, iters_per_group=1, strategy="random")
+    assert sde_window(50, 2) == first
+    assert sde_window(25, 4, strategy="sliding", iteration=3) == (3, 4, 5, 6)  # a step further every iteration
 
 
 @pytest.mark.parametrize(

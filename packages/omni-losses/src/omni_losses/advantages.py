@@ -174,8 +174,14 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
     Args:
         rewards: [N], any scale, NaN where there is no score; at least one has a score.
         groups: [N], integer ids.
+
+    Raises:
+        ValueError: shapes or dtypes do not fit, a reward is infinite, or none has a score.
     """
+    check_rewards(rewards, groups)
     scored = ~rewards.isnan()
+    if not scored.any():
+        raise ValueError(f"rewards must hold at least one score, got none in {len(rewards)}")
     values = rewards[scored].float()
     stds = [rewards[scored & (groups == g)].float() for g in groups[scored].unique()]
     varied = torch.stack([(r.max() > r.min()).float() for r in stds])

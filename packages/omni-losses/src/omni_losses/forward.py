@@ -43,6 +43,8 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 
     Raises:
         ValueError: shapes do not fit.
+
+    Source: rectified flow (arXiv 2209.03003), eq. 1, for one sample, noise and sigma; there, data is at time 1.
     """
     require_latents("velocity", velocity)
     require_shape_of("velocity", velocity, x0=x0, noise=noise)

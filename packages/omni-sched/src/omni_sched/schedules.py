@@ -97,6 +97,8 @@ def resolution_mu(
 
     Raises:
         ValueError: num_tokens < 1, or base_tokens >= max_tokens.
+
+    The line that FLUX's released code draws; diffusers' `calculate_shift`.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens must be >= 1, got {num_tokens}")

@@ -47,7 +47,7 @@ def compress_sigmas(sigmas: Tensor, start: int, ratio: float) -> Tensor:
     if not 0 < ratio <= 1:
         raise ValueError(f"ratio must be in (0, 1], got {ratio}")
     later = num_steps - start
-    left = math.ceil(ratio * later - 1e-9)  # a product such as 0.1 * 30 lies a rounding above the whole number
+    left = math.ceil(ratio * later - 1e-9)  # a product such as 0.28 * 25 lies a rounding above the whole number
     # Rounded halves up, in integers: later / left >= 1, so no index comes twice.
     indices = [start + (2 * i * later + left) // (2 * left) for i in range(1, left + 1)]
     return sigmas[[*range(start + 1), *indices]]
