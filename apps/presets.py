@@ -19,7 +19,7 @@ QWEN_IMAGE = {"model": "Qwen/Qwen-Image", "dtype": "bfloat16", "gradient_checkpo
 
 SIGNS_GRPO = SIGNS | {
     "prompts_per_step": 8, "group_size": 8, "window_low": 1, "window_high": 4, "clip_range": 1e-3, "lr": 1.2e-4,
-    "lr_decay": True, "steps": 80, "eval_every": 20,
+    "lr_decay": True, "steps": 60, "eval_every": 30,
 }  # fmt: skip
 QWEN_IMAGE_GRPO = QWEN_IMAGE | OCR | {
     "guidance_scale": 4.0, "noise_level": 1.2, "window_size": 2, "window_high": 5, "lora_rank": 64,
@@ -92,8 +92,8 @@ FLOWGRPO: Presets = {
 # 2. train_nft.py
 
 SIGNS_NFT = SIGNS | {
-    "prompts_per_step": 8, "group_size": 8, "train_levels": 5, "nft_beta": 0.1, "lr": 1e-4, "steps": 80,
-    "eval_every": 20,
+    "prompts_per_step": 8, "group_size": 8, "train_levels": 5, "nft_beta": 0.1, "lr": 1e-4, "steps": 60,
+    "eval_every": 30,
 }  # fmt: skip
 QWEN_IMAGE_NFT = QWEN_IMAGE | OCR | {"lora_rank": 64, "eval_every": 20, "eval_num_steps": 40}
 
@@ -118,7 +118,7 @@ NFT: Presets = {
 
 SIGNS_DPO = SIGNS | {
     "prompts_per_step": 8, "group_size": 8, "batch_size": 8, "dpo_beta": 100.0, "levels_per_pair": 8, "lr": 1e-4,
-    "steps": 80, "eval_every": 20,
+    "steps": 60, "eval_every": 30,
 }  # fmt: skip
 QWEN_IMAGE_DPO = QWEN_IMAGE | OCR | {
     "num_steps": 35, "dpo_beta": 100.0, "updates_per_step": 2, "lora_rank": 64, "eval_every": 20, "eval_num_steps": 50,
@@ -141,8 +141,8 @@ DPO: Presets = {
 
 SRPO: Presets = {
     "tiny-signs": SIGNS | {
-        "name": "tiny-signs-srpo", "num_steps": 10, "threshold": 1.0, "max_grad_norm": 1.0, "lr": 1e-4, "steps": 160,
-        "eval_every": 40},
+        "name": "tiny-signs-srpo", "num_steps": 10, "threshold": 1.0, "max_grad_norm": 1.0, "lr": 1e-4, "steps": 120,
+        "eval_every": 60},
     "qwen-image-pickscore": QWEN_IMAGE | PICKSCORE | {  # SRPO's own, published for FLUX.1
         "name": "qwen-image-pickscore", "reward": "clip", "reward_model": "yuvalkirstain/PickScore_v1",
         "positive_words": "Natural-lighting,Detail,Detailed,Real",
