@@ -120,6 +120,9 @@ def measure(args: argparse.Namespace) -> None:
     jobs = plan(entries, [int(seed) for seed in args.seeds.split(",")], trial=args.trial)
     left = [job for job in jobs if not is_finished(job)]  # refuses folders with other runs before anything starts
     say(f"{len(jobs)} runs, {len(left)} of them to make, {args.jobs} at a time")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended, too
     failed = []
     with scorer() as server, closing(carry_out(jobs, server, at_a_time=args.jobs)) as runs:
         for job, problem in runs:
@@ -146,9 +149,6 @@ def tell(row: Row) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code."""
     args = parse(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended, too
     try:
         if args.check:
             if files := stale():

@@ -27,7 +27,7 @@ in training nor in `eval.txt`, and no setting was chosen on them.
 PLOT = """\
 ![The held-out score of all algorithms against transformer forwards](images/leaderboard.svg)
 
-*Means over the seeds. Points are evaluations, bars at the ends are the range.*
+*Means over the seeds. Points are evaluations, bars at the ends the range, and numbers the places in the list.*
 """
 
 READING = """\

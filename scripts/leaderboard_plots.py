@@ -9,6 +9,7 @@ from statistics import mean
 from leaderboard_rows import Entry, Group, Row, grouped
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#aa3377", "#b8860b", "#3aa6dd", "#555555")
+TICK = 0.05  # of scores
 INK, FAINT, PAPER = "#1f2937", "#e5e7eb", "#ffffff"  # on paper of its own, as the page around may be light or dark
 
 
@@ -46,11 +47,11 @@ class Axes:
         """Lines with their numbers, and what the horizontal axis is."""
         low, high = self.y_range
         parts = []
-        for tenth in range(round(low * 10), round(high * 10) + 1):
-            y = self.y(tenth / 10)
+        for score in (low + TICK * i for i in range(round((high - low) / TICK) + 1)):
+            y = self.y(score)
             parts += [
                 f'<line x1="{self.left}" x2="{self.right}" y1="{y}" y2="{y}" stroke="{FAINT}"/>',
-                text(self.left - 6, y + 4, f"{tenth / 10:.1f}", anchor="end"),
+                text(self.left - 6, y + 4, f"{score:.2f}", anchor="end"),
             ]
         step = nice_step(self.x_max)
         for i in range(int(self.x_max / step) + 1):
@@ -103,20 +104,20 @@ def nice_step(largest: float) -> float:
 
 
 def score_range(groups: Sequence[Group]) -> tuple[float, float]:
-    """Tenths below and above all scores."""
+    """The ticks below and above all scores."""
     scores = [e.score for group in groups for row in group.rows for e in row.evaluations]
-    low, high = math.floor(10 * min(scores)) / 10, math.ceil(10 * max(scores)) / 10
-    return (low, high) if low < high else (low, low + 0.1)
+    low, high = math.floor(min(scores) / TICK), math.ceil(max(scores) / TICK)
+    return low * TICK, max(high, low + 1) * TICK
 
 
 def overview(entries: Sequence[Entry], groups: Sequence[Group]) -> str:
-    """The score of all algorithms against transformer forwards, with a legend in the order of the last scores."""
+    """The score of all algorithms against transformer forwards; a legend ranks them, and lines end with their rank."""
     width, height = 920, 470
     furthest = max(row.forwards for group in groups for row in group.rows)
     axes = Axes(46, 40, 560, height - 50, 1.04 * furthest, score_range(groups))
     parts = [text(46, 24, "held-out OCR score", weight="bold"), axes.grid("transformer forwards, evaluations left out")]
-    ranked = sorted(groups, key=lambda group: -mean(group.after()))
-    for place, group in enumerate(ranked):
+    taken: list[tuple[float, float]] = []
+    for place, group in enumerate(sorted(groups, key=lambda group: -mean(group.after()))):
         index = entries.index(group.entry)
         color, hollow = COLORS[index % len(COLORS)], bool(index // len(COLORS) % 2)
         points, after = group.average("forwards"), group.after()
@@ -128,11 +129,20 @@ def overview(entries: Sequence[Entry], groups: Sequence[Group]) -> str:
             f"<g>{ends}{axes.line(points, **style)}",
             *(marker(axes.x(at), axes.y(score), color, hollow=hollow) for at, score in points[1:]),
             f'<line x1="590" x2="622" y1="{y - 4}" y2="{y - 4}"{attributes(style)}/>',
-            marker(606, y - 4, color, hollow=hollow) + text(630, y, group.entry.title),
+            marker(606, y - 4, color, hollow=hollow) + text(630, y, f"{place + 1}. {group.entry.title}"),
+            text(x + 6, beside(taken, x, axes.y(mean(after))) + 4, str(place + 1), color=color, weight="bold"),
             text(910, y, told, anchor="end") + "</g>",
         ]
     parts.append(text(910, 24, "after training: mean [range]", anchor="end", weight="bold"))
     return svg(width, height, "Held-out score of all algorithms against transformer forwards", parts)
+
+
+def beside(taken: list[tuple[float, float]], x: float, y: float) -> float:
+    """The height of a label at (x, y), moved down until it covers no earlier one, which come from above."""
+    while any(abs(x - other) < 20 and abs(y - there) < 11 for other, there in taken):
+        y += 1
+    taken.append((x, y))
+    return y
 
 
 def curve(group: Group, y_range: tuple[float, float]) -> str:
@@ -150,5 +160,5 @@ def curve(group: Group, y_range: tuple[float, float]) -> str:
     parts.append(axes.line(average, stroke=COLORS[0], stroke_width=2.5))
     parts += [marker(axes.x(x), axes.y(score), COLORS[0], hollow=False) for x, score in average]
     seeds = f"bold: mean of {len(group.rows)} seeds" if len(group.rows) > 1 else "1 seed"
-    parts.append(text(402, 204, seeds, anchor="end"))
+    parts.append(text(402, 22, seeds, anchor="end"))
     return svg(420, 256, f"Held-out score of {group.entry.title}, {len(group.rows)} seeds", parts)
