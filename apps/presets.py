@@ -39,31 +39,32 @@ FLUX_MIX = FLUX_DANCE | {  # of MixGRPO, published for FLUX.1 on 32 accelerators
     "updates_per_step": 4,
 }  # fmt: skip
 
+SIGNS_SDE = SIGNS_GRPO | {"noise_level": 0.4, "window_high": 3, "lr": 8e-5}  # late steps' gradients drown the others
+
 FLOWGRPO: Presets = {
     "tiny-signs": SIGNS | {  # the demonstration
         "name": "tiny-signs", "algo": "flowgrpo-cps", "noise_level": 0.5, "window_low": 1, "window_high": 4,
         "prompts_per_step": 8, "group_size": 8, "lr": 1.2e-4, "lr_decay": True, "ema_decay": 0.95, "clip_range": 1e-3,
         "steps": 320, "eval_every": 80},
-    "tiny-signs-flowgrpo": SIGNS_GRPO | {"name": "tiny-signs-flowgrpo", "noise_level": 0.4},
+    "tiny-signs-flowgrpo": SIGNS_SDE | {"name": "tiny-signs-flowgrpo"},
     "tiny-signs-cps": SIGNS_GRPO | {"name": "tiny-signs-cps", "algo": "flowgrpo-cps", "noise_level": 0.5},
     "tiny-signs-fast": SIGNS_GRPO | {
         "name": "tiny-signs-fast", "algo": "flowgrpo-cps", "noise_level": 0.5, "window_size": 2, "share_noise": True},
-    "tiny-signs-dancegrpo": SIGNS_GRPO | {
-        "name": "tiny-signs-dancegrpo", "algo": "dancegrpo", "noise_level": 0.3, "adv_std": "group", "window_low": 0,
-        "window_high": 6, "window_size": 3, "share_noise": True},
+    "tiny-signs-dancegrpo": SIGNS_SDE | {
+        "name": "tiny-signs-dancegrpo", "algo": "dancegrpo", "noise_level": 0.6, "adv_std": "group", "window_high": 4,
+        "window_size": 2, "share_noise": True},
     "tiny-signs-mixgrpo": SIGNS_GRPO | {
-        "name": "tiny-signs-mixgrpo", "algo": "mixgrpo", "noise_level": 0.4, "window_size": 2, "window_iters": 5,
-        "share_noise": True},
+        "name": "tiny-signs-mixgrpo", "algo": "mixgrpo", "noise_level": 0.25, "window_size": 2, "window_iters": 5,
+        "share_noise": True, "lr": 6e-5},
     "tiny-signs-mixgrpo-flash": SIGNS_GRPO | {
-        "name": "tiny-signs-mixgrpo-flash", "algo": "mixgrpo", "noise_level": 0.4, "window_size": 2, "window_iters": 5,
-        "share_noise": True, "flash_ratio": 0.4},
-    "tiny-signs-grpo-guard": SIGNS_GRPO | {
-        "name": "tiny-signs-grpo-guard", "algo": "grpo-guard", "noise_level": 0.4, "clip_range": 2e-4},
-    "tiny-signs-flow-dppo": SIGNS_GRPO | {
-        "name": "tiny-signs-flow-dppo", "algo": "flow-dppo", "noise_level": 0.4, "kl_threshold": 1e-4},
-    "tiny-signs-tempflow": SIGNS_GRPO | {
-        "name": "tiny-signs-tempflow", "noise_level": 0.4, "window_size": 1, "share_noise": True,
-        "step_weights": "tempflow"},
+        "name": "tiny-signs-mixgrpo-flash", "algo": "mixgrpo", "noise_level": 0.25, "window_size": 2, "window_iters": 5,
+        "share_noise": True, "lr": 6e-5, "flash_ratio": 0.4},
+    "tiny-signs-grpo-guard": SIGNS_SDE | {
+        "name": "tiny-signs-grpo-guard", "algo": "grpo-guard", "clip_range": 2e-4},
+    "tiny-signs-flow-dppo": SIGNS_SDE | {
+        "name": "tiny-signs-flow-dppo", "algo": "flow-dppo", "kl_threshold": 1e-4},
+    "tiny-signs-tempflow": SIGNS_SDE | {
+        "name": "tiny-signs-tempflow", "window_size": 1, "share_noise": True, "step_weights": "tempflow"},
     "qwen-image-ocr-lora": QWEN_IMAGE_GRPO | {"name": "qwen-image-ocr-lora", "clip_range": 1e-5},
     "qwen-image-ocr": QWEN_IMAGE_GRPO | {  # all weights, without guidance
         "name": "qwen-image-ocr", "clip_range": 1e-5, "guidance_scale": 1.0, "lr": 3e-5, "lora_rank": 0,
