@@ -38,6 +38,22 @@ def test_batch_divides_by_the_deviation_of_all_rewards(correction, deviation):
     assert got.tolist() == pytest.approx([c / scale for c in CENTERED], rel=1e-6)
 
 
+@pytest.mark.parametrize("std", ["batch", "group"])
+def test_of_two_samples_the_deviation_is_their_distance_over_root_two(std):
+    got = advantages([1.0, 4.0], [0, 0], std=std, eps=1e-9)
+    assert got.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    by_n = advantages([1.0, 4.0], [0, 0], std=std, eps=1e-9, correction=0)
+    assert by_n.tolist() == pytest.approx([-1.0, 1.0])
+
+
+def test_defaults_are_the_batch_deviation_over_n_minus_1_and_a_tenth_of_a_thousandth():
+    rewards = torch.tensor([1e-4, 3e-4, 2e-4, 2.5e-4], requires_grad=True)  # so small that eps counts
+    got = group_advantages(rewards, torch.tensor([0, 0, 1, 1]))
+    scale = statistics.stdev(rewards.tolist()) + 1e-4
+    assert got.tolist() == pytest.approx([-1e-4 / scale, 1e-4 / scale, -0.25e-4 / scale, 0.25e-4 / scale], rel=1e-4)
+    assert not got.requires_grad
+
+
 def test_two_conventions_differ_by_the_known_factor():
     rewards, groups = torch.rand(24, generator=torch.Generator().manual_seed(0)), torch.zeros(24, dtype=torch.long)
     by_n, by_n_minus_1 = (group_advantages(rewards, groups, eps=1e-12, correction=c) for c in (0, 1))

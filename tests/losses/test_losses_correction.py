@@ -95,9 +95,11 @@ def test_bounds_of_tokens_never_act_on_means_over_elements():
 
 
 def test_weights_enter_a_loss_step_by_step_without_gradient():
-    old = OLD.clone().requires_grad_()
-    weights, _ = rollout_weights(old, torch.zeros(2, 3), level="step", mode="mask", **BOUNDS)
-    assert not weights.requires_grad
+    old, rollout = OLD.clone().requires_grad_(), torch.zeros((2, 3), requires_grad=True)
+    for one, other in ((old, rollout.detach()), (old.detach(), rollout)):
+        weights, metrics = rollout_weights(one, other, level="step", mode="truncate", **BOUNDS)
+        assert not any(value.requires_grad for value in (weights, *metrics.values()))
+    weights, _ = rollout_weights(old, rollout, level="step", mode="mask", **BOUNDS)
     out = grpo_loss(torch.zeros(2), torch.zeros(2), torch.ones(2), clip_range=0.1, weights=weights[:, 1])
     assert out.loss.item() == -0.5
 
@@ -115,6 +117,14 @@ def test_weights_stay_inside_their_bounds_and_ignore_order(rows, low, high, leve
     kept, _ = rollout_weights(old, zero, level=level, mode="mask", low=low, high=high)
     assert set(kept.flatten().tolist()) <= {0.0, 1.0}
     assert torch.equal(rollout_weights(old.flip(0), zero, level=level, low=low, high=high)[0], weights.flip(0))
+
+
+def test_without_bounds_nothing_is_rejected():
+    """Not even a ratio that float32 rounds to 0 or to infinity."""
+    far = torch.tensor([[200.0], [-200.0]])
+    weights, metrics = rollout_weights(far, torch.zeros(2, 1), mode="mask", low=0.0, high=math.inf)
+    assert weights.tolist() == [[1.0], [1.0]]
+    assert metrics["outside_fraction"] == 0
 
 
 def test_nothing_left_is_no_division_by_zero():

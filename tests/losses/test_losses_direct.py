@@ -51,9 +51,19 @@ def test_only_the_velocity_gets_a_gradient():
     parts = {name: value.requires_grad_() for name, value in noised(DOWN[0]).items()}
     x = parts["x"].detach().requires_grad_()
     velocity = torch.zeros((2, 3, 4), requires_grad=True)
-    align(velocity, parts | {"x": x}, *DOWN).sum().backward()
+    levels = [torch.tensor(level, requires_grad=True) for level in DOWN]
+    direct_align(velocity, x, parts["noise"], *levels).sum().backward()
     assert velocity.grad is not None
-    assert x.grad is parts["noise"].grad is None
+    assert x.grad is parts["noise"].grad is levels[0].grad is levels[1].grad is None
+
+
+def test_a_reward_at_the_threshold_is_enough():
+    reward, discount = torch.tensor([0.5, 0.75], requires_grad=True), torch.zeros(2, requires_grad=True)
+    out = srpo_loss(reward, torch.zeros(2), discount=discount, threshold=0.5)  # denoising unless told otherwise
+    out.loss.backward()
+    assert out.loss.item() == out.metrics["active_fraction"].item() == 0
+    assert reward.grad.tolist() == [0.0, 0.0]
+    assert discount.grad is None
 
 
 @pytest.mark.parametrize(("sigma", "sigma_next", "inversion"), [(*UP, True), (*DOWN, False)])

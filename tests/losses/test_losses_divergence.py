@@ -139,8 +139,9 @@ def test_teacher_and_reference_get_no_gradient():
     x, other, std = (draw(2, 3, seed=i).requires_grad_() for i in range(3))
     std = std.detach()[:, 0].abs().requires_grad_()
     total = velocity_kl(x, other).sum() + k3_kl(x, other).sum()
-    total = total + distill_kl_loss(x, other, std).loss + distill_velocity_loss(x, other).loss
-    total.backward()
+    distilled = distill_kl_loss(x, other, std), distill_velocity_loss(x, other)
+    assert not any(value.requires_grad for out in distilled for value in out.metrics.values())
+    (total + distilled[0].loss + distilled[1].loss).backward()
     assert x.grad is not None
     assert other.grad is std.grad is None
 

@@ -30,6 +30,19 @@ def test_a_worked_pair():
     )
 
 
+def test_metrics_are_means_over_pairs():
+    """Margins 0.5 and -1.5 at dpo_beta 2: the first pair is ordered as preferred."""
+    win, lose = torch.tensor([0.25, 1.0], requires_grad=True), torch.tensor([0.75, 0.5])
+    out = diffusion_dpo_loss(win, lose, torch.tensor([0.5, 0.5]), torch.tensor([0.5, 1.5]), dpo_beta=2.0)
+    assert not any(value.requires_grad for value in out.metrics.values())
+    assert {name: value.item() for name, value in out.metrics.items()} == {
+        "accuracy": 0.5,
+        "chosen_reward": (0.25 - 0.5) / 2,
+        "rejected_reward": (-0.25 + 1.0) / 2,
+        "margin": (0.5 - 1.5) / 2,
+    }
+
+
 def test_at_the_reference_it_is_log_two_and_moves_both_errors_alike():
     win, lose = (x.requires_grad_() for x in errors()[:2])
     out = diffusion_dpo_loss(win, lose, win.detach(), lose.detach(), dpo_beta=2000.0)
@@ -86,6 +99,7 @@ def test_pairs_of_a_worked_batch():
     rewards = torch.tensor([1.0, 5.0, nan, 2.0, 7.0, 7.0, 3.0, nan, nan, 4.0, 9.0, 5.0])
     groups = torch.tensor([4, 9, 4, 4, 2, 2, 8, 8, 6, 9, 9, 4])
     assert best_worst_pairs(rewards, groups) == [(11, 0), (10, 9)]  # 2 ties, 8 has one score, 6 has none
+    assert best_worst_pairs(torch.tensor([nan, 1.0, 2.0]), torch.tensor([0, 0, 0])) == [(2, 1)]
 
 
 def test_of_equal_rewards_the_first_sample_is_taken():

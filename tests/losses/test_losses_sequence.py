@@ -84,6 +84,16 @@ def test_a_sequence_without_tokens_has_no_loss():
     out.loss.backward()
     assert out.loss.item() == -1.0  # -2 over both sequences
     assert log_prob.grad[0].tolist() == [0.0] * 3
+    assert out.metrics["ratio_mean"] == 1
+    assert out.metrics["ratio_max_dev"] == 0
+
+
+def test_gradients_flow_through_log_prob_only():
+    old, advantages = torch.zeros((2, 3), requires_grad=True), torch.ones(2, requires_grad=True)
+    log_prob = torch.zeros((2, 3), requires_grad=True)
+    gspo_loss(log_prob, old, advantages, torch.ones(2, 3)).loss.backward()
+    assert log_prob.grad is not None
+    assert old.grad is advantages.grad is None
 
 
 def test_gradient():

@@ -27,6 +27,13 @@ def test_one_reward_is_group_advantages(std):
     assert torch.equal(one, group_advantages(REWARDS[:, 0], GROUPS, std=std, eps=1e-3, correction=0))
 
 
+def test_defaults_are_each_groups_own_deviation_over_n_minus_1():
+    got = multi_reward_advantages(REWARDS * 1e-4, GROUPS, [1.0, 0.5])  # so small that eps counts
+    options = {"std": "group", "eps": 1e-4, "correction": 1}
+    first, second = (group_advantages(column * 1e-4, GROUPS, **options) for column in REWARDS.unbind(dim=1))
+    torch.testing.assert_close(got, first + 0.5 * second)
+
+
 @pytest.mark.parametrize("std", ["batch", "group"])
 def test_the_scale_of_a_reward_means_nothing_and_its_weight_all(std):
     plain = multi_reward_advantages(REWARDS, GROUPS, [1.0, 0.5], std=std, eps=1e-9)
@@ -45,6 +52,14 @@ def test_rescaling_makes_the_size_free_of_the_weights():
     torch.testing.assert_close(one, other)
     assert one.std(correction=1).item() == pytest.approx(1, rel=1e-5)
     assert one.mean().item() == pytest.approx(0, abs=1e-6)
+
+
+def test_rescaling_counts_every_sample_with_any_reward():
+    rewards = torch.cat([REWARDS, torch.tensor([[NAN, 4.0], [NAN, NAN]])])
+    groups = torch.cat([GROUPS, torch.tensor([7, 7])])
+    plain = multi_reward_advantages(rewards, groups, [1.0, 0.5])
+    scale = (plain.square().sum() / (6 - 1)).sqrt() + 1e-4
+    torch.testing.assert_close(multi_reward_advantages(rewards, groups, [1.0, 0.5], rescale=True), plain / scale)
 
 
 def test_a_missing_reward_adds_nothing_and_enters_no_statistic():
