@@ -1,0 +1,270 @@
+"""The pages of the algorithms name all that can be run, and say of settings, flags and functions what the code says."""
+
+import importlib
+import inspect
+import re
+import shlex
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import leaderboard
+import omni_losses
+import pytest
+from helpers import REPO
+from leaderboard import ENTRIES
+from leaderboard_runs import OURS
+from omni_train.config import parse_cli
+
+TABLE = "docs/algorithms.md"
+PAGES = {path.name: path.read_text("utf-8") for path in sorted((REPO / "docs" / "algorithms").glob("*.md"))}
+ALL = {TABLE: (REPO / TABLE).read_text("utf-8")} | {f"docs/algorithms/{name}": text for name, text in PAGES.items()}
+HEADINGS = ["Idea", "Equations", "Settings", "Curve", "Change it"]
+TRAINERS = {path.stem: importlib.import_module(path.stem) for path in sorted((REPO / "apps").glob("train_*.py"))}
+APP_OF = {entry.page: TRAINERS[entry.app] for entry in ENTRIES}  # page -> its trainer
+SOURCES = {
+    path.relative_to(REPO).as_posix(): path.read_text("utf-8")
+    for folder in ("apps", "packages")
+    for path in sorted((REPO / folder).rglob("*.py"))
+}
+WORDS = set(re.findall(r"\w+", "".join(SOURCES.values())))
+NOT_OF_AN_ALGORITHM = {"LossOutput", "reward_metrics"}  # what losses return, and what is logged of rewards
+
+
+def section(page, heading):
+    """The text below a heading of a page."""
+    return PAGES[page].partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def cells(line):
+    """The cells of a row of a table."""
+    return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(text):
+    """(names of the columns, rows) of each table."""
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        names, _, *rows = map(cells, block.splitlines())
+        yield names, rows
+
+
+def code(text):
+    """What stands in single backticks, outside of blocks."""
+    return re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE))
+
+
+((COLUMNS, ROWS),) = tables(ALL[TABLE])
+ALGORITHMS = [dict(zip(COLUMNS, row, strict=True)) for row in ROWS]
+TITLES = [re.fullmatch(r"\[(.+)\]\(algorithms/(.+)\)", row["algorithm"]).groups() for row in ALGORITHMS]
+
+
+def row_of(title):
+    """The row of the table with that title."""
+    return ALGORITHMS[[name for name, _ in TITLES].index(title)]
+
+
+def flags_of(row):
+    """The words of the flags of a row."""
+    return [word for text in code(row["flags"]) for word in shlex.split(text)]
+
+
+def parsed(trainer, flags, monkeypatch):
+    """The settings that flags come to, with files taken to be there."""
+    monkeypatch.setattr(Path, "is_file", lambda path: True)
+    return parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags)
+
+
+# Everything is there
+
+
+def test_the_table_and_the_pages_are_of_the_same_algorithms():
+    assert {page for _, page in TITLES} == set(PAGES)
+    assert len(set(TITLES)) == len(TITLES)
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_row_says_what_was_measured(entry, monkeypatch):
+    row = row_of(entry.title)
+    assert row["algorithm"] == f"[{entry.title}](algorithms/{entry.page})"
+    assert code(row["app"]) == [entry.app]
+    flags, preset = flags_of(row), leaderboard.preset(entry)
+    args = parsed(TRAINERS[entry.app], ["--dry-run", *flags], monkeypatch)
+    names = {word[2:].replace("-", "_") for word in flags if word.startswith("--")}
+    told = {name: getattr(args, name) for name in names & {"algo", "adv_std", "share_noise", "step_weights"}}
+    assert {name: getattr(preset, name) for name in told} == told
+    for name in names & {"window_size", "window_iters", "flash_ratio"}:
+        assert getattr(preset, name) != getattr(type(preset)(), name), f"the preset leaves {name} as it is"
+
+
+@pytest.mark.parametrize("name", ["train_flowgrpo", "train_nft"])
+def test_every_algorithm_of_a_trainer_has_a_row_with_its_loss_and_a_page_with_its_step(name, monkeypatch):
+    trainer = TRAINERS[name]
+    rows = [(row, page) for row, (_, page) in zip(ALGORITHMS, TITLES, strict=True) if code(row["app"]) == [name]]
+    algos = {}
+    for row, page in rows:
+        args = parsed(trainer, ["--dry-run", *flags_of(row)], monkeypatch)
+        algos.setdefault(args.algo, []).append((row, page))
+    assert set(algos) == set(trainer.ALGOS)
+    for algo, found in algos.items():
+        one = trainer.ALGOS[algo]
+        source = inspect.getsource(getattr(one, "loss", one))
+        (loss,) = set(re.findall(r"\b\w+_loss\b", source.partition('"""')[2])) & set(omni_losses.__all__)
+        for row, page in found:
+            assert loss in code(row["loss"])
+            assert loss in code(PAGES[page])
+        if hasattr(one, "step"):
+            assert any(one.step.__name__ in code(PAGES[page]) for _, page in found), algo
+
+
+def test_every_trainer_has_a_row():
+    assert {name for row in ALGORITHMS for name in code(row["app"])} == set(TRAINERS)
+
+
+def test_every_loss_is_in_the_table_and_every_public_function_on_a_page():
+    in_table = {name for row in ALGORITHMS for name in code(row["loss"])}
+    assert in_table <= set(omni_losses.__all__)
+    assert {name for name in omni_losses.__all__ if name.endswith("_loss")} <= in_table
+    named = {name for text in ALL.values() for name in code(text)}
+    assert set(omni_losses.__all__) - NOT_OF_AN_ALGORITHM - named == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_losses_of_a_row_are_on_its_page_and_used_by_its_app(page):
+    for row, (_, its) in zip(ALGORITHMS, TITLES, strict=True):
+        if its != page:
+            continue
+        used = "".join(text for path, text in SOURCES.items() if path.startswith("apps/"))
+        for loss in code(row["loss"]):
+            assert loss in code(PAGES[page])
+            assert (re.search(rf"\b{loss}\b", used) is not None) == (row["app"] != "none yet"), loss
+
+
+# The form of a page
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_have_one_form(page):
+    assert re.findall(r"^## (.+)$", PAGES[page], re.MULTILINE) == HEADINGS
+    assert len(re.findall(r"[.?!](?=\s|$)", section(page, "Idea"))) == 3, "the idea has three sentences"
+    assert "```text\n" in section(page, "Equations")
+    assert "**Departures.**" in section(page, "Equations")
+    assert list(tables(section(page, "Settings")))
+    assert 2 <= len(re.findall(r"^- \*", section(page, "Change it"), re.MULTILINE)) <= 3
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_links_and_pictures_lead_somewhere(page):
+    pictures = {f"docs/images/algorithms/{entry.name}.svg" for entry in ENTRIES}  # some are not measured yet
+    for target in re.findall(r"\]\(([^)#]+)\)", ALL[page]):
+        if target.startswith("https://arxiv.org/abs/"):
+            continue
+        path = (REPO / page).parent.joinpath(target).resolve().relative_to(REPO)
+        assert path.as_posix() in pictures or (REPO / path).exists(), target
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_papers_are_those_that_the_sources_name(page):
+    for shown, address in re.findall(r"\[(?:arXiv )?(\d{4}\.\d{5})\]\(https://arxiv.org/abs/([^)]+)\)", ALL[page]):
+        assert shown == address
+        assert any(shown in text for text in SOURCES.values())
+    if page != TABLE:
+        papers = {row["paper"] for row, (_, its) in zip(ALGORITHMS, TITLES, strict=True) if its == Path(page).name}
+        assert {paper.replace("[", "[arXiv ") for paper in papers} == {re.search(r"\[arXiv [^)]+\)", ALL[page])[0]}
+
+
+# Settings, curves and code
+
+
+def same(cell, value):
+    """Whether a cell tells the value of a setting."""
+    if value is None or isinstance(value, (bool, str)):
+        return cell == {None: "none", True: "on", False: "off"}.get(value, value)
+    return re.fullmatch(r"[\d.e-]+", cell) is not None and float(cell) == pytest.approx(value, rel=1e-9)
+
+
+def ours(page, column):
+    """The settings that a column of a page's table tells: of a preset, of the trainer, or of a loss."""
+    if column in omni_losses.__all__:
+        parameters = inspect.signature(getattr(omni_losses, column)).parameters
+        return {name: parameter.default for name, parameter in parameters.items()}
+    trainer = APP_OF[page]
+    return asdict(trainer.Args() if column == "default" else trainer.PRESETS[column])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_are_those_of_the_presets(page):
+    columns, wrong = set(), []
+    for (first, second, *names), rows in tables(section(page, "Settings")):
+        assert (first, second) == ("setting", "published")
+        for place, column in enumerate(name.strip("`") for name in names):
+            columns.add(column)
+            values = ours(page, column)
+            for setting, _, *told in rows:
+                value = values[setting.strip("`").removeprefix("--").replace("-", "_")]
+                if not same(told[place], value):
+                    wrong.append(f"{column}: {setting} is {value}, not {told[place]}")
+    assert not wrong
+    assert {entry.preset for entry in ENTRIES if entry.page == page} <= columns
+
+
+@pytest.mark.parametrize(
+    ("cell", "value", "expected"),
+    [("1e-4", 1e-4, True), ("1e-4", 2e-4, False), ("5", 5 * 1.0, True), ("on", True, True), ("on", False, False),
+     ("none", None, True), ("none", 3.0, False), ("0", None, False), ("1", True, False), ("batch", "group", False)],
+)  # fmt: skip
+def test_cells_are_compared_by_value(cell, value, expected):
+    assert same(cell, value) is expected
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
+def test_a_curve_comes_with_the_command_that_repeats_it(entry, monkeypatch):
+    curve = section(entry.page, "Curve")
+    assert f"](../images/algorithms/{entry.name}.svg)" in curve
+    assert f"python scripts/leaderboard.py --only {entry.name}" in code(curve)
+    assert "](../leaderboard.md)" in curve
+    start = f"python apps/{entry.app}.py --preset {entry.preset} "
+    (command,) = (text for text in code(curve) if text.startswith(start))
+    args = parsed(TRAINERS[entry.app], shlex.split(command)[2:], monkeypatch)
+    preset = asdict(leaderboard.preset(entry))
+    assert {name for name, value in asdict(args).items() if value != preset[name]} <= OURS
+
+
+def test_pages_show_only_their_own_curves():
+    for page in PAGES:
+        names = re.findall(r"images/algorithms/(.+?)\.svg", PAGES[page])
+        assert names == [entry.name for entry in ENTRIES if entry.page == page]
+        if not names:
+            assert "no trainer uses" in section(page, "Curve")
+
+
+@pytest.mark.parametrize("page", ALL)
+def test_flags_presets_files_and_names_are_in_the_code(page):
+    trainer = APP_OF.get(Path(page).name)
+    known = {f.name for one in [trainer] * bool(trainer) or TRAINERS.values() for f in fields(one.Args)} | {"preset"}
+    presets = {name for one in TRAINERS.values() for name in one.PRESETS}
+    for text in code(ALL[page]):
+        if text.startswith("python "):
+            continue  # checked as a command
+        for flag in re.findall(r"--([a-z][a-z-]*)", text):
+            assert flag.replace("-", "_") in known, flag
+        for path in re.findall(r"\b(?:apps|packages|scripts)/\S+", text):
+            assert (REPO / path).is_file(), path
+        if re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", text):
+            assert text in presets, text
+        if re.fullmatch(r"[A-Za-z_]\w*", text):
+            assert text in WORDS, text
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_function_is_in_the_file_that_is_named_with_it(page):
+    for item in re.findall(r"^- .+(?:\n  .+)*", section(page, "Change it"), re.MULTILINE):
+        files = [text for text in code(item) if text in SOURCES]
+        names = [text for text in code(item) if re.fullmatch(r"_?[a-z]\w*", text)]
+        places = "".join(SOURCES[path] for path in files)
+        if files and names:
+            assert any(re.search(rf"\b(def )?{name}\b", places) for name in names), (page, files, names)
+
+
+@pytest.mark.parametrize("row", [text for page in PAGES for text in code(PAGES[page]) if text.startswith("Algo(")])
+def test_rows_that_a_reader_may_add_are_rows(row):
+    algo = eval(row, vars(TRAINERS["train_flowgrpo"]))
+    assert algo.needs_mean == (algo.loss.__name__ != "clipped")
