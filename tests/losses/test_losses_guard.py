@@ -238,7 +238,9 @@ def test_tempflow_weights_average_one_on_the_papers_schedule():
     weights = tempflow_weights(torch.cat([step.std for step in steps]))
     assert weights.mean().item() == pytest.approx(1, abs=0.005)
     assert weights[0].item() == pytest.approx(2.25 * 0.7)
-    assert tempflow_weights(torch.tensor([2.0]), scale=0.5).item() == 1.0
+    half = tempflow_weights(torch.tensor([2.0], requires_grad=True), scale=0.5)
+    assert half.item() == 1.0
+    assert not half.requires_grad
 
 
 def test_errors_name_the_argument():

@@ -94,6 +94,7 @@ def test_ratios_inside_the_range_count_as_unclipped():
     ratios = torch.tensor([0.7, 1.0, 1.1])
     metrics = grpo_loss(ratios.log(), torch.zeros(3), torch.ones(3), clip_range=(0.4, 0.2)).metrics
     assert metrics["clip_fraction"] == metrics["clip_fraction_low"] == metrics["clip_fraction_high"] == 0
+    assert metrics["ratio_max_dev"].item() == pytest.approx(0.3)  # of the one below 1
 
 
 def test_equal_log_probs_deviate_by_nothing_at_all():

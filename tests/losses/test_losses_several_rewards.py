@@ -54,6 +54,14 @@ def test_rescaling_makes_the_size_free_of_the_weights():
     assert one.mean().item() == pytest.approx(0, abs=1e-6)
 
 
+def test_rescaling_of_two_samples_and_of_one():
+    options = {"reward_weights": [1.0], "std": "none", "eps": 1e-9, "rescale": True}
+    two = multi_reward_advantages(torch.tensor([[1.0], [4.0]]), torch.tensor([0, 0]), **options)
+    assert two.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    one = multi_reward_advantages(torch.tensor([[1.0], [NAN]]), torch.tensor([0, 0]), **options)
+    assert one.tolist() == [0.0, 0.0]
+
+
 def test_rescaling_counts_every_sample_with_any_reward():
     rewards = torch.cat([REWARDS, torch.tensor([[NAN, 4.0], [NAN, NAN]])])
     groups = torch.cat([GROUPS, torch.tensor([7, 7])])
@@ -94,7 +102,11 @@ def test_best_and_worst_of_every_group():
     assert best_of_n(rewards, groups, 2).tolist() == [0, 1, 5, 9]
     assert best_of_n(rewards, groups, 4).tolist() == [0, 1, 2, 3, 5, 7, 8, 9]
     assert best_of_n(rewards, groups, 6).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
-    assert best_of_n(torch.full((2,), NAN), torch.tensor([0, 0]), 2).tolist() == []
+    eight = torch.tensor([3.0, 0.0, 7.0, 1.0, 6.0, 2.0, 5.0, 4.0])
+    assert best_of_n(eight, torch.zeros(8, dtype=torch.long), 6).tolist() == [1, 2, 3, 4, 5, 6]  # all but 3 and 4
+    nothing = best_of_n(torch.full((2,), NAN), torch.tensor([0, 0]), 2)
+    assert nothing.tolist() == []
+    assert nothing.dtype == torch.long  # an index still
     assert best_of_n(torch.tensor([]), torch.tensor([], dtype=torch.long), 2).tolist() == []
 
 

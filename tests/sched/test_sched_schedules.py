@@ -130,3 +130,12 @@ def test_inputs_are_left_alone() -> None:
 def test_wrong_arguments_are_named(call, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_mu_stays_where_float32_holds_its_exponential() -> None:
+    sigmas = linear_sigmas(4)
+    for mu in (-79.9, 79.9):
+        assert exponential_shift_sigmas(sigmas, mu).isfinite().all()
+    for mu in (-80.0, 80.0):
+        with pytest.raises(ValueError, match="mu must be in"):
+            exponential_shift_sigmas(sigmas, mu)
