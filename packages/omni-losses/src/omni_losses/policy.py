@@ -55,7 +55,8 @@ def grpo_loss(
         ValueError: shapes differ, or a clip bound is not positive.
 
     Source: the objective of Flow-GRPO (arXiv 2505.05470) for one step, without its KL term: add `gaussian_kl` for that.
-    Different bounds below and above: DAPO (arXiv 2503.14476).
+    Different bounds below and above: DAPO (arXiv 2503.14476). Released code (flow_grpo, verl-omni) has the same loss;
+    its KL term leaves |dt| out, see `gaussian_kl`.
     """
     low, high = _clip_bounds(clip_range)
     _check(log_prob, old_log_prob, advantages, weights)
