@@ -60,7 +60,7 @@ SIGNATURES = {
     "omni_losses.distill_kl_loss": "mean, teacher_mean, std, *, weights=None",
     "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
     "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
-    "omni_rollout.Prompt": "text, group, seed, negative='', image=None, meta=...",
+    "omni_rollout.Prompt": "text, group, seed, negative='', image=None, meta=..., initial_seed=None",
     "omni_rollout.SamplingParams": "num_steps, height, width, num_frames=1, guidance_scale=..., step=..., "
     "noise_level=..., sde_steps=..., **others",
     "omni_rollout.Trajectory": "x, x_next, sde_steps, sigmas, rollout_log_prob, rollout_mean, cond, x0, media, "
