@@ -62,7 +62,7 @@ FLOWGRPO: Presets = {
     "tiny-signs-grpo-guard": SIGNS_SDE | {
         "name": "tiny-signs-grpo-guard", "algo": "grpo-guard", "clip_range": 2e-4},
     "tiny-signs-flow-dppo": SIGNS_SDE | {
-        "name": "tiny-signs-flow-dppo", "algo": "flow-dppo", "kl_threshold": 1e-4},
+        "name": "tiny-signs-flow-dppo", "algo": "flow-dppo", "updates_per_step": 2, "lr": 5e-5},
     "tiny-signs-tempflow": SIGNS_SDE | {
         "name": "tiny-signs-tempflow", "window_size": 1, "share_noise": True, "step_weights": "tempflow"},
     "qwen-image-ocr-lora": QWEN_IMAGE_GRPO | {"name": "qwen-image-ocr-lora", "clip_range": 1e-5},
@@ -74,7 +74,8 @@ FLOWGRPO: Presets = {
     "qwen-image-ocr-guard": QWEN_IMAGE_GRPO | {
         "name": "qwen-image-ocr-guard", "algo": "grpo-guard", "clip_range": 2e-6},
     "qwen-image-ocr-dppo": QWEN_IMAGE_GRPO | {"name": "qwen-image-ocr-dppo", "algo": "flow-dppo"},
-    "flowgrpo-ocr": SD35_GRPO | OCR | {"name": "flowgrpo-ocr", "kl_coef": 0.04},
+    "flowgrpo-ocr": SD35_GRPO | OCR | {  # our KL is theirs over the length of a step, 0.1 on average
+        "name": "flowgrpo-ocr", "kl_coef": 0.04 * 0.1},
     "flowgrpo-fast-pickscore": SD35_GRPO | PICKSCORE | {
         "name": "flowgrpo-fast-pickscore", "algo": "flowgrpo-cps", "guidance_scale": 1.0, "noise_level": 0.8,
         "window_size": 3, "window_high": 5, "clip_range": 1e-5, "share_noise": True},
