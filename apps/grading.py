@@ -68,38 +68,48 @@ def own(on: Rollouts, values: torch.Tensor) -> torch.Tensor:
 
 
 def to_train(
-    on: Rollouts, batches: list[Trajectory], advantages: torch.Tensor, keep: torch.Tensor | None, *, multiple: int
+    on: Rollouts, batches: list[Trajectory], advantages: torch.Tensor, keep: torch.Tensor | None, *, updates: int
 ) -> tuple[list[Trajectory], torch.Tensor, torch.Tensor | None]:
     """This rank's batches to train on, the advantages [batches, B] of their samples, and their weights or None.
 
-    advantages: [N]. keep: [N], which samples to train on; None takes all as they were drawn. multiple: see `regroup`.
+    advantages: [N]. keep: [N], which samples to train on; None takes all as they were drawn. updates: see `regroup`.
     """
-    if keep is None:
+    if keep is None or bool(keep.all()):
         return batches, own(on, advantages), None
-    batches, places, weights = regroup(on, batches, keep, multiple=multiple)
+    batches, places, weights = regroup(on, batches, keep, updates=updates)
     return batches, own(on, advantages).flatten()[places], weights
 
 
 def regroup(
-    on: Rollouts, batches: Sequence[Trajectory], keep: torch.Tensor, *, multiple: int = 1
+    on: Rollouts, batches: Sequence[Trajectory], keep: torch.Tensor, *, updates: int = 1
 ) -> tuple[list[Trajectory], torch.Tensor, torch.Tensor]:
-    """The samples to train on in as few full batches as they fit in, equally many on every rank.
+    """The samples to train on in as few full batches as they fit in, equally many on every rank and in every update.
 
-    What is left of the last places is filled up with samples of weight 0, evenly over the batches.
+    What is left of the last places is filled up with samples of weight 0, evenly over the batches of an update.
 
     Args:
         batches: this rank's. keep: [N], boolean, whether to train on a sample; of all ranks.
-        multiple: the number of batches is one of this number.
+        updates: optimizer steps; each gets its own consecutive share of the batches, and trains on samples of these.
 
     Returns:
         The new batches; which samples they hold, [new batches, B], as indices of this rank's samples in order; and
-        their weights, [new batches, B], by which a mean over all places is the mean over the kept samples of all ranks.
+        their weights, [new batches, B], by which an update's mean over all places is that over its kept samples of all
+        ranks.
     """
-    by_rank = keep.view(-1, on.dist.world_size, on.batch_size).transpose(0, 1).flatten(1)
-    rounds = -(-int(by_rank.sum(dim=1).max()) // on.batch_size)
-    rounds = max(1, -(-rounds // multiple)) * multiple
-    kept = by_rank[on.dist.rank]
-    order = kept.int().argsort(descending=True, stable=True)[: rounds * on.batch_size].view(-1, rounds).T
-    whole = Trajectory.cat(batches)
-    scale = rounds * on.batch_size * on.dist.world_size / max(1, int(keep.sum()))
-    return [whole.select(index) for index in order], order, kept[order] * scale
+    size, world_size = on.batch_size, on.dist.world_size
+    blocks = keep.view(updates, -1, world_size, size)
+    rounds = max(1, -(-int(blocks.sum(dim=(1, 3)).max()) // size))
+    kept = blocks[:, :, on.dist.rank].flatten(1)  # [updates, samples of this rank]
+    order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : rounds * size]
+    order = order.view(updates, size, rounds).transpose(1, 2).sort(dim=2).values  # dealt to the batches in turn
+    scale = rounds * size * world_size / blocks.sum(dim=(1, 2, 3)).clamp(min=1)
+    weights = kept.gather(1, order.flatten(1)).view_as(order) * scale[:, None, None]
+    places = (order + torch.arange(updates)[:, None, None] * kept.shape[1]).flatten(0, 1)
+    return [pick(batches, row) for row in places], places, weights.flatten(0, 1)
+
+
+def pick(batches: Sequence[Trajectory], places: torch.Tensor) -> Trajectory:
+    """The samples at ascending places [B], counted through equal batches, without padding that none of them needs."""
+    size = len(batches[0])
+    found = places // size
+    return Trajectory.cat([batches[i].select(places[found == i] % size) for i in found.unique().tolist()]).trim()

@@ -30,13 +30,14 @@ SD35_GRPO = QWEN_IMAGE | {  # of flow_grpo, published for SD3.5-M on 32 accelera
     "adv_correction": 0, "drop_zero_signal": True, "updates_per_step": 2, "lora_rank": 32, "lora_alpha": 64,
     "ema_decay": 0.9, "eval_every": 60, "eval_num_steps": 40,
 }  # fmt: skip
-FLUX_DANCE = QWEN_IMAGE | {  # of DanceGRPO, published for FLUX.1
+FLUX_DANCE = QWEN_IMAGE | {  # of DanceGRPO, published for FLUX.1 on 16 accelerators
     "algo": "dancegrpo", "height": 720, "width": 720, "num_steps": 16, "noise_level": 0.3, "window_size": 9,
-    "group_size": 12, "batch_size": 1, "adv_std": "group", "lr": 1e-5, "share_noise": True, "shard": "fsdp2",
+    "prompts_per_step": 16, "group_size": 12, "batch_size": 4, "adv_std": "group", "updates_per_step": 3, "lr": 1e-5,
+    "share_noise": True, "eval_num_steps": 16, "shard": "fsdp2",
 }  # fmt: skip
 FLUX_MIX = FLUX_DANCE | {  # of MixGRPO, published for FLUX.1 on 32 accelerators
     "algo": "mixgrpo", "num_steps": 25, "noise_level": 0.7, "window_size": 4, "window_iters": 25,
-    "updates_per_step": 4,
+    "prompts_per_step": 32, "updates_per_step": 4, "eval_num_steps": 25,
 }  # fmt: skip
 
 SIGNS_SDE = SIGNS_GRPO | {"noise_level": 0.4, "window_high": 3, "lr": 8e-5}  # late steps' gradients drown the others
@@ -76,14 +77,15 @@ FLOWGRPO: Presets = {
     "qwen-image-ocr-dppo": QWEN_IMAGE_GRPO | {"name": "qwen-image-ocr-dppo", "algo": "flow-dppo"},
     "flowgrpo-ocr": SD35_GRPO | OCR | {  # our KL is theirs over the length of a step, 0.1 on average
         "name": "flowgrpo-ocr", "kl_coef": 0.04 * 0.1},
-    "flowgrpo-fast-pickscore": SD35_GRPO | PICKSCORE | {
-        "name": "flowgrpo-fast-pickscore", "algo": "flowgrpo-cps", "guidance_scale": 1.0, "noise_level": 0.8,
+    "flowgrpo-fast-pickscore": SD35_GRPO | PICKSCORE | {  # with the shared prefix of its first version
+        "name": "flowgrpo-fast-pickscore", "prompts_per_step": 64, "group_size": 18,
+        "algo": "flowgrpo-cps", "guidance_scale": 1.0, "noise_level": 0.8,
         "window_size": 3, "window_high": 5, "clip_range": 1e-5, "share_noise": True},
     "guard-ocr": SD35_GRPO | OCR | {
         "name": "guard-ocr", "algo": "grpo-guard", "clip_range": 2e-6, "adv_std": "group", "lr": 1e-4},
     "dancegrpo-pickscore": FLUX_DANCE | PICKSCORE | {"name": "dancegrpo-pickscore"},
-    "dancegrpo-best-of-n": FLUX_DANCE | PICKSCORE | {  # published for HunyuanVideo
-        "name": "dancegrpo-best-of-n", "group_size": 24, "best_of_n": 8},
+    "dancegrpo-best-of-n": FLUX_DANCE | PICKSCORE | {  # with the numbers published for HunyuanVideo
+        "name": "dancegrpo-best-of-n", "noise_level": 0.25, "group_size": 24, "best_of_n": 8, "updates_per_step": 2},
     "mixgrpo-pickscore": FLUX_MIX | PICKSCORE | {"name": "mixgrpo-pickscore"},
     "mixgrpo-flash-pickscore": FLUX_MIX | PICKSCORE | {
         "name": "mixgrpo-flash-pickscore", "window_iters": 20, "flash_ratio": 0.4},
@@ -107,13 +109,13 @@ NFT: Presets = {
         "kl_coef": 1e-4, "old_schedule": "delayed_linear", "old_every": 2},
     "nft-ocr": QWEN_IMAGE_NFT | {  # DiffusionNFT's own, published for SD3.5-M
         "name": "nft-ocr", "prompts_per_step": 48, "group_size": 24, "batch_size": 9, "updates_per_step": 2,
-        "nft_beta": 0.1, "kl_coef": 1e-4, "old_schedule": "delayed_linear", "train_high": 9, "lora_rank": 32,
-        "lora_alpha": 64, "ema_decay": 0.9},
+        "nft_beta": 0.1, "kl_coef": 1e-4, "old_schedule": "delayed_linear", "train_high": 9, "adv_correction": 0,
+        "lora_rank": 32, "lora_alpha": 64, "ema_decay": 0.9},
     "awm-ocr": QWEN_IMAGE_NFT | {  # AWM's own, published for SD3.5-M; our loss is 5 times theirs, so are KLs
         "name": "awm-ocr", "algo": "awm", "prompts_per_step": 72, "group_size": 24, "batch_size": 6, "num_steps": 14,
         "sample_with": "policy", "old_schedule": "linear", "old_decay_max": 0.3, "train_levels": 6, "train_low": 1,
         "train_high": 12, "kl_coef": 5 * 0.003, "old_kl_coef": 5 * 1.0, "lora_rank": 32, "lora_alpha": 64,
-        "ema_decay": 0.99},
+        "adv_correction": 0, "ema_decay": 0.99},
 }  # fmt: skip
 
 # 3. train_dpo.py
@@ -135,8 +137,8 @@ DPO: Presets = {
         "guidance_scale": 4.5, "levels_per_pair": 39, "level_shift": 3.0, "updates_per_step": 1, "eval_every": 60,
         "eval_num_steps": 40},
     "dpo-offline": QWEN_IMAGE_DPO | {  # published for SD3.5-M; bring a preference file
-        "name": "dpo-offline", "prompts_per_step": 16, "group_size": 2, "guidance_scale": 4.0, "level_shift": 3.0,
-        "updates_per_step": 1, "lr": 2e-4, "lora_rank": 32, "lora_alpha": 64, "steps": 1000},
+        "name": "dpo-offline", "prompts_per_step": 16, "group_size": 2, "batch_size": 8, "guidance_scale": 4.0,
+        "level_shift": 3.0, "updates_per_step": 4, "lr": 2e-4, "lora_rank": 32, "lora_alpha": 64, "steps": 1000},
 }  # fmt: skip
 
 # 4. train_srpo.py

@@ -9,7 +9,7 @@ better than its group makes its stochastic steps more likely, a worse one less (
     torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
 
 What differs from the released code of the papers:
-1. Before the first update of every step the ratio is checked to be exactly 1, and the run stops if it is not.
+1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
 3. A sample without a score never counts as 0: its advantage is 0, and it enters no mean.
 4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
@@ -56,9 +56,9 @@ class Args:
     eval_prompts: str = f"{ROOT}/data/tiny-signs/eval.txt"  # Prompts of the evaluations
     engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # What samples: the embedded engine or vLLM-Omni
     engine_sleep: bool = True  # Whether the engine's own weights leave the accelerator during updates
-    old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Engine's (auto: diffusers), trainer's
-    # before its first update (auto: vllm-omni), or that and weights that correct the engine's samples
-    ratio_tolerance: float | None = None  # Largest |ratio - 1| of trainer and engine; or RATIO_TOLERANCE
+    old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Engine's (auto: if exact), trainer's
+    # before its first update (auto: else), or that and weights that correct the engine's samples
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| of trainer and engine; else 0 or RATIO_TOLERANCE
     correction_level: Literal["step", "trajectory"] = "trajectory"  # What shares a weight
     correction_mode: Literal["truncate", "mask"] = "truncate"  # What happens to weights beyond the bounds
     correction_low: float = 0.99  # Least density of the trainer over the engine's, per latent element
@@ -322,6 +322,7 @@ def update(
                     sqrt_dt=(batch.sigma(k) - batch.sigma_next(k)).sqrt(),
                     weights=grading.weigh(args.step_weights, move.std, share, corrections[k]),
                 )  # fmt: skip
+                kl = (kl if share is None else kl * share).mean()
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 (loss / (per_update * num_kept * dist.world_size)).backward()
@@ -336,7 +337,7 @@ def update(
 
 
 def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
-    """The k-th kept step of every sample under the weights of now, and the mean KL to the reference."""
+    """The k-th kept step of every sample under the weights of now, and the KL [B] to the reference."""
     scale, level = run.args.guidance_scale, run.args.noise_level
     x, x_next, sigma, sigma_next = batch.x[:, k], batch.x_next[:, k], batch.sigma(k), batch.sigma_next(k)
 
@@ -345,11 +346,11 @@ def rescore(run: Run, batch: Trajectory, k: int) -> tuple[Any, torch.Tensor]:
         return ALGOS[run.args.algo].step(velocity, x, sigma, sigma_next, noise_level=level, x_next=x_next)
 
     if not run.args.kl_coef:
-        return score(), torch.zeros((), device=x.device)
+        return score(), torch.zeros(len(x), device=x.device)
     with torch.no_grad(), reference(run.net):
         ref_mean = score().mean
     move = score()
-    return move, gaussian_kl(move.mean, ref_mean, move.std).mean()
+    return move, gaussian_kl(move.mean, ref_mean, move.std)
 
 
 # 4. The whole
@@ -364,7 +365,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     advantages, keep, metrics = grade(run, scores)
     if run.on.dist.is_main:
         write_samples(run.folder, step + 1, *rollouts.pictures(batches, scores))
-    batches, own, shares = grading.to_train(run.on, batches, advantages, keep, multiple=run.args.updates_per_step)
+    batches, own, shares = grading.to_train(run.on, batches, advantages, keep, updates=run.args.updates_per_step)
     with runs.update_phase(run, metrics):
         metrics |= update(run, step, batches, own, shares)
         run.ema.update(step)
@@ -376,12 +377,13 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 def num_forwards(args: Args) -> dict[str, int]:
     """Forwards of `batch_size` samples that a rank computes in a training step."""
     batches, params = settings.num_batches(args), params_at(args, 0)
+    latest = replace(params, sde_steps=((args.window_high or args.num_steps - 1) - 1,))  # leaves Flash the fewest steps
     scored = batches * len(params.sde_steps)
     again = {"correct": scored, "recompute": scored - scored // args.updates_per_step}.get(args.old_log_prob, 0)
-    names = {"rollout": batches * params.num_flash_steps, "update": scored, "old log-probs": again}
+    names = {"rollout": batches * latest.num_flash_steps, "update": scored, "old log-probs": again}
     names |= {"reference": scored + again} if args.kl_coef else {}
-    fewer = {"rollout": args.share_noise, "update": regroups(args)}
-    return {f"{name}, at most" if fewer.get(name) else name: number for name, number in names.items()}
+    fewer = {"rollout": args.share_noise or args.flash_ratio is not None}
+    return {f"{name}, at most" if fewer.get(name, regroups(args)) else name: n for name, n in names.items()}
 
 
 def main(args: Args) -> None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omni_rollout import Prompt, Trajectory
 from omni_sched import sde_step
@@ -55,44 +55,61 @@ def place(rank, world_size, size):
     keep=st.lists(st.booleans(), min_size=24, max_size=24),
     world_size=st.sampled_from([1, 2, 3]),
     size=st.sampled_from([1, 2, 4]),
-    multiple=st.sampled_from([1, 2]),
+    updates=st.sampled_from([1, 2]),
 )
-def test_the_mean_over_all_places_is_the_mean_over_what_is_kept(keep, world_size, size, multiple):
+def test_the_mean_over_all_places_of_an_update_is_the_mean_over_what_is_kept(keep, world_size, size, updates):
+    assume(24 // size // world_size % updates == 0)
     keep = torch.tensor(keep)
     everyone = torch.arange(24).view(-1, world_size, size)  # dealt to the ranks in turn
-    values, lengths, total, seen = torch.randn(24), set(), 0.0, []
+    values, lengths, totals, seen = torch.randn(24), set(), [0.0] * updates, [[] for _ in range(updates)]
     for rank in range(world_size):
         batches = [numbered(row) for row in everyone[:, rank].tolist()]
         on = place(rank, world_size, size)
-        new, own, weights = grading.to_train(on, batches, values, keep, multiple=multiple)
+        new, own, weights = grading.to_train(on, batches, values, keep, updates=updates)
         lengths.add(len(new))
         numbers = torch.stack([batch.x0[:, 0] for batch in new]).long()
         assert torch.equal(own, values[numbers])
+        weights = torch.ones_like(own) if weights is None else weights
         assert torch.equal(weights > 0, keep[numbers])
-        assert set(numbers.flatten().tolist()) <= set(everyone[:, rank].flatten().tolist())
-        seen += numbers[weights > 0].tolist()
-        total += (weights * own).mean().item() / world_size
-    assert sorted(seen) == keep.nonzero().flatten().tolist()  # each once
-    (length,) = lengths  # equally many batches on every rank
-    assert length % multiple == 0
-    fewest = -(-max(keep.view(-1, world_size, size).sum(dim=(0, 2)).tolist()) // size)
-    assert length < max(1, fewest) + multiple
-    assert total == pytest.approx(values[keep].mean().item() if keep.any() else 0.0, abs=1e-5)
+        for update, part in enumerate(numbers.chunk(updates)):
+            share = weights.chunk(updates)[update]
+            seen[update] += part[share > 0].tolist()
+            totals[update] += (share * values[part]).mean().item() / world_size
+    blocks = torch.arange(24).chunk(updates)  # whatever the number of ranks
+    for block, numbers, total in zip(blocks, seen, totals, strict=True):
+        assert sorted(numbers) == block[keep[block]].tolist()  # each once
+        assert total == pytest.approx(values[block][keep[block]].mean().item() if numbers else 0.0, abs=1e-5)
+    counts = keep.view(updates, -1, world_size, size).sum(dim=(1, 3))
+    assert lengths == {updates * max(1, -(-int(counts.max()) // size))}  # as few as possible, on every rank
 
 
 def test_what_fills_up_is_spread_over_the_batches():
     keep = torch.tensor([True] * 6 + [False] * 6)
     batches = [numbered(range(i, i + 4)) for i in (0, 4, 8)]
-    _, _, weights = grading.to_train(place(0, 1, 4), batches, torch.zeros(12), keep, multiple=2)
+    _, _, weights = grading.to_train(place(0, 1, 4), batches, torch.zeros(12), keep, updates=1)
     assert (weights > 0).sum(dim=1).tolist() == [3, 3]
 
 
 def test_everything_is_taken_as_it_was_drawn_when_nothing_is_left_out():
     batches, values = [numbered(range(4)), numbered(range(4, 8))], torch.randn(16)
-    new, own, weights = grading.to_train(place(1, 2, 4), batches, values, None, multiple=1)
+    new, own, weights = grading.to_train(place(1, 2, 4), batches, values, None, updates=1)
     assert new is batches
     assert weights is None
     assert torch.equal(own, values.view(2, 2, 4)[:, 1])
+
+
+def test_a_batch_carries_no_more_padding_than_its_longest_text_needs():
+    """Samples 1 and 4 of texts with 2 and 3 tokens come from batches that were padded to 5."""
+    lengths = [5, 2, 4, 5, 3, 1, 1, 1]
+    batches = []
+    for start in (0, 4):
+        mask = torch.arange(5) < torch.tensor(lengths[start : start + 4])[:, None]
+        cond = {"embeds": mask[..., None] * torch.ones(4, 5, 2), "mask": mask}
+        batches.append(replace(numbered(range(start, start + 4)), cond=cond))
+    chosen = grading.pick(batches, torch.tensor([1, 4]))
+    assert chosen.x0[:, 0].tolist() == [1, 4]
+    assert chosen.cond["embeds"].shape == (2, 3, 2)
+    assert chosen.cond["mask"].tolist() == [[True, True, False], [True, True, True]]
 
 
 def test_the_best_and_the_worst_of_a_group_are_worth_it_and_samples_without_a_score_are_not():
@@ -126,7 +143,7 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero(mon
     advantages = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
     groups = torch.arange(16) // 8
     keep = grading.worth_training(advantages, advantages, groups, best=4, drop_zero_signal=False)
-    some, own, weights = grading.to_train(run.on, batches, advantages, keep, multiple=1)
+    some, own, weights = grading.to_train(run.on, batches, advantages, keep, updates=1)
     assert len(some) == 2
     assert len(batches) == 4
     app.update(run, 0, some, own, weights)

@@ -21,24 +21,21 @@ from omni_reward import cli
 from omni_reward.combine import parse
 from omni_reward.scorers import SCORERS
 from omni_rollout.models import qwen_image
-from omni_sched import sde_step
 from omni_train.config import parse_cli
 from omni_train.dist import Dist
-from omni_train.log import load_metrics
 from omni_train.report.__main__ import main as write_report
 from omni_train.weights import save_weights
 from train.report_runs import write_run
 
 import sample
 import settings
-import train_flowgrpo as app
 
 PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in [*REPO.glob("docs/**/*.md")]}
 PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = ("scorer ready at", " one rank under torchrun")  # how unlabelled blocks begin that are no commands
 CODE = {  # page -> the test that runs its Python and JSON; or this file does
-    "docs/contributing.md": "tests/scripts/test_docs_commands.py",
+    "docs/contributing.md": "tests/apps/test_app_add_algorithm.py",
     "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
     "docs/preferences.md": "tests/apps/test_app_train_dpo.py",
     "docs/quickstart.md": "tests/scripts/test_docs_commands.py",
@@ -188,7 +185,7 @@ def test_code_is_run_by_a_test(page):
 
 def test_every_block_is_a_known_kind():
     kinds = {language for page in PAGES for language, _ in blocks(page)}
-    assert kinds <= {"", "sh", "bash", "text", "python", "json"}
+    assert kinds <= {"", "sh", "bash", "text", "python", "json", "diff"}
 
 
 def test_the_reward_of_the_quickstart_is_a_score_function():
@@ -197,24 +194,3 @@ def test_the_reward_of_the_quickstart_is_a_score_function():
     exec(code, names)
     image = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8).numpy()
     assert names["score"]({"image": image}, ["a", "b"], [{}, {}]) == pytest.approx([0.2, 0.2])
-
-
-def test_the_algorithm_of_the_contributing_page_is_short_tested_and_trains(place):
-    loss, row, test = (code for language, code in blocks("docs/contributing.md") if language == "python")
-    assert len((loss + row + test).splitlines()) < 40
-    names = {"ALGOS": {}, "Algo": app.Algo, "sde_step": sde_step}
-    for code in (loss, row, test):
-        exec(code, names)
-    names["test_it_is_the_gradient_of_the_expected_reward"]()
-    lives.write_eval_prompts(place.folder)
-
-    def add_row(rank):
-        app.ALGOS.update(names["ALGOS"])
-
-    norms = []
-    for algo in ("flowgrpo", "reinforce"):
-        args = replace(lives.TINY, steps=1, name=algo, algo=algo, scorer_url=place.url)
-        life = lives.train(place.folder, args, before=add_row)
-        assert life.wait() == [0], life.text()
-        norms.append(load_metrics(f"runs/{algo}/metrics.jsonl")[1]["policy/grad_norm"])
-    assert norms[1] == pytest.approx(norms[0], rel=1e-4)  # at ratio 1 the clipped loss has the policy gradient

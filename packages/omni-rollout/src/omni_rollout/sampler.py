@@ -75,15 +75,18 @@ class Sampler:
         shape: Sequence[int],
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
         """Clean latents [B, ...], and of each stochastic step the latents before it and its transition."""
-        first, row_of = _alike(prompts) if params.sde_steps else (range(len(prompts)), range(len(prompts)))
-        cond = {name: tensor[list(first)] for name, tensor in all_cond.items()}
+        first, row_of = _alike(prompts)
+        shares = bool(params.sde_steps) and len(first) < len(prompts)
+        if not shares:
+            first = list(range(len(prompts)))
+        cond = {name: tensor[first] for name, tensor in all_cond.items()} if shares else all_cond
         device = next(iter(cond.values())).device
         x = step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape).to(device)
         kept: list[tuple[Tensor, Transition]] = []
         data, last_sigma = None, None
         for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):  # on the host: no copy, no waiting for the device
-            if params.sde_steps and i == params.sde_steps[0]:  # samples that have started alike go apart
-                x, cond = x[list(row_of)], all_cond
+            if shares and i == params.sde_steps[0]:  # samples that have started alike go apart
+                x, cond = x[row_of], all_cond
             levels = torch.full((len(x),), float(sigma), device=device)
             velocity = self.family.predict_velocity(self.net, x, levels, cond, guidance_scale=params.guidance_scale)
             if i in params.sde_steps:

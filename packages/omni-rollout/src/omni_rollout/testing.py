@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_rollout.types import Engine, Prompt, SamplingParams, Trajectory
 
@@ -18,11 +18,13 @@ def check_engine(engine: Engine, params: SamplingParams, velocity: Velocity, *, 
     tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit for bit.
     """
     prompts = [Prompt(f'a red sign that says "{word}"', group=i // 2, seed=100 + i) for i, word in enumerate("ABCD")]
+    assert isinstance(engine.net, nn.Module)
     trajectory = engine.generate(prompts, params)
     check_fields(trajectory, prompts, params)
     check_chain(trajectory)
     check_scores(trajectory, params, velocity, tolerance=tolerance)
     check_noise(engine, prompts, params, trajectory)
+    check_starts(engine, prompts, params)
     check_versions(engine, prompts, params)
 
 
@@ -30,7 +32,7 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], params: Sampling
     """Shapes, dtypes and order are as the types say."""
     B, K = len(prompts), len(params.sde_steps)
     assert trajectory.prompts == tuple(prompts)
-    assert trajectory.sigmas.shape == (params.num_steps + 1,)
+    assert trajectory.sigmas.shape == (params.num_flash_steps + 1,)
     assert trajectory.sigmas[0] == 1
     assert trajectory.sigmas[-1] == 0
     assert trajectory.sde_steps.tolist() == [list(params.sde_steps)] * B
@@ -87,6 +89,16 @@ def check_noise(engine: Engine, prompts: list[Prompt], params: SamplingParams, t
     assert torch.equal(other.x[0, 0], trajectory.x[2, 0])
     assert not torch.equal(other.x[1, 0], trajectory.x[0, 0])
     torch.testing.assert_close(other.x_next[0, 0], trajectory.x_next[2, 0], rtol=0, atol=1e-4)
+
+
+def check_starts(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> None:
+    """Samples with one initial seed start from one noise, and go apart in the first stochastic step."""
+    alike = [replace(prompts[0], initial_seed=5), replace(prompts[0], seed=6, initial_seed=5), prompts[1]]
+    trajectory = engine.generate(alike, params)
+    check_fields(trajectory, alike, params)
+    assert torch.equal(trajectory.x[0, 0], trajectory.x[1, 0])
+    assert not torch.equal(trajectory.x[0, 0], trajectory.x[2, 0])
+    assert not torch.equal(trajectory.x_next[0, 0], trajectory.x_next[1, 0])
 
 
 def check_versions(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 from omni_sched import Transition, compress_sigmas, sde_step
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 
@@ -142,6 +142,10 @@ class Trajectory:
         whole["prompts"] = tuple(prompt for p in parts for prompt in p.prompts)
         return Trajectory(**whole)
 
+    def trim(self) -> "Trajectory":
+        """The same samples without the zeros with which all their conditioning ends: the padding of longer texts."""
+        return replace(self, cond={name: _trim(tensor) for name, tensor in self.cond.items()})
+
     def _map(self, change: Callable[[Tensor], Tensor], **others: Any) -> "Trajectory":
         changed: dict[str, Any] = {
             f.name: change(getattr(self, f.name))
@@ -154,6 +158,10 @@ class Trajectory:
 class Engine(Protocol):
     """Anything that turns prompts into trajectories. `omni_rollout.testing.check_engine` holds the contract."""
 
+    @property
+    def net(self) -> nn.Module:
+        """The transformer that samples, which may be the trainer's own."""
+
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
         """One sample per prompt, in order."""
 
@@ -165,6 +173,12 @@ class Engine(Protocol):
 
     def wake(self) -> None:
         """Undoes `sleep`."""
+
+
+def _trim(tensor: Tensor) -> Tensor:
+    """A batch [B, T, ...] without the last places along T where every sample is 0."""
+    used = tensor.ne(0).transpose(0, 1).flatten(1).any(dim=1).nonzero()
+    return tensor[:, : int(used[-1]) + 1] if len(used) else tensor
 
 
 def pad_alike(tensors: Sequence[Tensor], *, dim: int) -> list[Tensor]:

@@ -27,6 +27,6 @@ def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: in
     raise RuntimeError(
         f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: in "
         f"{int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update does not "
-        "compute what the engine sampled with. Causes: other weights (a missed sync), another batch shape, dtype or "
-        "attention kernel, another sigma, window or guidance scale."
+        "compute what the engine sampled with. Causes: other weights (a missed sync), another batch shape, padding, "
+        "dtype or attention kernel, another sigma, window or guidance scale."
     )
