@@ -1,7 +1,7 @@
 """The page of the leaderboard, a pure function of the rows of docs/leaderboard.jsonl."""
 
 from collections.abc import Sequence
-from statistics import mean
+from statistics import mean, median
 
 from leaderboard_rows import Entry, Group, Row, grouped
 
@@ -40,7 +40,8 @@ READING = """\
   and a small model with one reward says little about large ones.
 - **A difference smaller than the ranges means nothing.** The seeds change training prompts and noise, the evaluation
   is the same for all. One evaluation of 256 images has a standard error of about 0.02.
-- *Before*, *after* and *forwards* are means over the seeds; memory, wall time and ratio deviation the largest.
+- *Before*, *after* and *forwards* are means over the seeds, wall time is their median; memory
+  and ratio deviation are the largest.
 - *Peak memory* is the resident memory of the training process. *Wall time* is that of the training steps without
   evaluations, on cores that other runs share, so that small differences mean nothing.
 - *Ratio deviation* is |ratio - 1| before the first update of a training step, the largest of all steps; of AWM, which
@@ -91,8 +92,8 @@ def machine(rows: Sequence[Row]) -> str:
     at = f", at commit {', '.join(commits)}" if commits else ""
     note = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
     return (
-        f"Each run is one process with one thread on a machine of {cores} CPU cores, where {JOBS} run at a time and "
-        f"share one OCR server. Measured with torch {torch}{at}{note}.\n"
+        f"Each run is one process with one thread, beside its OCR server, on a machine of {cores} CPU cores; {JOBS} ran "
+        f"at a time, and some beside other work. Measured with torch {torch}{at}{note}.\n"
     )
 
 
@@ -120,7 +121,7 @@ def cells(group: Group) -> tuple[str, ...]:
         f"{forwards:,.0f}",
         f"{forwards / images:.1f}",
         f"{max(row.peak_memory_mb for row in rows):,.0f}",
-        f"{max(row.wall_s for row in rows) / 60:.1f}",
+        f"{median(row.wall_s for row in rows) / 60:.1f}",
         f"{max(deviations):.2g}" if deviations else "",
     )
 
