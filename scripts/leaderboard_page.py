@@ -92,8 +92,8 @@ def machine(rows: Sequence[Row]) -> str:
     at = f", at commit {', '.join(commits)}" if commits else ""
     note = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
     return (
-        f"Each run is one process with one thread, beside its OCR server, on a machine of {cores} CPU cores; {JOBS} ran "
-        f"at a time, and some beside other work. Measured with torch {torch}{at}{note}.\n"
+        f"Each run is one process with one thread, beside its OCR server, on a machine of {cores} CPU cores; {JOBS} "
+        f"ran at a time, and some beside other work. Measured with torch {torch}{at}{note}.\n"
     )
 
 
