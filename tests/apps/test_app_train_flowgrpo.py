@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import CHECKPOINT, REPO
+from omni_losses import group_advantages
 from omni_reward import Score
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
@@ -217,7 +218,7 @@ def test_every_logged_name_is_documented(in_tmp, bright_url):
 def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
     """What reaches the optimizer equals one autograd pass over everything at once."""
     run = world(0, 1)
-    run.args = replace(run.args, updates_per_step=1)
+    run.args = replace(run.args, updates_per_step=1, ratio_tolerance=0.0)
     run.net = run.on.engine.net.requires_grad_(True)
     run.params, run.optimizer, run.mode = list(run.net.parameters()), None, "none"
     batches, _ = app.rollout(run, step=0)
@@ -230,7 +231,7 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps(monkeypatch):
         return result
 
     monkeypatch.setattr(app, "optimizer_step", keep_gradients)
-    app.update(run, 0, batches, advantages)
+    app.update(run, 0, batches, advantages, None)
     run.net.zero_grad()
     losses = [
         -advantages[i] * app.rescore(run, batch, k)[0].log_prob
@@ -250,17 +251,21 @@ def test_samples_without_a_score_take_no_part():
         args=replace(TINY, prompts_per_step=2, group_size=2, batch_size=4), on=Rollouts(dist, None, None, 4)
     )
     scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
-    advantages, metrics = app.grade(run, scores)
-    assert advantages.shape == (1, 4)
-    assert advantages[0, :2].tolist() == [0.0, 0.0]
-    assert advantages[0, 3] == -advantages[0, 2] > 0
+    advantages, keep, metrics = app.grade(run, scores)
+    assert keep is None
+    assert advantages.shape == (4,)
+    assert advantages[:2].tolist() == [0.0, 0.0]
+    assert advantages[3] == -advantages[2] > 0
     assert metrics["reward/mean"] == pytest.approx(0.5)
     assert metrics["reward/abstained_ratio"] == 0.5  # a group with a single score has nothing to compare it with
     broken = [Score(None, abstained="broken")] * 4
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
         app.grade(run, broken)
     run.args = replace(run.args, on_failure="mask")
-    assert app.grade(run, broken)[0].tolist() == [[0.0] * 4]
+    assert app.grade(run, broken)[0].tolist() == [0.0] * 4
+    run.args = replace(run.args, drop_zero_signal=True)
+    assert app.grade(run, scores)[1].tolist() == [False, False, True, True]
+    assert app.grade(run, broken)[1].tolist() == [False] * 4
 
 
 def test_a_group_is_left_out_whole_when_the_client_says_so():
@@ -280,9 +285,9 @@ def test_parts_of_the_score_are_normalized_one_by_one():
     args = replace(TINY, reward_parts="kB=-1,match=1", **changes)
     run = SimpleNamespace(args=args, on=Rollouts(dist, None, None, 4))
     scores = [Score(0.0, parts={"kB": 100.0 * i, "match": 0.01 * j}) for i, j in ((0, 0), (1, 1), (2, 2), (3, 4))]
-    one_by_one = [app.group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
+    one_by_one = [group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
                   for x in ([0.0, 100.0, 200.0, 300.0], [0.0, 0.01, 0.02, 0.04])]  # fmt: skip
-    torch.testing.assert_close(app.grade(run, scores)[0][0], one_by_one[1] - one_by_one[0])
+    torch.testing.assert_close(app.grade(run, scores)[0], one_by_one[1] - one_by_one[0])
     run.args = replace(args, reward_parts="kB=1,sharp=1")
     with pytest.raises(RuntimeError, match=r"must name a part 'sharp' in its scores, it names \['kB', 'match'\]"):
         app.grade(run, scores)
@@ -359,7 +364,7 @@ def test_the_published_preset_is_the_published_one():
     preset = app.PRESETS["qwen-image-ocr-lora"]
     assert (preset.height, preset.width, preset.num_steps, preset.guidance_scale) == (512, 512, 10, 4.0)
     assert (preset.group_size, preset.prompts_per_step, preset.lr, preset.lora_rank) == (16, 32, 3e-4, 64)
-    assert (preset.window_size, preset.window_low, preset.window_high, preset.clip_range) == (2, 0, 5, 1e-4)
+    assert (preset.window_size, preset.window_low, preset.window_high, preset.clip_range) == (2, 0, 5, 1e-5)
     assert (preset.noise_level, preset.updates_per_step, preset.lora_alpha, preset.weight_decay) == (1.2, 2, 128, 1e-4)
 
 
