@@ -40,7 +40,7 @@ FLUX_MIX = FLUX_DANCE | {  # of MixGRPO, published for FLUX.1 on 32 accelerators
     "prompts_per_step": 32, "updates_per_step": 4, "eval_num_steps": 25,
 }  # fmt: skip
 
-SIGNS_SDE = SIGNS_GRPO | {"noise_level": 0.4, "window_high": 3, "lr": 8e-5}  # late steps' gradients drown the others
+SIGNS_SDE = SIGNS_GRPO | {"noise_level": 0.4, "window_high": 3, "lr": 8e-5}
 
 FLOWGRPO: Presets = {
     "tiny-signs": SIGNS | {  # the demonstration

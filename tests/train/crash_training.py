@@ -57,8 +57,11 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
     save_file(train_state(net, optimizer, ema), folder / "final.safetensors")
 
 
-def live(folder: Path, kill_at: int | None = None) -> int:
-    """The process id of a new life; it kills itself at its event number `kill_at`, which it writes to FOLDER/event."""
+def live(folder: Path, kill_at: int | None = None, *, in_save: bool = False) -> int:
+    """The process id of a new life; it kills itself at its event number `kill_at`, which it writes to FOLDER/event.
+
+    in_save: whether only what touches the files of a checkpoint counts as an event.
+    """
     pid = os.fork()
     if pid:
         return pid
@@ -69,9 +72,12 @@ def live(folder: Path, kill_at: int | None = None) -> int:
         nonlocal count
         if not event.startswith(EVENTS) or (event == "open" and not str(args[0]).startswith(str(folder))):
             return
+        name = Path(str(args[0])).name if args else ""
+        if in_save and not name.startswith(("step-", "rank-")):
+            return
         count += 1
         if count == kill_at:
-            (folder.parent / "event").write_text(f"{event} {Path(str(args[0])).name if args else ''}".strip())
+            (folder.parent / "event").write_text(f"{event} {name}".strip())
             os.kill(os.getpid(), signal.SIGKILL)
 
     fsync = os.fsync
@@ -101,7 +107,7 @@ def main(folder: Path, seed: int) -> None:
     for number in range(NUM_KILLS):
         # Every other kill comes from outside, between any two instructions.
         seconds, kill_at = (rng.uniform(0.0, 0.1), None) if number % 2 else (None, rng.randint(1, 80))
-        pid = live(killed, kill_at)
+        pid = live(killed, kill_at, in_save=number % 4 == 0)
         if seconds is not None:
             time.sleep(seconds)
             os.kill(pid, signal.SIGKILL)

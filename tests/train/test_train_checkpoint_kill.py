@@ -32,7 +32,7 @@ def test_twenty_kills_change_neither_the_weights_nor_the_metrics(tmp_path):
     newest = [life["newest"] for life in lives]
     assert newest == sorted(newest)  # nothing that was complete is ever lost
     inside = [life["event"] for life in lives if "step-" in life["event"] or "rank-" in life["event"]]
-    assert len(inside) >= 2, lives  # inside a save: half the kills have a name; a busy machine moves the others
+    assert len(inside) >= 5, lives  # every fourth life counts its way into a save, however busy the machine is
     peace, killed = tmp_path / "peace", tmp_path / "killed"
     assert [line["step"] for line in metrics(killed)] == list(range(151))
     assert metrics(killed) == metrics(peace)
