@@ -16,14 +16,14 @@ import torch
 from omni_losses import reward_metrics
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.client import OnFailure
+from omni_rl.cli import flag
+from omni_rl.report import Sample, write_eval
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
-from omni_train.config import flag
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist, gather_floats, gather_json, same_error
 from omni_train.lora import add_lora
-from omni_train.report import Sample, write_eval
 from omni_train.weights import named_weights
 
 from sample import score_label, write_sheet

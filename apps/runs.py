@@ -18,11 +18,15 @@ from typing import Any, Literal
 
 import torch
 from omni_reward import RewardClient, RewardError
+from omni_rl.alarms import Alarm, new_alarms
+from omni_rl.cli import flag, to_toml
+from omni_rl.failures import BrokenRunError, say_failure, say_mistake
+from omni_rl.report import write_alarm, write_versions
+from omni_rl.report.folder import command_line
+from omni_rl.sinks import report
 from omni_rollout import Prompt, SamplingParams
 from omni_rollout.models import qwen_image
-from omni_train.alarms import Alarm, new_alarms
 from omni_train.checkpoint import Checkpoint, check_config
-from omni_train.config import flag, to_toml
 from omni_train.data import PromptSampler, load_prompts
 from omni_train.device import memory
 from omni_train.dist import Dist, gather_json, init_distributed, mean_metrics, same_error, shutdown
@@ -30,15 +34,11 @@ from omni_train.ema import Ema
 from omni_train.log import RunLog, claim_folder, load_metrics
 from omni_train.lora import unadapted_params
 from omni_train.optim import StepResult, build_adamw
-from omni_train.report import write_alarm, write_versions
-from omni_train.report.folder import command_line
 from omni_train.shard import shard
 from omni_train.signals import catch_stop, resume_command
-from omni_train.sinks import report
 from omni_train.weights import save_weights
 
 import rollouts
-from failures import BrokenRunError, say_failure, say_mistake
 
 Mode = Literal["none", "ddp", "fsdp2"]
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")

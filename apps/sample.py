@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from omni_train.config import check_least, flag, parse_cli, refuse
+from omni_rl.cli import check_least, flag, parse_cli, refuse
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import PurePath
 from typing import Any
 
-from omni_train.config import check_least
+from omni_rl.cli import check_least
 
 LEAST = {  # setting -> least value
     "steps": 0, "save_every": 1, "keep_checkpoints": 1, "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3,

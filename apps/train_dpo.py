@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 import presets
 import settings
@@ -121,6 +121,8 @@ if __name__ == "__main__":
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
+from omni_rl.preferences import NoScorer, check_preferences, read_latent
+from omni_rl.report import write_samples
 from omni_rollout import Prompt, SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_rollout.types import pad_alike
@@ -129,13 +131,11 @@ from omni_train.data import load_prompts, sample_seed
 from omni_train.dist import Dist, gather_floats
 from omni_train.lora import reference
 from omni_train.optim import optimizer_step, warmup_lr
-from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 from torch import Tensor
 
 import rollouts
 import runs
-from preferences import NoScorer, check_preferences, read_latent
 from runs import Run
 
 

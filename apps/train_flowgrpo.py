@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 import presets
 import settings
@@ -161,13 +161,13 @@ from omni_losses import (
     rollout_weights,
 )  # fmt: skip
 from omni_reward import Score
+from omni_rl.gate import check_ratio
+from omni_rl.report import write_samples
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
-from omni_train.gate import check_ratio
 from omni_train.lora import reference
 from omni_train.optim import optimizer_step, warmup_lr
-from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 
 import grading

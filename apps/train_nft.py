@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 import presets
 import settings
@@ -145,12 +145,12 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_reward import Score
+from omni_rl.report import write_samples
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import step_noise
 from omni_train.lora import adapter, ema_update, ema_update_params, reference
 from omni_train.optim import optimizer_step, warmup_lr
-from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 from torch import Tensor
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 import presets
 import settings
@@ -123,18 +123,18 @@ if __name__ == "__main__":
 import torch
 from omni_losses import LossOutput, direct_align, reward_metrics, srpo_loss
 from omni_reward import Score
+from omni_rl.direct_rewards import REWARDS, Reward
+from omni_rl.report import write_samples
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.models import qwen_image
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import Dist
 from omni_train.optim import optimizer_step, warmup_lr
-from omni_train.report import write_samples
 from omni_train.shard import reduce_gradients
 from torch import Tensor
 
 import rollouts
 import runs
-from direct_rewards import REWARDS, Reward
 from runs import Run
 
 # 2. The reward, in this process

@@ -17,11 +17,11 @@ from typing import Any, Literal
 import torch
 from engines import LEAST, checkpoint, open_engine, prompts, setting, table
 from engines import Args as Common
+from omni_rl.cli import check_least, parse_cli
 from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step
-from omni_train.config import check_least, parse_cli
 from omni_train.device import empty_cache, local_device
 from omni_train.lora import add_lora, reference, unadapted_params
 from omni_train.weights import named_weights

@@ -16,10 +16,10 @@ from typing import Any, Literal
 import torch
 from engines import LEAST, MB, checkpoint, now, open_engine, prompts, setting, table
 from engines import Args as Common
+from omni_rl.cli import check_least, parse_cli
 from omni_rollout import SamplingParams
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
-from omni_train.config import check_least, parse_cli
 from omni_train.device import default_compute_dtype, local_device, memory, reset_peak_memory
 from omni_train.lora import add_lora, unadapted_params
 from omni_train.weights import named_weights

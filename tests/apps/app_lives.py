@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from helpers import CHECKPOINT, REPO
+from omni_rl.cli import parse_cli
 from omni_rollout.models import qwen_image
-from omni_train.config import parse_cli
 
 import rollouts
 import runs

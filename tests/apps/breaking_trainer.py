@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 import runs
 import train_flowgrpo as app

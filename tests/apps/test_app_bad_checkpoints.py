@@ -13,8 +13,8 @@ import pytest
 import torch
 from apps import app_lives as lives
 from helpers import CHECKPOINT, REPO
+from omni_rl.cli import to_toml
 from omni_rollout.models import qwen_image
-from omni_train.config import to_toml
 from omni_train.dist import Dist
 from omni_train.lora import add_lora
 from omni_train.weights import save_weights

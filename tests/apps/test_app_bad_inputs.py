@@ -21,7 +21,7 @@ from apps.conftest import brightness
 from helpers import CHECKPOINT
 from omni_reward import Scorer
 from omni_reward.server import create_app
-from omni_train.config import to_toml
+from omni_rl.cli import to_toml
 from omni_train.dist import Dist
 from safetensors.torch import load_file
 

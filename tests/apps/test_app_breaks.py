@@ -15,7 +15,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO
 from omni_losses import LossOutput
-from omni_train.config import to_toml
+from omni_rl.cli import to_toml
 from omni_train.log import load_metrics
 
 import rollouts

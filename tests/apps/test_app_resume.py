@@ -16,7 +16,7 @@ import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO
-from omni_train.config import to_toml
+from omni_rl.cli import to_toml
 from omni_train.state import train_state
 from safetensors.torch import load_file, save_file
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_reward import Score
+from omni_rl import preferences
+from omni_rl.cli import base_config, to_toml
 from omni_rollout import Prompt
 from omni_rollout.models import qwen_image
 from omni_sched import step_noise
-from omni_train.config import base_config, to_toml
 from omni_train.data import load_prompts
 from omni_train.ema import Ema
 from PIL import Image
@@ -32,7 +33,6 @@ from trainer_runs import (
     write_eval_prompts,
 )
 
-import preferences
 import rollouts
 import train_dpo as app
 

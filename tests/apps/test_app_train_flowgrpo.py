@@ -12,9 +12,9 @@ import torch
 from helpers import CHECKPOINT, REPO
 from omni_losses import group_advantages
 from omni_reward import Score
+from omni_rl.cli import base_config, to_toml
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
-from omni_train.config import base_config, to_toml
 from omni_train.data import PromptSampler
 from omni_train.dist import Dist
 from omni_train.log import load_metrics

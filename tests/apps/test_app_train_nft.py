@@ -6,10 +6,10 @@ import pytest
 import torch
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
+from omni_rl.cli import base_config, to_toml
 from omni_rollout.models import qwen_image
 from omni_rollout.types import pad_alike
 from omni_sched import step_noise
-from omni_train.config import base_config, to_toml
 from omni_train.lora import adapter_params
 from trainer_runs import (
     assert_same_gradients,

@@ -11,9 +11,10 @@ import pytest
 import tiny_signs
 import torch
 from helpers import CHECKPOINT, REPO
+from omni_rl import direct_rewards
+from omni_rl.cli import base_config, to_toml
 from omni_rollout.models import qwen_image
 from omni_sched import step_noise
-from omni_train.config import base_config, to_toml
 from trainer_runs import (
     assert_same_gradients,
     cli,
@@ -26,7 +27,6 @@ from trainer_runs import (
     write_eval_prompts,
 )
 
-import direct_rewards
 import rollouts
 import train_srpo as app
 

@@ -20,8 +20,8 @@ MODULES = {  # package -> what must import without any extra
     "omni-train": [
         f"omni_train.{name}"
         for name in (
-            *("device", "dist", "shard", "lora", "ema", "gate", "weights", "optim", "data", "log", "config"),
-            *("checkpoint", "export", "signals", "report", "sinks"),
+            *("device", "dist", "shard", "lora", "ema", "weights", "optim", "data", "log"),
+            *("checkpoint", "export", "signals"),
         )
     ],
 }

@@ -13,7 +13,7 @@ import pytest
 from helpers import REPO
 from leaderboard import ENTRIES
 from leaderboard_runs import OURS
-from omni_train.config import parse_cli
+from omni_rl.cli import parse_cli
 
 TABLE = "docs/algorithms.md"
 PAGES = {path.name: path.read_text("utf-8") for path in sorted((REPO / "docs" / "algorithms").glob("*.md"))}

@@ -20,12 +20,12 @@ from helpers import CHECKPOINT, REPO
 from omni_reward import cli
 from omni_reward.combine import parse
 from omni_reward.scorers import SCORERS
+from omni_rl.cli import parse_cli
+from omni_rl.report.__main__ import main as write_report
 from omni_rollout.models import qwen_image
-from omni_train.config import parse_cli
 from omni_train.dist import Dist
-from omni_train.report.__main__ import main as write_report
 from omni_train.weights import save_weights
-from train.report_runs import write_run
+from rl.report_runs import write_run
 
 import sample
 import settings
@@ -39,7 +39,7 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
     "docs/preferences.md": "tests/apps/test_app_train_dpo.py",
     "docs/quickstart.md": "tests/scripts/test_docs_commands.py",
-    "docs/report.md": "tests/train/test_train_report_docs.py",
+    "docs/report.md": "tests/rl/test_rl_report_docs.py",
     "docs/resume.md": "tests/train/test_train_checkpoint_docs.py",
     "docs/reward-protocol.md": "tests/reward/test_reward_docs.py",
     "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",

@@ -20,7 +20,7 @@ from leaderboard_page import page
 from leaderboard_plots import Axes, beside, nice_step, plots
 from leaderboard_rows import Entry, Evaluation, Row, add_row, grouped, read_rows
 from leaderboard_runs import OURS, Job, Scorer, carry_out, changed, collect, images_of, is_finished, next_command
-from omni_train.config import parse_cli, to_toml
+from omni_rl.cli import parse_cli, to_toml
 
 import train_flowgrpo
 import train_nft

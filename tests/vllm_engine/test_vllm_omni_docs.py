@@ -14,10 +14,10 @@ import pytest
 import setproctitle
 import torch
 from helpers import REPO
+from omni_rl.cli import parse_cli
 from omni_rollout import Prompt
 from omni_rollout.vllm_omni_engine import PROBES
 from omni_rollout.vllm_omni_worker import VERSION
-from omni_train.config import parse_cli
 from vllm_omni_helpers import PARAMS, open_engine
 
 import train_flowgrpo as app

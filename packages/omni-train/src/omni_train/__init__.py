@@ -8,16 +8,16 @@ Import from the modules, in reading order:
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.ema`: a moving average of the weights, for evaluation
-- `omni_train.gate`: the check that an update starts from the policy that sampled
+- `omni_rl.gate`: the check that an update starts from the policy that sampled
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
 - `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)
 - `omni_train.signals`: SIGTERM as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights
-- `omni_train.report`: one page that shows a run, and the files that it is drawn from
-- `omni_train.sinks`: the report, TensorBoard, Weights & Biases and Trackio as sinks of the log
-- `omni_train.config`: settings from a preset, a TOML file and the command line
+- `omni_rl.report`: one page that shows a run, and the files that it is drawn from
+- `omni_rl.sinks`: the report, TensorBoard, Weights & Biases and Trackio as sinks of the log
+- `omni_rl.cli`: settings from a preset, a TOML file and the command line
 
 This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and
 the function `shard` never hides the module `shard`.

@@ -47,7 +47,7 @@ class RunLog:
             is_main: whether this rank reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                One that has a `close` is closed with the log. See `omni_train.sinks`.
+                One that has a `close` is closed with the log. See `omni_rl.sinks`.
             tty: whether to draw a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from omni_train.alarms import MAX_ABSTAINED, WINDOW, find_alarms, new_alarms
+from omni_rl.alarms import MAX_ABSTAINED, WINDOW, find_alarms, new_alarms
 
 HEALTHY = {"reward/zero_variance_ratio": 0.2, "reward/min": 0.0, "reward/max": 1.0, "reward/abstained_ratio": 0.0}
 DEAD = HEALTHY | {"reward/zero_variance_ratio": 1.0, "reward/max": 0.0}

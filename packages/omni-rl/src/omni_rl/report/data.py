@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from omni_train.report.folder import read_lines, step_folders
+from omni_rl.report.folder import read_lines, step_folders
 
 MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
 MAX_BARS = 60  # of the seconds per phase

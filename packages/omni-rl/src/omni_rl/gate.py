@@ -1,9 +1,8 @@
 """The check that an update starts from the policy that sampled."""
 
 import torch
-from torch import Tensor
-
 from omni_train.dist import Dist, gather_floats
+from torch import Tensor
 
 
 def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: int) -> float:

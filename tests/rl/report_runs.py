@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from omni_train.report import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report import Sample, write_alarm, write_eval, write_samples, write_versions
 
 PROMPTS = ("a red sign", "a green sign", "a blue sign")
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from omni_rl.report import write_alarm, write_comparison, write_eval, write_report, write_samples
+from omni_rl.report.__main__ import main
+from omni_rl.report.data import CHARTS, curve, metric_alarms, phases, run_data, shown_names, spread
+from omni_rl.report.page import embed
 from omni_train.log import RunLog
-from omni_train.report import write_alarm, write_comparison, write_eval, write_report, write_samples
-from omni_train.report.__main__ import main
-from omni_train.report.data import CHARTS, curve, metric_alarms, phases, run_data, shown_names, spread
-from omni_train.report.page import embed
-from train.report_runs import images, metrics, samples, write_metrics, write_run
+from rl.report_runs import images, metrics, samples, write_metrics, write_run
 
 
 def named(values, name="m"):
@@ -142,8 +142,8 @@ def test_the_latest_groups_come_first(tmp_path):
 
 
 def test_pictures_stay_within_their_budget(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.report.data.EVAL_BYTES", 400_000)
-    monkeypatch.setattr("omni_train.report.data.SAMPLE_BYTES", 100_000)
+    monkeypatch.setattr("omni_rl.report.data.EVAL_BYTES", 400_000)
+    monkeypatch.setattr("omni_rl.report.data.SAMPLE_BYTES", 100_000)
     write_metrics(tmp_path / "run", metrics(80))
     for step in range(0, 81, 4):
         write_eval(tmp_path / "run", step, images(16, seed=step), samples([0.5] * 16))
@@ -166,7 +166,7 @@ def test_contact_sheets_show_where_there_are_no_single_pictures(tmp_path, monkey
     for step in (0, 4, 8):
         Image.fromarray(images(1, seed=step)[0].transpose(1, 2, 0)).save(tmp_path / "run" / "eval" / f"{step:06}.png")
     assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 4, 8]
-    monkeypatch.setattr("omni_train.report.data.EVAL_BYTES", 30_000)
+    monkeypatch.setattr("omni_rl.report.data.EVAL_BYTES", 30_000)
     assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 8]
 
 

@@ -16,8 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from omni_train.report.data import CHARTS, run_data
-from omni_train.report.folder import write_whole
+from omni_rl.report.data import CHARTS, run_data
+from omni_rl.report.folder import write_whole
 
 
 def write_report(folder: str | Path) -> Path:
@@ -47,7 +47,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The HTML of a page over one run, or over several."""
-    here = files("omni_train.report")
+    here = files("omni_rl.report")
     style = here.joinpath("page.css").read_text(encoding="utf-8")
     script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", "page.js"))
     parts = {

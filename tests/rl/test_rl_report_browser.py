@@ -10,9 +10,9 @@ import time
 
 import pytest
 from helpers import REPO
-from omni_train.report import Sample, write_alarm, write_comparison, write_eval, write_report, write_samples
+from omni_rl.report import Sample, write_alarm, write_comparison, write_eval, write_report, write_samples
 from playwright.sync_api import Page, sync_playwright
-from train.report_runs import images, metrics, write_metrics, write_run
+from rl.report_runs import images, metrics, write_metrics, write_run
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 HOSTILE = '</script><img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>{{data}} \' & \u2028'

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from omni_rl.gate import check_ratio
 from omni_train.dist import Dist
-from omni_train.gate import check_ratio
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 

@@ -8,10 +8,10 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from omni_train.report import Sample, write_alarm, write_eval, write_samples, write_versions
-from omni_train.report.folder import command_line, encode, read_lines, step_folders, write_whole
+from omni_rl.report import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report.folder import command_line, encode, read_lines, step_folders, write_whole
 from PIL import Image
-from train.report_runs import images, samples
+from rl.report_runs import images, samples
 
 
 def decoded(data: bytes) -> np.ndarray:
@@ -98,7 +98,7 @@ def test_writing_a_step_again_replaces_it_whole(tmp_path):
 
 
 def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.report.folder.json.dumps", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("omni_rl.report.folder.json.dumps", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         write_eval(tmp_path, 4, images(1), samples([1.0]))
     assert step_folders(tmp_path / "eval") == []

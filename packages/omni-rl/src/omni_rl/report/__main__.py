@@ -1,7 +1,7 @@
 """Writes the report of a run, or one page that compares several.
 
-python -m omni_train.report runs/a            writes runs/a/report.html
-python -m omni_train.report runs/a runs/b     writes runs/comparison.html
+python -m omni_rl.report runs/a            writes runs/a/report.html
+python -m omni_rl.report runs/a runs/b     writes runs/comparison.html
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 def main(argv: list[str] | None = None) -> None:
     """What the command line does. A folder that cannot be read ends it with one line and exit code 2."""
     parser = argparse.ArgumentParser(
-        prog="python -m omni_train.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m omni_rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="page to write for several runs")
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.out and len(args.runs) == 1:
         parser.error("--out needs several runs; the report of one is its report.html")
 
-    from omni_train.report import write_comparison, write_report
+    from omni_rl.report import write_comparison, write_report
 
     try:
         if len(args.runs) == 1:

@@ -2,13 +2,13 @@
 
     write_versions(folder), write_eval(folder, ...), write_samples(folder, ...), write_alarm(folder, ...)  while it runs
     write_report(folder)                          runs/NAME/report.html, of what there is at the moment
-    python -m omni_train.report runs/a runs/b     several runs in one page
+    python -m omni_rl.report runs/a runs/b     several runs in one page
 
-The report is a function of the run folder alone: `omni_train.report.folder` says what lies where.
+The report is a function of the run folder alone: `omni_rl.report.folder` says what lies where.
 """
 
-from omni_train.report.folder import Sample, write_alarm, write_eval, write_samples, write_versions
-from omni_train.report.page import write_comparison, write_report
+from omni_rl.report.folder import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report.page import write_comparison, write_report
 
 __all__ = [
     "Sample",

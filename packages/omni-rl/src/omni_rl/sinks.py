@@ -34,7 +34,7 @@ def report(folder: str | Path) -> Sink:
     A step is left out where writing would take more than a twentieth of the time. A report that cannot be written, on a
     full disk say, is a warning: the run goes on.
     """
-    from omni_train.report import write_report
+    from omni_rl.report import write_report
 
     due = 0.0
 

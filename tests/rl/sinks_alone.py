@@ -1,4 +1,4 @@
-"""Run by test_train_sinks.py where nothing but omni-train and its three extras is installed: prints what sinks stored.
+"""Run by test_rl_sinks.py where nothing but omni-rl and its three extras is installed: prints what sinks stored.
 
 python sinks_alone.py FOLDER    with TRACKIO_DIR set
 """
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from omni_rl.sinks import tensorboard, trackio, wandb
 from omni_train.log import RunLog
-from omni_train.sinks import tensorboard, trackio, wandb
 
 LINES = [(0, {"eval/reward": 0.5}), (1, {"loss": 0.25, "bad": math.nan}), (5, {"loss": -1.5, "bad": math.inf})]
 

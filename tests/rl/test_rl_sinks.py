@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_train import sinks
+from omni_rl import sinks
 from omni_train.log import RunLog
 
 EXTRAS = ("tensorboard", "wandb", "trackio")
@@ -26,7 +26,7 @@ def stored(tmp_path_factory):
     env |= {"TRACKIO_DIR": str(folder / "trackio"), "WANDB_SILENT": "true"}
     env |= {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("CONFIG", "CACHE", "DATA")}
     command = [uv, "run", "--quiet", "--isolated", "--exact", "--no-dev", "--python", sys.executable]
-    command += ["--package", "omni-train", *(word for extra in EXTRAS for word in ("--extra", extra))]
+    command += ["--package", "omni-rl", *(word for extra in EXTRAS for word in ("--extra", extra))]
     command += ["python", str(Path(__file__).with_name("sinks_alone.py")), str(folder)]
     result = subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -83,7 +83,7 @@ def test_a_report_that_is_slow_to_write_is_written_less_often(tmp_path, monkeypa
         written.append(now[0])
         now[0] += 1.0
 
-    monkeypatch.setattr("omni_train.report.write_report", write_report)
+    monkeypatch.setattr("omni_rl.report.write_report", write_report)
     monkeypatch.setattr(sinks.time, "monotonic", lambda: now[0])
     sink = sinks.report(tmp_path)
     for _ in range(100):
@@ -98,7 +98,7 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypa
     def full(folder):
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("omni_train.report.write_report", full)
+    monkeypatch.setattr("omni_rl.report.write_report", full)
     sink = sinks.report(tmp_path)
     with pytest.warns(UserWarning, match="could not be written: no space left on device"):
         sink(1, {})
