@@ -1,8 +1,12 @@
-"""Files that a crash or a power failure leaves whole or absent."""
+"""Files and folders that a crash or a power failure leaves as they were before or as they are meant to be."""
 
 import hashlib
+import json
 import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write_file(path: Path, data: bytes) -> dict[str, int | str]:
@@ -18,12 +22,116 @@ def write_file(path: Path, data: bytes) -> dict[str, int | str]:
     return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
 
+def write_atomically(path: str | Path, data: bytes | str) -> None:
+    """Put a file into its folder at once: whoever opens it, now or after a crash, sees the old one or the new one."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # two processes may write the same file
+    temporary.unlink(missing_ok=True)
+    try:
+        write_file(temporary, data.encode() if isinstance(data, str) else data)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
+    """Put a folder into its place at once, all of its files on the disk; one that is there is replaced.
+
+    The files get the rights that the folder has from the umask, whatever wrote them. One process writes a folder.
+
+    Args:
+        folder: its parents are made if missing.
+        write: the content of each file by its name, or a function that writes them into the folder it is given.
+
+    Raises:
+        OSError: it could not be written. What was there stays.
+    """
+    folder = Path(folder)
+    temporary, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        if callable(write):
+            write(temporary)
+        else:
+            for name, data in write.items():
+                write_file(temporary / name, data.encode() if isinstance(data, str) else data)
+        _sync_files(temporary)
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.rename(old)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if old.exists() and not folder.exists():  # stopped between the two renames, this time or an earlier one
+            old.rename(folder)
+
+
+def _sync_files(folder: Path) -> None:
+    """Wait until the disk has all that is in the folder: a rename may get there before the content does."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            path.chmod(folder.stat().st_mode & 0o666)
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a file with one a line. What follows the last newline was torn by a crash and is left out.
+
+    Raises:
+        ValueError: any other line is no JSON object.
+        OSError: the file cannot be read.
+    """
+    entries = []
+    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line.decode())
+        except (ValueError, RecursionError) as exc:
+            raise damaged_line(path, number, f"not valid JSON ({exc})") from exc
+        if not isinstance(entry, dict):
+            raise damaged_line(path, number, f"must be a JSON object, got {type(entry).__name__}")
+        entries.append(entry)
+    return entries
+
+
+def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
+    """The error of a line that nobody has written so: where it is, what is wrong, what to do."""
+    return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
+
+
+def file_digest(path: str | Path) -> str:
+    """The SHA-256 of a file; reads all of it."""
+    with Path(path).open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_bytes: int = 4096) -> str:
+    """A SHA-256 that tells large files apart without reading them: of their sizes and evenly spread blocks of each.
+
+    Of safetensors files the first block holds names and shapes, and other weights differ in nearly every block; a
+    change of a few bytes may go unseen.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        with Path(path).open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            digest.update(size.to_bytes(8, "little"))
+            for i in range(num_blocks):
+                file.seek(max(size - block_bytes, 0) * i // max(num_blocks - 1, 1))
+                digest.update(file.read(block_bytes))
+    return digest.hexdigest()
+
+
 def check_file(path: Path, expected: dict[str, int | str]) -> None:
     """Raises ValueError when the file is missing or not what `write_file` returned; reads all of it."""
     check_size(path, expected)
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != expected["sha256"]:
+    if (found := file_digest(path)) != expected["sha256"]:
         raise ValueError(f"{path.name} has the SHA-256 {found[:12]}..., not {str(expected['sha256'])[:12]}...")
 
 

@@ -4,8 +4,6 @@ Sharded tensors are gathered one at a time, and every rank has to take part.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
 from omni_train.export import CARD_FILE, model_card
-from omni_train.files import sync_folder
+from omni_train.files import write_folder_atomically
 from omni_train.lora import adapter_params, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
@@ -199,29 +197,15 @@ def _config(module: nn.Module) -> str:
 
 
 def _write(folder: Path, file: str, tensors: dict[str, Tensor], texts: dict[str, str]) -> Exception | None:
-    """Write into a folder beside the final one and rename; the error, if any, is for the caller to share."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    """Write the folder; the error, if any, is for the caller to share."""
+
+    def write(temporary: Path) -> None:
         save_file(tensors, temporary / file, metadata={"format": "pt"})
         for name, text in texts.items():
             (temporary / name).write_text(text, encoding="utf-8")
-        _replace(temporary, folder)
+
+    try:
+        write_folder_atomically(folder, write)
     except (OSError, SafetensorError) as exc:
         return exc
     return None
-
-
-def _replace(temporary: Path, folder: Path) -> None:
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())  # a rename may reach the disk before the content does
-    sync_folder(temporary)
-    old = folder.with_name(folder.name + ".old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    sync_folder(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)

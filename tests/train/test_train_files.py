@@ -1,0 +1,124 @@
+"""Files and folders are old or new, never half; what is damaged is named."""
+
+import os
+import stat
+
+import pytest
+from omni_train.files import file_digest, probe_digest, read_jsonl, write_atomically, write_folder_atomically
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def full_disk(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_file_is_replaced_with_nothing_left_beside_it(tmp_path):
+    path = tmp_path / "a.json"
+    write_atomically(path, b"old")
+    write_atomically(path, "n\u00ebw")
+    assert path.read_text("utf-8") == "n\u00ebw"
+    assert names(tmp_path) == ["a.json"]
+
+
+@pytest.mark.parametrize("call", ["os.fsync", "pathlib.Path.replace"])
+def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch, call):
+    write_atomically(path := tmp_path / "a.json", "old")
+    monkeypatch.setattr(call, full_disk)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["a.json"]
+
+
+def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
+    events, fsync, replace, rename = [], os.fsync, type(tmp_path).replace, type(tmp_path).rename
+
+    def note(what, path):
+        events.append((what, os.path.basename(path)))
+
+    monkeypatch.setattr("os.fsync", lambda n: (note("sync", os.readlink(f"/proc/self/fd/{n}")), fsync(n)))
+    monkeypatch.setattr("pathlib.Path.replace", lambda a, b: (note("name", b), replace(a, b)))
+    monkeypatch.setattr("pathlib.Path.rename", lambda a, b: (note("name", b), rename(a, b)))
+    write_atomically(tmp_path / "a", "x")
+    assert events == [("sync", f".a.{os.getpid()}"), ("name", "a"), ("sync", tmp_path.name)]
+    events.clear()
+    write_folder_atomically(tmp_path / "f", lambda folder: (folder / "b").write_text("x"))
+    assert events == [("sync", "b"), ("sync", "f.tmp"), ("name", "f"), ("sync", tmp_path.name)]
+
+
+def test_a_folder_is_replaced_whole_and_its_files_have_the_rights_of_the_umask(tmp_path):
+    def private(folder):
+        (folder / "weights").touch(mode=0o600)
+
+    folder = tmp_path / "made" / "f"
+    write_folder_atomically(folder, {"a": b"1", "b": "2"})
+    assert (folder / "b").read_text() == "2"
+    before = os.umask(0o027)
+    try:
+        write_folder_atomically(folder, private)
+    finally:
+        os.umask(before)
+    assert names(folder) == ["weights"]
+    assert stat.S_IMODE((folder / "weights").stat().st_mode) == 0o640
+    assert names(folder.parent) == ["f"]
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_a_folder_that_cannot_be_replaced_stays_as_it_was(tmp_path, monkeypatch, fail_at):
+    folder, calls, rename = tmp_path / "f", [], type(tmp_path).rename
+    write_folder_atomically(folder, {"a": "old"})
+
+    def fails(path, target):
+        calls.append(target)
+        return full_disk() if len(calls) == fail_at else rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("pathlib.Path.rename", fails)
+        with pytest.raises(OSError, match="No space"):
+            write_folder_atomically(folder, {"a": "new"})
+    assert (folder / "a").read_text() == "old"
+    assert names(tmp_path) == ["f"]
+
+
+def test_a_crash_between_the_two_renames_loses_nothing(tmp_path):
+    write_folder_atomically(tmp_path / "f.old", {"a": "old"})
+    with pytest.raises(OSError, match="No space"):
+        write_folder_atomically(tmp_path / "f", full_disk)
+    assert (tmp_path / "f" / "a").read_text() == "old"
+
+
+def test_a_torn_last_line_is_left_out(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"a": "\xc3\xbc"}\n{"a": 3')
+    assert read_jsonl(path) == [{"a": 1}, {"a": "\u00fc"}]
+    path.write_bytes(b'{"a": 1}\n\0\0\0\0')  # as some file systems leave it after a power cut
+    assert read_jsonl(path) == [{"a": 1}]
+    path.write_bytes(b"")
+    assert read_jsonl(path) == []
+
+
+@pytest.mark.parametrize("line", [b"", b"{", b"\0\0", b"\xff", b"[]", b"[" * 100_000, b"1" * 5000])
+def test_a_damaged_line_is_named_with_the_file_and_the_remedy(tmp_path, line):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"a": 1}\n' + line + b'\n{"a": 3}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .*Delete the line, or move the file away$"):
+        read_jsonl(path)
+
+
+def test_digests_change_with_the_content(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"abc")
+    assert file_digest(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2, B.1
+    large = bytearray(300_000)
+    path.write_bytes(large)
+    seen = {probe_digest([path])}
+    for start in (0, 1000, 150_000, 299_000):  # a run of bytes longer than the gaps between blocks
+        path.write_bytes(large[:start] + b"\1" * 1000 + large[start + 1000 :])
+        seen.add(probe_digest([path]))
+    path.write_bytes(large + b"\0")
+    seen.add(probe_digest([path]))
+    assert len(seen) == 6
+    assert probe_digest([path, path]) != probe_digest([path]) == probe_digest([path])
