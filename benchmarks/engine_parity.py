@@ -138,11 +138,9 @@ def score(net: nn.Module, trajectory: Trajectory, params: SamplingParams, k: int
     """The trainer's log-probs [B] of the k-th kept step."""
     x, sigma = trajectory.x[:, k], trajectory.sigma(k)
     velocity = qwen_image.predict_velocity(net, x, sigma, trajectory.cond, guidance_scale=params.guidance_scale)
-    log_prob = params.step(
+    return params.step(
         velocity, x, sigma, trajectory.sigma_next(k), noise_level=params.noise_level, x_next=trajectory.x_next[:, k]
     ).log_prob
-    assert log_prob is not None
-    return log_prob
 
 
 def update(net: Any, trajectory: Trajectory, params: SamplingParams, *, lr: float) -> None:

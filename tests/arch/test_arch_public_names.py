@@ -25,6 +25,8 @@ SIGNATURES = {
     "omni_sched.sde_step": f"{STEP}, sigma_max=None",
     "omni_sched.cps_step": STEP,
     "omni_sched.dance_step": STEP,
+    "omni_sched.gaussian_log_prob": "x_next, mean, std",
+    "omni_sched.add_noise": "x0, noise, sigma",
     "omni_sched.sde_window": "num_steps, size=None, *, low=0, high=None, strategy='random', iteration=0, seed=0, "
     "iters_per_group=1, stride=1",
     "omni_sched.step_noise": "seeds, step, shape",

@@ -92,7 +92,7 @@ def test_without_noise_there_is_no_density(step: Step) -> None:
     out = step(velocity, x, 0.6, 0.5, noise_level=0.0, noise=noise)
     assert torch.equal(out.x_next, euler_step(velocity, x, 0.6, 0.5))
     assert torch.equal(out.std, torch.zeros(3))
-    assert out.log_prob is None
+    assert out.log_prob.isnan().tolist() == [True] * 3
 
 
 @RULES
@@ -293,11 +293,20 @@ def test_samples_have_the_stated_mean_and_std(step: Step) -> None:
 def test_last_step_can_be_sampled_but_has_no_log_prob(step: Step) -> None:
     velocity, x, noise = tensors(3)
     out = step(velocity, x, 0.1, 0.0, noise_level=0.7, noise=noise)
-    assert out.log_prob is None
+    assert out.log_prob.isnan().tolist() == [True] * 3
     torch.testing.assert_close(out.x_next, out.mean + out.std.view(-1, 1, 1, 1) * noise)
     if step is cps_step:
         assert torch.equal(out.x_next, euler_step(velocity, x, 0.1, 0.0))
         assert torch.equal(out.std, torch.zeros(3))
+
+
+@RULES
+def test_a_sample_at_its_last_step_takes_no_log_prob_from_the_others(step: Step) -> None:
+    velocity, x, noise = tensors(3)
+    together = step(velocity, x, 0.2, torch.tensor([0.1, 0.0, 0.1]), noise_level=0.7, noise=noise)
+    alone = step(velocity, x, 0.2, 0.1, noise_level=0.7, noise=noise)
+    assert together.log_prob.isnan().tolist() == [False, True, False]
+    assert torch.equal(together.log_prob[[0, 2]], alone.log_prob[[0, 2]])
 
 
 @RULES

@@ -45,6 +45,8 @@ class Sampler:
             raise ValueError("prompts must hold at least one prompt, got none")
         size = {"height": params.height, "width": params.width}
         shape = self.family.latent_shape(self.model, **size)
+        if params.num_steps - 1 in params.sde_steps:
+            raise ValueError("sde_steps must leave out the last step, whose density degenerates (sigma_next = 0)")
         sigmas = self.family.sigmas(self.model, params.num_steps, **size)
         if params.flash_ratio is not None:
             sigmas = compress_sigmas(sigmas, params.first_after, params.flash_ratio)
@@ -140,15 +142,6 @@ def _collate(texts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: torch.stack(pad_alike([text[name] for text in texts], dim=0)) for name in texts[0]}
 
 
-def _stack(steps: Sequence[Tensor | None], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Per-step tensors of `shape` [B, ...] as [B, K, ...]; K may be 0.
-
-    Raises:
-        ValueError: a step without a log-prob, that is one whose density degenerates.
-    """
-    present = [step for step in steps if step is not None]
-    if len(present) != len(steps):
-        raise ValueError("sde_steps must leave out the last step, whose density degenerates (sigma_next = 0)")
-    if not present:
-        return torch.empty(shape[0], 0, *shape[1:], device=device)
-    return torch.stack(present, dim=1)
+def _stack(steps: Sequence[Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
+    """Per-step tensors of `shape` [B, ...] as [B, K, ...]; K may be 0."""
+    return torch.stack(list(steps), dim=1) if steps else torch.empty(shape[0], 0, *shape[1:], device=device)

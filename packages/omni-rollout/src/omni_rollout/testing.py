@@ -71,7 +71,6 @@ def check_scores(trajectory: Trajectory, params: SamplingParams, velocity: Veloc
             noise_level=params.noise_level,
             x_next=trajectory.x_next[:, k],
         )
-        assert score.log_prob is not None
         gap = (score.log_prob - trajectory.rollout_log_prob[:, k]).abs().max().item()
         assert gap <= tolerance, f"kept step {k}: log-prob differs by {gap}, tolerance {tolerance}"
 

@@ -4,7 +4,7 @@ Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = no
 function (or the frozen record one of them returns): no state, no registry, no model.
 """
 
-from omni_sched.noise import INITIAL_NOISE, step_noise
+from omni_sched.noise import INITIAL_NOISE, add_noise, step_noise
 from omni_sched.schedules import (
     exponential_shift_sigmas,
     linear_sigmas,
@@ -13,18 +13,20 @@ from omni_sched.schedules import (
     stretch_sigmas,
 )
 from omni_sched.solvers import compress_sigmas, dpmpp_2m_step
-from omni_sched.steps import Transition, cps_step, dance_step, euler_step, sde_step
+from omni_sched.steps import Transition, cps_step, dance_step, euler_step, gaussian_log_prob, sde_step
 from omni_sched.windows import sde_window
 
 __all__ = [
     "INITIAL_NOISE",
     "Transition",
+    "add_noise",
     "compress_sigmas",
     "cps_step",
     "dance_step",
     "dpmpp_2m_step",
     "euler_step",
     "exponential_shift_sigmas",
+    "gaussian_log_prob",
     "linear_sigmas",
     "resolution_mu",
     "sde_step",

@@ -1,4 +1,4 @@
-"""What all steps share: noise levels as [B] vectors beside x, and the checks on shapes and values."""
+"""Noise levels as [B] vectors beside x, and the checks on shapes and values that all steps share."""
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def over(value: Tensor, x: Tensor) -> Tensor:
 
 
 def check_shapes(x: Tensor, **others: Tensor | None) -> None:
-    """Raises ValueError unless x has an axis behind B and all others that are not None have its shape."""
+    """Refuse x without an axis behind B, and others, where they are given, of another shape than x."""
     if x.ndim < 2:
         raise ValueError(f"x must be [B, ...] with at least one axis behind B, got shape {tuple(x.shape)}")
     for name, other in others.items():
@@ -42,7 +42,7 @@ def check_shapes(x: Tensor, **others: Tensor | None) -> None:
 
 
 def on_host(level: Level) -> bool:
-    """Whether reading the value of level costs nothing: it is a number or a tensor on the CPU."""
+    """True where the value of level can be read without waiting: a number, or a tensor on the CPU."""
     return not isinstance(level, Tensor) or level.device.type == "cpu"
 
 

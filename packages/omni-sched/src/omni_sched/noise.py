@@ -1,6 +1,6 @@
-"""Standard normal noise that depends on a sample's seed and the step, and on nothing else.
+"""Standard normal noise, a function of a sample's seed and the step alone, and its mixture with data.
 
-Letters: B samples, S denoising steps. A step is 0 .. S-1, or INITIAL_NOISE for what a sample starts from at sigma = 1.
+Letters: B samples, S denoising steps. A step is 0 .. S-1, or INITIAL_NOISE for the start of a sample at sigma = 1.
 
 The random bits are SHAKE-128 of the pair (seed, step), turned into normals by Box-Muller in float64 on the CPU and
 rounded to float32 once. `torch.Generator` is not used, for three reasons. Its CPU engine keeps only the low 32 bits of
@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from omni_sched._levels import Level, check_shapes, on_cpu, on_host, over, per_sample
 
 INITIAL_NOISE = -1  # the step of the noise at sigma = 1, before step 0
 
@@ -47,6 +49,29 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
         raise ValueError(f"shape must hold sizes >= 0, got {tuple(shape)}")
     rows = [_normal(f"step_noise {operator.index(seed)} {operator.index(step)}", math.prod(shape)) for seed in seeds]
     return torch.stack(rows).view(len(rows), *shape)
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
+    """Data noised to level sigma: `(1 - sigma) * x0 + sigma * noise`.
+
+    Args:
+        x0: [B, ...], latent units: data.
+        noise: [B, ...], standard normal.
+        sigma: scalar or [B], noise level in [0, 1].
+
+    Returns:
+        [B, ...], float32, differentiable in x0 and noise.
+
+    Raises:
+        ValueError: shapes differ; or, seen on the CPU only, a sigma outside [0, 1].
+
+    The forward process of rectified flow, arXiv 2209.03003, eq. 1; there, data is at time 1.
+    """
+    check_shapes(x0, noise=noise)
+    if on_host(sigma) and not ((on_cpu(sigma) >= 0) & (on_cpu(sigma) <= 1)).all():
+        raise ValueError(f"sigma must be in [0, 1], got {sigma}")
+    level = over(per_sample(x0, "sigma", sigma), x0)
+    return (1 - level) * x0.float() + level * noise.float()
 
 
 def _normal(key: str, count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""One denoising step from sigma to sigma_next, deterministic or stochastic, and the log-probability of where it landed.
+"""One denoising step from sigma to sigma_next, deterministic or stochastic, and the log-probability of its end.
 
 Letters: B samples; x is [B, ...] with any latent axes behind B, in latent units. sigma is the noise level in [0, 1],
 1 = noise, 0 = data, and falls: `dt = sigma_next - sigma < 0`. `velocity = dx/dsigma = noise - data`, so a sample is
@@ -11,25 +11,25 @@ and all stochastic steps are one form, an Euler step that gives up part of the p
 
     mean = x + dt * velocity - pull * noise_hat        x_next = mean + std * z
 
-They differ in `std` and `pull` alone. For `sde_step` and `dance_step`, `pull = std^2 / (2 sigma)` keeps the marginal
-of the ODE as dt goes to 0; for `cps_step`, pull is such that the noise in x_next has amplitude sigma_next at any dt.
+They differ in `std` and `pull` alone, and each is written out in full. For `sde_step` and `dance_step`, `pull = std^2 /
+(2 sigma)` keeps the marginal of the ODE as dt goes to 0; for `cps_step`, pull is such that the noise in x_next has
+amplitude sigma_next at any dt.
 
-A step either samples (`noise` given) or scores (`x_next` given). Both end in the same code, so scoring what was sampled
-returns the same log-probability bit for bit, and gradients flow through `mean` only. `log_prob` is in nats per latent
-element: a MEAN over elements, so multiply by their number for the log-density of the sample (not so for `cps_step`,
-whose log_prob is no density). `std` is the standard deviation of x_next given x, with sqrt(-dt) included; some released
-code reports it without.
+A step either samples (`noise` given) or scores (`x_next` given), by the same operations, so that scoring a sampled step
+returns its log-probability bit for bit; gradients flow through `mean` only. `log_prob` is in nats per latent element: a
+MEAN over elements, so multiply by their number for the log-density of the sample. That of `cps_step` is no density:
+`gaussian_log_prob` of its x_next, mean and std is. `std` is the standard deviation of x_next given x, with sqrt(-dt)
+included; some released code reports it without.
 
 Everything is float32, whatever comes in: at bfloat16 the rounding of x_next is as large as the noise of a late step.
 
 sigma and sigma_next are scalars or [B]. Their values are checked when both are Python numbers or CPU tensors. Values on
-an accelerator are not read back, since that would stall its queue once per step; there, a sample with sigma_next = 0
-gets log_prob NaN. For x on an accelerator, pass scalars from the host or vectors that are already beside x: only a [B]
-tensor on the CPU costs a copy that waits.
+an accelerator are not read back, since that would stall its queue once per step; there, scoring at sigma_next = 0 is
+not refused, and gives log_prob NaN. For x on an accelerator, pass scalars from the host or vectors that are already
+beside x: only a [B] tensor on the CPU costs a copy that waits.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -41,28 +41,26 @@ from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, ove
 # would let that through and turn the first step into pure noise.
 SIGMA_ONE_TOLERANCE = 1e-3
 
-LogProb = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x_next, mean, std) -> [B]
-
 
 @dataclass(frozen=True, eq=False)
 class Transition:
-    """Where one stochastic step went, and how likely that was.
+    """One stochastic step: its end, the distribution of that, and its log-probability.
 
     x_next: [B, ...], latent units, detached: the draw, or the value that was scored.
     mean: [B, ...], latent units: of x_next given x; carries the gradient.
     std: [B], latent units: true standard deviation of x_next given x.
-    log_prob: [B], nats per latent element (`cps_step`: see there); None where the density degenerates, that is at
-        noise_level 0, or if any sigma_next is 0.
+    log_prob: [B], nats per latent element (`cps_step`: see there); NaN where the density degenerates, that is at
+        noise_level 0 and where sigma_next is 0.
     """
 
     x_next: Tensor
     mean: Tensor
     std: Tensor
-    log_prob: Tensor | None
+    log_prob: Tensor
 
 
 def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
-    """x_next, one Euler step of the probability-flow ODE: `x + (sigma_next - sigma) * velocity`.
+    """One Euler step of the probability-flow ODE: `x_next = x + (sigma_next - sigma) * velocity`.
 
     Args:
         velocity: [B, ...], latent units; the model's prediction of noise - data.
@@ -77,7 +75,7 @@ def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> 
     """
     check_shapes(x, velocity=velocity)
     sigma, sigma_next = levels(x, sigma, sigma_next)
-    return _mean(velocity.float(), x.float(), sigma, sigma_next)
+    return x.float() + over(sigma_next - sigma, x) * velocity.float()
 
 
 def sde_step(
@@ -117,13 +115,15 @@ def sde_step(
     Flow-GRPO, arXiv 2505.05470, its SDE update rule. The released code guards `sigma == 1` exactly and returns S as the
     standard deviation, without sqrt(-dt).
     """
-    has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = levels(x, sigma, sigma_next)
+    velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     cap = sigma_next if sigma_max is None else _second_sigma(x, sigma_max)
     guarded = torch.where(sigma > 1 - SIGMA_ONE_TOLERANCE, torch.minimum(sigma, cap), sigma)
     std = noise_level * (sigma * (sigma - sigma_next) / (1 - guarded)).sqrt()
-    mean = _mean(velocity.float(), x.float(), sigma, sigma_next, pull=std.square() / (2 * sigma))
-    return _transition(mean, std, sigma_next, noise, x_next, _gaussian_log_prob if has_density else None)
+    noise_hat = x + over(1 - sigma, x) * velocity
+    mean = x + over(sigma_next - sigma, x) * velocity - over(std.square() / (2 * sigma), x) * noise_hat
+    x_next = _drawn_or_given(mean, std, noise, x_next)
+    log_prob = torch.where(sigma_next > 0, gaussian_log_prob(x_next, mean, std), math.nan)
+    return Transition(x_next, mean, std, log_prob)
 
 
 def cps_step(
@@ -146,7 +146,7 @@ def cps_step(
 
     log_prob is the released, unnormalised `-mean((x_next - mean)^2)`: no 1 / (2 std^2), no constant. Its differences
     are 2 std^2 times those of a Gaussian log-density, so clip ranges do not carry over from `sde_step`, and its unit is
-    not nats but squared latent units.
+    not nats but squared latent units. Its ratios are no importance weights: take those of `gaussian_log_prob`.
 
     Args:
         velocity: [B, ...], latent units.
@@ -164,13 +164,15 @@ def cps_step(
     """
     if noise_level > 1:
         raise ValueError(f"noise_level must be <= 1 for cps_step, got {noise_level}")
-    has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = levels(x, sigma, sigma_next)
+    velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     angle = noise_level * math.pi / 2
     std = sigma_next * math.sin(angle)
     pull = sigma_next * (2 * math.sin(angle / 2) ** 2)  # 1 - cos(angle) without its cancellation at small angles
-    mean = _mean(velocity.float(), x.float(), sigma, sigma_next, pull=pull)
-    return _transition(mean, std, sigma_next, noise, x_next, _cps_log_prob if has_density else None)
+    noise_hat = x + over(1 - sigma, x) * velocity
+    mean = x + over(sigma_next - sigma, x) * velocity - over(pull, x) * noise_hat
+    x_next = _drawn_or_given(mean, std, noise, x_next)
+    log_prob = torch.where(std > 0, -(x_next - mean).square().flatten(1).mean(1), math.nan)
+    return Transition(x_next, mean, std, log_prob)
 
 
 def dance_step(
@@ -204,49 +206,64 @@ def dance_step(
     DanceGRPO, arXiv 2505.07818, its SDE for rectified flows. MixGRPO's released copy of this step evaluates the
     normalising constants of the log-probability and drops them; here they are kept.
     """
-    has_density = _check_call(x, velocity, sigma_next, noise_level, noise, x_next)
-    sigma, sigma_next = levels(x, sigma, sigma_next)
+    velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
     std = noise_level * (sigma - sigma_next).sqrt()
-    mean = _mean(velocity.float(), x.float(), sigma, sigma_next, pull=std.square() / (2 * sigma))
-    return _transition(mean, std, sigma_next, noise, x_next, _gaussian_log_prob if has_density else None)
-
-
-def _mean(velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, pull: Tensor | None = None) -> Tensor:
-    """[B, ...]: the Euler step, less `pull` [B] of the predicted noise."""
-    euler = x + over(sigma_next - sigma, x) * velocity
-    if pull is None:
-        return euler
     noise_hat = x + over(1 - sigma, x) * velocity
-    return euler - over(pull, x) * noise_hat
+    mean = x + over(sigma_next - sigma, x) * velocity - over(std.square() / (2 * sigma), x) * noise_hat
+    x_next = _drawn_or_given(mean, std, noise, x_next)
+    log_prob = torch.where(sigma_next > 0, gaussian_log_prob(x_next, mean, std), math.nan)
+    return Transition(x_next, mean, std, log_prob)
 
 
-def _transition(
-    mean: Tensor, std: Tensor, sigma_next: Tensor, noise: Tensor | None, x_next: Tensor | None, log_prob: LogProb | None
-) -> Transition:
-    """The step's record; sampling and scoring share every operation from here on."""
-    if noise is not None:
-        x_next = mean + over(std, mean) * noise.float()
-    assert x_next is not None  # _check_call saw exactly one of the two
-    x_next = x_next.detach().float()
-    if log_prob is None:
-        return Transition(x_next, mean, std, None)
-    # Values on an accelerator were not checked; NaN cannot be mistaken for the score of a degenerate density.
-    scores = torch.where(sigma_next > 0, log_prob(x_next, mean, std), math.nan)
-    return Transition(x_next, mean, std, scores)
+def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """Log-density of Normal(mean, std^2) at x_next, [B], nats per latent element: mean over elements.
+
+        log p = -mean((x_next - mean)^2) / (2 std^2) - log(std) - log(2 pi) / 2
+
+    It is the log_prob of `sde_step` and `dance_step`. With the moments of any step it gives the log-probabilities whose
+    differences are those of the policies, such as an importance correction needs.
+
+    Args:
+        x_next, mean: [B, ...], latent units; differentiable in both.
+        std: [B], latent units, > 0; NaN comes out where it is 0.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if x_next.ndim < 2 or mean.shape != x_next.shape or std.shape != x_next.shape[:1]:
+        shapes = f"{tuple(x_next.shape)}, {tuple(mean.shape)} and {tuple(std.shape)}"
+        raise ValueError(f"x_next and mean must be [B, ...] alike, and std [B], got shapes {shapes}")
+    error, std = (x_next.float() - mean.float()).square().flatten(1).mean(1), std.float()
+    return -error / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
 
 
-def _gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """[B]: log-density of Normal(mean, std) at x_next, mean over elements."""
-    return -_squared_error(x_next, mean) / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
+def _inputs(
+    velocity: Tensor,
+    x: Tensor,
+    sigma: Level,
+    sigma_next: Level,
+    noise_level: float,
+    noise: Tensor | None,
+    x_next: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """velocity and x in float32, sigma and sigma_next as [B]; refuses wrong calls, and scoring without a density."""
+    if not 0 <= noise_level < math.inf:
+        raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
+    check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
+    if x_next is not None and noise_level == 0:
+        raise ValueError("noise_level must be > 0 to score x_next: the step is deterministic, got 0")
+    if x_next is not None and on_host(sigma_next) and bool((on_cpu(sigma_next) == 0).any()):
+        raise ValueError(f"sigma_next must be > 0 to score x_next: the density degenerates there, got {sigma_next}")
+    return velocity.float(), x.float(), *levels(x, sigma, sigma_next)
 
 
-def _cps_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """[B]: minus the squared distance, mean over elements; std takes no part."""
-    return -_squared_error(x_next, mean)
-
-
-def _squared_error(x_next: Tensor, mean: Tensor) -> Tensor:
-    return (x_next - mean).square().flatten(1).mean(1)
+def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Tensor | None) -> Tensor:
+    """mean + std * noise, or x_next where that is given: [B, ...], detached, float32."""
+    if noise is not None and x_next is None:
+        return (mean + over(std, mean) * noise.float()).detach()
+    if x_next is not None and noise is None:
+        return x_next.detach().float()
+    raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
 
 
 def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
@@ -254,20 +271,3 @@ def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
     if on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
         raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
     return per_sample(x, "sigma_max", sigma_max)
-
-
-def _check_call(
-    x: Tensor, velocity: Tensor, sigma_next: Level, noise_level: float, noise: Tensor | None, x_next: Tensor | None
-) -> bool:
-    """Whether x_next has a density here; refuses wrong calls, and scoring where it has none."""
-    if (noise is None) == (x_next is None):
-        raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
-    if not 0 <= noise_level < math.inf:
-        raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
-    check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
-    ends_at_zero = on_host(sigma_next) and bool((on_cpu(sigma_next) == 0).any())
-    if x_next is not None and noise_level == 0:
-        raise ValueError("noise_level must be > 0 to score x_next: the step is deterministic, got 0")
-    if x_next is not None and ends_at_zero:
-        raise ValueError(f"sigma_next must be > 0 to score x_next: the density degenerates there, got {sigma_next}")
-    return noise_level > 0 and not ends_at_zero
