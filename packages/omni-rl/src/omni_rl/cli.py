@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_ty
 
 ConfigT = TypeVar("ConfigT")
 
+FLOAT32_MAX = 3.4028234663852886e38
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
 
@@ -89,12 +90,38 @@ def check_flags(cls: type, words: Sequence[str]) -> None:
             _checked(known[flag], _parsed(known[flag], value if equals else next(rest, None), flag), flag)
 
 
-def check_least(config: Any, least: Mapping[str, float]) -> None:
+def check_least(config: object, least: Mapping[str, float]) -> None:
     """Raises ValueError when a setting is below its least value, or no number at all (NaN)."""
     for name, bound in least.items():
         value = getattr(config, name)
-        if not value >= bound:
-            raise ValueError(f"--{name.replace('_', '-')} must be >= {bound:g}, got {value}")
+        require((value >= bound, f"--{name.replace('_', '-')} must be >= {bound:g}, got {value}"))
+
+
+def check_most(config: object, most: Mapping[str, float]) -> None:
+    """Raises ValueError when a setting is above its greatest value, or no number at all (NaN)."""
+    for name, bound in most.items():
+        value = getattr(config, name)
+        require((value <= bound, f"--{name.replace('_', '-')} must be <= {bound:g}, got {value}"))
+
+
+def check_finite(config: Any) -> None:
+    """Raises ValueError when a number of the dataclass does not fit its type's arithmetic.
+
+    The seed is a signed 64-bit integer, other integers have 32 bits, and floats are finite in float32.
+    """
+    for name, value in vars(config).items():
+        if type(value) in (int, float):
+            bits = 63 if name == "seed" else 31
+            words = f"finite, within +-{FLOAT32_MAX:.1e}" if type(value) is float else f"a whole number below 2^{bits}"
+            bound = FLOAT32_MAX if type(value) is float else 2**bits - 1
+            require((abs(value) <= bound, f"--{name.replace('_', '-')} must be {words}, got {value}"))
+
+
+def require(*rules: tuple[object, str]) -> None:
+    """Raises ValueError with the words of the first rule that does not hold."""
+    for holds, words in rules:
+        if not holds:
+            raise ValueError(words)
 
 
 def split_config_flags(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:

@@ -1,0 +1,230 @@
+"""The settings that every trainer shares, and the rules they keep. Imports no torch.
+
+A trainer's `class Args(RunArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
+fields. A comment beside a field is its help text, a comment above the first field of a group is the group's title.
+"""
+
+import math
+import os
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
+
+from omni_train.data import PromptSampler, load_prompts
+
+from omni_rl.cli import check_finite, check_least, check_most, flag, require
+
+Mode = Literal["none", "ddp", "fsdp2"]
+ArgsT = TypeVar("ArgsT", bound="RunArgs")
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them."""
+
+    # Run
+    name: str = "run"  # Name of the run, which writes to runs/NAME; the same command continues it
+    seed: int = 0  # Seed of prompts, noise and everything else that is drawn
+    train_steps: int = 300  # Training steps; each is one rollout and its updates
+    save_every: int = 10  # Training steps between two checkpoints
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep
+    eval_every: int = 50  # Training steps between two evaluations
+    eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
+    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # Tracker that gets the metrics and images too
+    project: str = "omni-rl"  # Project name in the tracker
+    hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
+    dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
+
+    # Model
+    model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
+    init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
+    lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
+    lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
+    lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
+    lora_dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the adapters
+    lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
+
+    # Data
+    prompts: str = ""  # File of training prompts, .txt or .jsonl (required, here or in a preset)
+    eval_prompts: str = ""  # File of evaluation prompts, .txt or .jsonl (required, here or in a preset)
+    prompts_per_step: int = 32  # Prompts in a training step, over all ranks
+    group_size: int = 16  # Samples of each prompt
+    batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike
+
+    # Sampling
+    height: int = 512  # Height in pixels
+    width: int = 512  # Width in pixels
+    num_inference_steps: int = 10  # Denoising steps of a rollout
+    guidance_scale: float = 1.0  # Guidance of models whose diffusers pipeline calls it so; 1 is off
+    true_cfg_scale: float = 1.0  # Classifier-free guidance of Qwen-Image; 1 is off
+    guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
+
+    # Engine
+    engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # Engine that samples, both in the trainer's process
+    engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+
+    # Scorer
+    watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
+    scorer_token_file: str = ""  # File with the token of the reward servers
+    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch in seconds, restarts included
+    scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
+    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
+
+    # Optimizer
+    num_minibatches: int = 1  # Optimizer steps per rollout
+    lr: float = 3e-4  # Learning rate of AdamW
+    lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
+    warmup_steps: int = 0  # Training steps over which the learning rate rises
+    weight_decay: float = 1e-4  # Weight decay of AdamW
+    max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
+    ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
+
+
+@dataclass(frozen=True)
+class ScoredArgs(RunArgs):
+    """Settings of a run whose samples a reward server grades."""
+
+    # Scorer
+    scorer_url: str = ""  # URL of the reward server, or several of equal ones separated by commas
+
+
+SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for files that others may read
+MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
+    *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
+    "keep_checkpoints", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project", "shard",
+    "engine_sleep", "dry_run",
+)  # fmt: skip
+LEAST = {  # setting -> least value
+    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
+    "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3, "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1,
+    "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
+    "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
+    "max_grad_norm": 1e-12, "ema_decay": 0.0,
+}  # fmt: skip
+MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
+    "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
+    "height": 16_384, "width": 16_384, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536,
+    "guidance_scale": 1e3, "true_cfg_scale": 1e3, "lr": 1.0, "weight_decay": 1e3,
+}  # fmt: skip
+
+
+def check_run(args: RunArgs, world_size: int) -> None:
+    """Check everything that all trainers demand of their settings and files, before torch is imported.
+
+    Raises:
+        ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
+    """
+    check_finite(args)
+    check_least(args, LEAST)
+    check_most(args, MOST)
+    name, mode = PurePath(args.name), sharding(args, world_size)
+    required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
+    missing = next((key for key, value in required.items() if not value), "")
+    lora_only = {"targets": args.lora_targets, "dtype": args.lora_dtype, "init": args.lora_init}
+    unused = next((key for key, value in lora_only.items() if value not in ("", "float32", "default")), "")
+    require(
+        (not missing, f"--{missing} must be given, or come from --preset NAME or --config FILE.toml"),
+        (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
+         f"--name must name a folder below runs/, got {args.name!r}"),
+        (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
+        (args.shard != "fsdp2" or "RANK" in os.environ, "--shard fsdp2 needs torchrun"),
+        (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
+         f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
+        (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
+        (args.engine == "diffusers" or find_spec("vllm_omni"),
+         f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),
+        (not args.init_weights or Path(args.init_weights).is_dir(),
+         f"--init-weights must be a folder, got {args.init_weights}"),
+        (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
+         f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
+    )  # fmt: skip
+    parse_numbers(args.guidance, "--guidance")
+    check_urls(args.watch_scorer_url, "--watch-scorer-url")
+    with flag("--prompts: "):
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    with flag("--eval-prompts: "):
+        load_prompts(args.eval_prompts)
+
+
+def check_scored(args: ScoredArgs, world_size: int) -> None:
+    """Check what `check_run` does, the scorer's URL, and that samples can be compared within a group.
+
+    Raises:
+        ValueError: as `check_run`, or for the URL or the size of a group.
+    """
+    check_urls(args.scorer_url, "--scorer-url")
+    check_least(args, {"group_size": 2})
+    check_run(args, world_size)
+
+
+def check_urls(urls: str, name: str) -> None:
+    """Raises ValueError when one of the URLs, which commas separate, is not of the form http(s)://host[:port][/path].
+
+    name: the flag that holds them, as --scorer-url.
+    """
+    for url in filter(None, urls.split(",")):
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            is_url = False
+        require((is_url, f"{name} must be http(s)://host[:port][/path], got {url!r}"))
+
+
+def num_ranks() -> int:
+    """The number of ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharding(args: RunArgs, world_size: int) -> Mode:
+    """The spread of the weights that --shard asks for; auto is the simplest one with the least traffic."""
+    auto: Mode = "none" if world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    return auto if args.shard == "auto" else args.shard
+
+
+def num_batches(args: RunArgs, world_size: int) -> int:
+    """The number of batches that each rank draws in a training step.
+
+    Raises:
+        ValueError: the step's samples cannot be split into them, or they into the step's minibatches.
+    """
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    rounds = samples // per_round
+    require(
+        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
+        (rounds % args.num_minibatches == 0, f"--num-minibatches must divide a rank's batches ({rounds})"),
+    )
+    return rounds
+
+
+def parse_numbers(text: str, name: str) -> dict[str, float]:
+    """The numbers in words such as ocr=0.7,jpeg=0.3, by what they are called.
+
+    name: the flag that holds the text.
+
+    Raises:
+        ValueError: a piece is not NAME=NUMBER, or a name comes twice.
+    """
+    numbers: dict[str, float] = {}
+    for piece in filter(None, text.split(",")):
+        key, _, number = piece.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        is_new = bool(key) and key not in numbers and math.isfinite(value)
+        require((is_new, f"{name} must be NAME=NUMBER with commas between, each name once, got {text!r}"))
+        numbers[key] = value
+    return numbers
+
+
+def without_secrets(args: ArgsT) -> ArgsT:
+    """The settings without those that are not for files others may read."""
+    hidden: dict[str, Any] = {field.name: "" for field in fields(args) if field.name in SECRET}
+    return replace(args, **hidden)

@@ -1,0 +1,116 @@
+"""Settings that no run can use are refused before torch is imported, by one line that names flag, rule and value."""
+
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from helpers import REPO
+from omni_rl import args as shared
+from omni_rl.args import RunArgs, ScoredArgs, check_scored, num_batches, parse_numbers, sharding, without_secrets
+
+
+@pytest.fixture
+def good(tmp_path: Path) -> ScoredArgs:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"prompt {i}\n" for i in range(32)))
+    args = ScoredArgs(model="some/model", prompts=str(prompts), eval_prompts=str(prompts), scorer_url="http://a:1")
+    check_scored(args, 1)
+    return args
+
+
+UNUSABLE = {
+    "seed": [2**63, -1],
+    "lr": [float("inf"), float("nan"), 1e30, -1e-9],
+    "weight_decay": [float("inf")],
+    "max_grad_norm": [float("inf"), 0.0],
+    "guidance_scale": [float("inf"), 1e39],
+    "scorer_timeout_s": [1e10, 0.0],
+    "hang_timeout_s": [1e10],
+    "height": [10**12, 0],
+    "eval_num_inference_steps": [10**12, 1],
+    "num_inference_steps": [10**12],
+    "lora_alpha": [10**400, 0],
+    "train_steps": [2**31],
+    "group_size": [1],
+    "model": [""],
+    "prompts": ["", "gone.txt", "prompts.csv"],
+    "eval_prompts": ["", "gone.jsonl"],
+    "prompts_per_step": [0],
+    "name": ["", "/run", "../run", "a\nb", "a\x1b[2J"],
+    "scorer_url": ["ftp://host", "host:1", "http://", "http://a:1,host", "http://a:x"],
+    "watch_scorer_url": ["host"],
+    "scorer_token_file": ["gone"],
+    "init_weights": ["gone"],
+    "guidance": ["audio", "audio=x", "audio=1,audio=2", "audio=inf"],
+    "shard": ["fsdp2"],
+    "dtype": ["bfloat16"],
+    "lora_init": ["gaussian"],
+    "lora_targets": ["to_q"],
+    "ema_decay": [1.0],
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_a_setting_that_no_run_can_use_is_refused_by_its_flag(good: ScoredArgs, name: str):
+    for value in UNUSABLE[name]:
+        with pytest.raises(ValueError, match="^--" + name.replace("_", "-")) as caught:
+            check_scored(replace(good, **{name: value}), 1)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_bounds_themselves_are_allowed(good: ScoredArgs):
+    for bounds in (shared.LEAST, shared.MOST):
+        numbers = {name: bound for name, bound in bounds.items() if name != "group_size"}
+        check_scored(replace(good, **numbers), 1)
+    check_scored(replace(good, seed=2**63 - 1, group_size=2), 1)
+
+
+def test_a_step_cannot_take_more_prompts_than_there_are(good: ScoredArgs):
+    with pytest.raises(ValueError, match=r"--prompts: prompts_per_step must be between 1 and .* \(32\), got 33"):
+        check_scored(replace(good, prompts_per_step=33), 1)
+
+
+def test_the_tables_name_settings_that_exist():
+    names = {field.name for field in fields(ScoredArgs)}
+    for table in (shared.LEAST, shared.MOST, shared.SECRET, shared.MAY_CHANGE):
+        assert set(table) <= names
+
+
+def test_several_ranks_need_a_way_to_spread_the_weights(good: ScoredArgs, monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match="--shard none does not fit 2 ranks"):
+        check_scored(replace(good, shard="none"), 2)
+    assert [sharding(good, 1), sharding(good, 2), sharding(replace(good, lora_rank=4), 2)] == ["none", "fsdp2", "ddp"]
+    check_scored(replace(good, dtype="bfloat16"), 2)
+    with pytest.raises(ValueError, match="--dtype bfloat16 needs --lora-rank"):
+        check_scored(replace(good, dtype="bfloat16", shard="ddp"), 2)
+    check_scored(replace(good, shard="ddp"), 1)
+    monkeypatch.setenv("RANK", "0")
+    check_scored(replace(good, shard="fsdp2"), 1)
+
+
+def test_a_step_is_dealt_in_whole_batches():
+    args = RunArgs(prompts_per_step=4, group_size=6, batch_size=3, num_minibatches=2)
+    assert num_batches(args, 2) == 4
+    with pytest.raises(ValueError, match=r"--batch-size times ranks \(15\) must divide a step's samples \(24\)"):
+        num_batches(args, 5)
+    with pytest.raises(ValueError, match=r"--num-minibatches must divide a rank's batches \(1\)"):
+        num_batches(args, 8)
+
+
+def test_numbers_are_read_by_name():
+    assert parse_numbers("ocr=0.7,jpeg=3", "--reward-parts") == {"ocr": 0.7, "jpeg": 3.0}
+    assert parse_numbers("", "--reward-parts") == {}
+
+
+def test_what_others_may_read_holds_no_secret(good: ScoredArgs):
+    full = replace(good, scorer_token_file="token", watch_scorer_url="http://b")
+    assert without_secrets(full) == replace(full, scorer_url="", scorer_token_file="", watch_scorer_url="")
+    assert without_secrets(RunArgs(watch_scorer_url="http://b")) == RunArgs()
+
+
+def test_checking_imports_no_torch():
+    code = "import sys, omni_rl.args; print({'torch', 'numpy', 'requests'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
