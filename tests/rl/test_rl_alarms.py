@@ -3,11 +3,22 @@
 import math
 
 import pytest
-from omni_rl.alarms import MAX_ABSTAINED, WINDOW, find_alarms, new_alarms
+from omni_rl.alarms import MAX_ABSTAINED, MAX_CLIPPED, find_alarms, new_alarms
 
-HEALTHY = {"reward/zero_variance_ratio": 0.2, "reward/min": 0.0, "reward/max": 1.0, "reward/abstained_ratio": 0.0}
+WINDOW = 5
+HEALTHY = {
+    "reward/zero_variance_ratio": 0.2, "reward/min": 0.0, "reward/max": 1.0, "reward/abstained_ratio": 0.0,
+    "policy/clip_fraction": 0.1, "policy/skipped_updates": 0.0, "policy/loss": 0.0,
+}  # fmt: skip
 DEAD = HEALTHY | {"reward/zero_variance_ratio": 1.0, "reward/max": 0.0}
 SILENT = HEALTHY | {"reward/abstained_ratio": MAX_ABSTAINED + 0.1}
+CLIPPED = HEALTHY | {"policy/clip_fraction": MAX_CLIPPED + 0.1}
+SKIPPED = HEALTHY | {"policy/skipped_updates": 1.0}
+BROKEN = HEALTHY | {"policy/loss": math.nan}
+
+
+def log(*lines):
+    return [{"step": float(step)} | line for step, line in enumerate(lines)]
 
 
 def titles(lines):
@@ -16,26 +27,40 @@ def titles(lines):
 
 @pytest.mark.parametrize("lines", [[], [HEALTHY], [HEALTHY] * 20, [{"eval/reward": 0.5}]])
 def test_a_healthy_run_has_none(lines):
-    assert find_alarms(lines) == []
+    assert find_alarms(log(*lines)) == new_alarms(log(*lines)) == []
 
 
 @pytest.mark.parametrize(
-    ("line", "title"), [(DEAD, "The reward tells nothing"), (SILENT, "Many samples have no score")]
+    ("line", "title", "window"),
+    [
+        (DEAD, "The reward tells nothing", WINDOW),
+        (SILENT, "Many samples have no score", WINDOW),
+        (CLIPPED, "Many ratios are clipped", WINDOW),
+        (SKIPPED, "Updates were skipped", 1),
+        (BROKEN, "policy/loss is not finite", 1),
+    ],
 )
-def test_an_alarm_starts_after_a_window_of_steps_and_is_told_once(line, title):
-    lines = [HEALTHY] + [line] * (WINDOW + 3)
+def test_an_alarm_starts_after_a_window_of_steps_is_told_once_and_again_when_it_comes_back(line, title, window):
+    lines = log(*[HEALTHY] * WINDOW, *[line] * (WINDOW + 3), *[HEALTHY] * WINDOW, *[line] * WINDOW)
     told = [(n, alarm.title) for n in range(len(lines)) for alarm in new_alarms(lines[: n + 1])]
-    assert [name for _, name in told] == [title]
-    assert WINDOW - 1 <= told[0][0] <= WINDOW
-    assert titles([*lines, HEALTHY, HEALTHY, HEALTHY, HEALTHY, HEALTHY]) == []
+    assert [name for _, name in told] == [title] * 2
+    if line is DEAD:  # the mean of a window rises above its bound before all of the window does
+        assert [n for n, _ in told] == [2 * WINDOW - 1, len(lines) - 1]
+    else:
+        assert WINDOW <= told[0][0] < WINDOW + window
+    (alarm,) = find_alarms(lines)
+    assert (alarm.title, alarm.step, alarm.numbers["since"]) == (title, len(lines) - 1, told[0][0])
 
 
 def test_one_group_that_differs_is_enough_to_learn_from():
-    assert titles([DEAD] * (WINDOW - 1) + [DEAD | {"reward/zero_variance_ratio": 0.9}]) == []
+    assert titles(log(*[DEAD] * (WINDOW - 1), DEAD | {"reward/zero_variance_ratio": 0.9})) == []
 
 
 def test_lines_of_evaluations_do_not_count_as_steps():
-    assert titles([DEAD, {"eval/reward": 0.1}] * (WINDOW - 1)) == []
+    assert titles(log(*[DEAD, {"eval/reward": 0.1}] * (WINDOW - 1))) == []
+    lines = log(*[DEAD] * WINDOW, {"eval/reward": 0.1})
+    assert titles(lines) == ["The reward tells nothing"]
+    assert new_alarms(lines) == []  # it was told a line ago
 
 
 @pytest.mark.parametrize(
@@ -50,7 +75,9 @@ def test_lines_of_evaluations_do_not_count_as_steps():
     ],
 )
 def test_a_reward_that_rises_while_another_falls(rewards, watched, alarm):
-    lines = [{"eval/reward": r, "eval/watch": w} for r, w in zip(rewards, watched, strict=True)]
-    assert bool(find_alarms(lines)) == alarm
+    lines = log(*({"eval/reward": r, "eval/watch": w} for r, w in zip(rewards, watched, strict=True)))
+    found = [alarm for alarm in new_alarms(lines) if "second scorer" in alarm.title]
+    assert bool(found) == alarm
     if alarm:
-        assert find_alarms(lines)[0].numbers["reward, to"] == rewards[-1]
+        assert found[0].numbers["eval/reward, from"] == rewards[-3]
+        assert found[0].numbers["eval/reward"] == rewards[-1]

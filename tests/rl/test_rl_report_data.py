@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omni_rl.report import write_alarm, write_comparison, write_eval, write_report, write_samples
 from omni_rl.report.__main__ import main
-from omni_rl.report.data import CHARTS, curve, metric_alarms, phases, run_data, shown_names, spread
+from omni_rl.report.data import CHARTS, curve, phases, run_data, shown_names, spread
 from omni_rl.report.page import embed
 from omni_train.log import RunLog
 from rl.report_runs import images, metrics, samples, write_metrics, write_run
@@ -81,14 +81,18 @@ def test_spread_keeps_first_and_last_and_the_order(count):
     assert kept[:1] == [0] or count < 2
 
 
-def test_metrics_raise_alarms_once_however_often_they_are_wrong():
-    steps = named([0.0, 0.5, math.nan, 0.4, math.inf], "policy/clip_fraction")
+def test_the_metrics_raise_alarms_once_however_often_they_are_wrong(tmp_path):
+    steps = [*metrics(6), {"step": 7, "policy/clip_fraction": None}, {"step": 8, "policy/clip_fraction": None}]
     steps[3]["policy/skipped_updates"] = 2.0
-    found = {alarm["title"]: alarm for alarm in metric_alarms(steps)}
-    assert set(found) == {"policy/clip_fraction is not finite", "Updates were skipped", "Many ratios are clipped"}
-    assert found["policy/clip_fraction is not finite"]["step"] == 4
-    assert found["Many ratios are clipped"]["numbers"] == {"policy/clip_fraction": math.inf, "steps": 3, "since": 1}
-    assert metric_alarms(metrics(20)) == []
+    write_metrics(tmp_path / "run", steps)
+    write_alarm(tmp_path / "run", 3, "Updates were skipped")  # as a program writes it that tells of alarms itself
+    skipped, broken = run_data(tmp_path / "run")["alarms"]
+    assert skipped["title"] == "Updates were skipped"
+    assert skipped["numbers"] == {"policy/skipped_updates": 2.0, "steps": 1, "since": 3}
+    assert (broken["title"], broken["step"]) == ("policy/clip_fraction is not finite", 8)
+    assert (broken["numbers"]["steps"], broken["numbers"]["since"]) == (2, 7)
+    write_metrics(tmp_path / "healthy", metrics(20))
+    assert run_data(tmp_path / "healthy")["alarms"] == []
 
 
 def test_alarms_of_the_trainer_count_once_after_a_resume(tmp_path):

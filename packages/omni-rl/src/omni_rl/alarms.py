@@ -1,74 +1,121 @@
-"""What in a run's metrics should make its owner look: a reward that tells nothing, or one that is being gamed.
+"""Alarms: rules on the lines of `metrics.jsonl` that should make a run's owner look, for the terminal and the report.
 
-Pure functions of the lines of `metrics.jsonl`.
+A reward that tells nothing, one that is being gamed, updates that go wrong. Pure functions of the lines.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 Line = Mapping[str, float]
 
-WINDOW = 5  # training steps in a row that a rule looks at
 MAX_ABSTAINED = 0.2  # share of samples without a score
-NUM_EVALUATIONS = 3  # in a row, for what evaluations show
+MAX_CLIPPED = 0.3  # share of ratios outside the clip range
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """What is wrong, the numbers that say so, and where to look."""
+    """The step that an alarm speaks of, a title, the numbers that prove it, and where to look."""
 
+    step: int
     title: str
     numbers: dict[str, float]
     look: str
 
 
+@dataclass(frozen=True)
+class Rule:
+    """A condition on some metrics.
+
+    Args:
+        title: of the alarm.
+        names: the metrics; a line that lacks one of them does not count.
+        window: lines in a row that the condition sees.
+        holds: the condition. Takes a column of `window` values for each of `names`.
+        look: where to look when it holds.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    window: int
+    holds: Callable[..., bool]
+    look: str
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rises(values: Sequence[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))
+
+
+ALARMS = (
+    Rule("The reward tells nothing", ("reward/zero_variance_ratio", "reward/min", "reward/max"), 5,
+         lambda ratios, *_: all(ratio == 1 for ratio in ratios),
+         "For 5 steps every group scored the same. Look at what the scorer returns for samples/, and whether prompts "
+         "fit it."),
+    Rule("Many samples have no score", ("reward/abstained_ratio",), 5, lambda shares: _mean(shares) > MAX_ABSTAINED,
+         "They take no part in training. Look at the reasons in samples/ and at the scorer's log."),
+    Rule("The reward rises while the second scorer falls", ("eval/reward", "eval/watch"), 3,
+         lambda rewards, watched: _rises(rewards) and _rises(watched[::-1]),
+         "The model may be gaming the reward. Compare the pictures of these evaluations, raise --kl-coef or lower "
+         "--lr."),
+    Rule("Updates were skipped", ("policy/skipped_updates",), 1, lambda counts: counts[0] > 0,
+         "A gradient was not finite. Look at learning rate, dtype and rewards."),
+    Rule("Many ratios are clipped", ("policy/clip_fraction",), 5, lambda shares: _mean(shares) > MAX_CLIPPED,
+         "The policy moves far in a step. Look at learning rate, updates per step and clip range."),
+)  # fmt: skip
+
+
 def new_alarms(lines: Sequence[Line]) -> list[Alarm]:
-    """The alarms that hold after the last of `lines` and did not before it: each is told once, until it has gone."""
-    before = {alarm.title for alarm in find_alarms(lines[:-1])}
-    return [alarm for alarm in find_alarms(lines) if alarm.title not in before]
+    """Return the alarms that the last of `lines` starts, for the terminal: each is told once, until it has gone.
+
+    lines: in step order, each with its `step`.
+    """
+    found = []
+    for rule in _rules(lines[-1:]):
+        rows = _rows(lines, rule)
+        now, before = rows[-rule.window :], rows[-rule.window - 1 : -1]
+        if rows and rows[-1] is lines[-1] and _holds(rule, now) and not _holds(rule, before):
+            found.append(_alarm(rule, now))
+    return found
 
 
 def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
-    """The alarms that hold after the last of `lines`, which are in step order."""
-    rules: tuple[Callable[[Sequence[Line]], Alarm | None], ...] = (_dead_reward, _abstentions, _gamed_reward)
-    return [alarm for rule in rules if (alarm := rule(lines)) is not None]
+    """Return one alarm for each rule that held after any of `lines`, for the report, in the order of their steps.
+
+    Its numbers are those of the last time, with `steps`, how often it held, and `since`, the first step of them.
+    """
+    found = []
+    for rule in _rules(lines):
+        rows = _rows(lines, rule)
+        windows = (rows[i - rule.window : i] for i in range(rule.window, len(rows) + 1))
+        hits = [window for window in windows if _holds(rule, window)]
+        if hits:
+            alarm = _alarm(rule, hits[-1])
+            found.append(replace(alarm, numbers=alarm.numbers | {"steps": len(hits), "since": hits[0][-1]["step"]}))
+    return sorted(found, key=lambda alarm: alarm.step)
 
 
-def _dead_reward(lines: Sequence[Line]) -> Alarm | None:
-    """No group of the last steps had two different scores, so nothing was learned from any of them."""
-    last = [line for line in lines if "reward/zero_variance_ratio" in line][-WINDOW:]
-    if len(last) < WINDOW or any(line["reward/zero_variance_ratio"] != 1 for line in last):
-        return None
-    numbers = {name: last[-1][f"reward/{name}"] for name in ("min", "max")}
-    return Alarm(
-        "The reward tells nothing",
-        {"steps": WINDOW} | numbers,
-        "Every group scores the same. Look at what the scorer returns for samples/, and whether prompts fit it.",
-    )
+def _rules(lines: Sequence[Line]) -> list[Rule]:
+    """The table, and for each metric of these lines that is not finite somewhere a rule of its own."""
+    broken = sorted({name for line in lines for name, value in line.items() if not math.isfinite(value)})
+    look = "Look at the steps before it."
+    return [*ALARMS, *(Rule(f"{n} is not finite", (n,), 1, lambda v: not math.isfinite(v[0]), look) for n in broken)]
 
 
-def _abstentions(lines: Sequence[Line]) -> Alarm | None:
-    last = [line["reward/abstained_ratio"] for line in lines if "reward/abstained_ratio" in line][-WINDOW:]
-    if len(last) < WINDOW or not sum(last) / len(last) > MAX_ABSTAINED:
-        return None
-    return Alarm(
-        "Many samples have no score",
-        {"steps": WINDOW, "share without a score": sum(last) / len(last)},
-        "They take no part in training. Look at the reasons in samples/ and at the scorer's log.",
-    )
+def _rows(lines: Sequence[Line], rule: Rule) -> list[Line]:
+    return [line for line in lines if all(name in line for name in rule.names)]
 
 
-def _gamed_reward(lines: Sequence[Line]) -> Alarm | None:
-    """The trained reward rises from evaluation to evaluation while a second scorer's falls."""
-    last = [line for line in lines if "eval/watch" in line][-NUM_EVALUATIONS:]
-    rewards, watched = ([line[name] for line in last] for name in ("eval/reward", "eval/watch"))
-    rises = all(a < b for a, b in pairwise(rewards))
-    falls = all(a > b for a, b in pairwise(watched))
-    if len(last) < NUM_EVALUATIONS or not (rises and falls):
-        return None
-    return Alarm(
-        "The reward rises while the second scorer falls",
-        {"reward, from": rewards[0], "reward, to": rewards[-1], "second, from": watched[0], "second, to": watched[-1]},
-        "The model may be gaming the reward. Compare the pictures of these evaluations, raise --kl-coef or lower --lr.",
-    )
+def _holds(rule: Rule, rows: Sequence[Line]) -> bool:
+    return len(rows) == rule.window and rule.holds(*([row[name] for row in rows] for name in rule.names))
+
+
+def _alarm(rule: Rule, rows: Sequence[Line]) -> Alarm:
+    """The alarm with the metrics' values in the last of the rows, and those in the first that differ."""
+    first, last = rows[0], rows[-1]
+    numbers = {f"{name}, from": first[name] for name in rule.names if abs(first[name] - last[name]) > 0}
+    return Alarm(int(last["step"]), rule.title, numbers | {name: last[name] for name in rule.names}, rule.look)

@@ -8,10 +8,11 @@ import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_rl.alarms import find_alarms
 from omni_rl.report.folder import read_lines, step_folders
 
 MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
@@ -84,7 +85,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
         "logged_at": path.stat().st_mtime,
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
-        "alarms": [*metric_alarms(steps), *alarms(folder)],
+        "alarms": alarms(folder, steps),
         **evaluations(folder, step, EVAL_BYTES // num_runs),
         "groups": groups(folder, step, SAMPLE_BYTES) if num_runs == 1 else [],
         "config": config,
@@ -138,29 +139,15 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
     }
 
 
-def metric_alarms(steps: Steps) -> list[dict[str, Any]]:
-    """One alarm for each thing that the metrics themselves say is wrong, however many steps say it."""
-    broken = {n for step in steps for n, value in step.items() if not math.isfinite(value)}
-    rules = [(f"{name} is not finite", name, lambda v: not math.isfinite(v), "the steps before it") for name in broken]
-    rules += [
-        ("Updates were skipped", "policy/skipped_updates", lambda v: v > 0,
-         "why a gradient was not finite: learning rate, dtype, rewards"),
-        ("Many ratios are clipped", "policy/clip_fraction", lambda v: v > 0.3,
-         "why the policy moves so far in a step: learning rate, updates per step, clip range"),
-    ]  # fmt: skip
-    alarms = []
-    for title, name, holds, look in sorted(rules):
-        hits = [(int(step["step"]), step[name]) for step in steps if name in step and holds(step[name])]
-        if hits:
-            numbers = {name: hits[-1][1], "steps": len(hits), "since": hits[0][0]}
-            alarms.append({"step": hits[-1][0], "title": title, "numbers": numbers, "look": look})
-    return alarms
+def alarms(folder: Path, steps: Steps) -> list[dict[str, Any]]:
+    """The alarms that the metrics raise, and the latest of those that the program wrote itself.
 
-
-def alarms(folder: Path) -> list[dict[str, Any]]:
-    """The latest alarms that the trainer wrote; one that a resumed run wrote again counts once."""
-    found = {(entry["step"], entry["title"]): entry for entry in read_lines(folder / "alarms.jsonl")}
-    return list(found.values())[-MAX_ALARMS:]
+    One that was written again after a resume counts once.
+    """
+    raised = [asdict(alarm) for alarm in find_alarms(steps)]
+    known = {alarm["title"] for alarm in raised}
+    own = {(entry["step"], entry["title"]): entry for entry in read_lines(folder / "alarms.jsonl")}
+    return raised + [entry for entry in own.values() if entry["title"] not in known][-MAX_ALARMS:]
 
 
 def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
