@@ -36,6 +36,7 @@ from omni_train.lora import unadapted_params
 from omni_train.optim import StepResult, build_adamw
 from omni_train.shard import shard
 from omni_train.signals import catch_stop, resume_command
+from omni_train.snapshot import Snapshot
 from omni_train.weights import save_weights
 
 import rollouts
@@ -63,7 +64,7 @@ class Run:
     params: list[torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     ema: Ema
-    copy: Ema
+    copy: Snapshot
     folder: Path
     log: RunLog
     checkpoints: Checkpoint
@@ -125,8 +126,7 @@ def start(
     params = [p for p in net.parameters() if p.requires_grad]
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
     ema = Ema(params, decay=args.ema_decay)
-    # An average that nobody updates is a copy; a trainer that moves it has its own rule, whatever the decay here says.
-    copy = Ema(params, decay=0.5 if keep_copy and not args.lora_rank else 0.0, name="copy")
+    copy = Snapshot(params if keep_copy and not args.lora_rank else (), name="copy")
     checkpoints.load(net, optimizer, (ema, copy))
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))

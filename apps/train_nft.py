@@ -215,7 +215,7 @@ def refresh_old(run: Run, step: int) -> float:
     if args.lora_rank:
         ema_update(run.net, "default", "old", decay)
     else:
-        trained, old = zip(*run.copy.averages(), strict=True)
+        trained, old = zip(*run.copy.pairs(), strict=True)
         ema_update_params(trained, old, decay)
     return decay
 

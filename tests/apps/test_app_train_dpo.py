@@ -17,7 +17,7 @@ from omni_rollout import Prompt
 from omni_rollout.models import qwen_image
 from omni_sched import step_noise
 from omni_train.data import load_prompts
-from omni_train.ema import Ema
+from omni_train.snapshot import Snapshot
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn.functional import logsigmoid
@@ -113,7 +113,7 @@ def test_best_and_worst_are_a_pair_and_no_score_is_in_none():
 
 def test_a_step_without_pairs_leaves_the_weights_alone():
     run, _, pairs, _ = choose(TINY, [0.5] * 8)
-    run.copy = Ema(run.params, decay=0.5)
+    run.copy = Snapshot(run.params)
     before = [p.detach().clone() for p in run.params]
     assert app.update(run, 0, pairs) == {"policy/pairs": 0.0, "policy/lr": TINY.lr}
     assert all(map(torch.equal, before, run.params))
@@ -123,7 +123,7 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels(monkeypatch):
     """Three pairs, in batches of two that are filled up, of a policy that has moved away from its reference."""
     args = replace(TINY, prompts_per_step=3, group_size=4, dpo_beta=50.0)
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.9, 0.8, 0.7, 0.6, 0.1, 0.9, 0.5, 0.5])
-    run.copy = Ema(run.params, decay=0.5)
+    run.copy = Snapshot(run.params)
     torch.manual_seed(0)
     with torch.no_grad():
         for p in run.params:
@@ -156,7 +156,7 @@ def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs(monkey
     """Four prompts in two updates: two pairs in the first, one in the second, whose other group is a tie."""
     args = replace(TINY, prompts_per_step=4, updates_per_step=2, levels_per_pair=1, group_size=2)
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.5, 0.5, 0.9, 0.8])
-    run.copy = Ema(run.params, decay=0.5)
+    run.copy = Snapshot(run.params)
     kept = keep_gradients(app, monkeypatch)
     app.update(run, 0, pairs)
     assert len(kept) == 2

@@ -138,10 +138,10 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
 
     def refresh_and_keep(run, step):
         if not kept:
-            kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.averages()]))
+            kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.pairs()]))
         decay = refresh(run, step)
         trained.append(values(adapter_params(run.net, "default") if lora else run.params))
-        kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.averages()]))
+        kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.pairs()]))
         return decay
 
     def rollout_twice(run, step):
@@ -228,7 +228,7 @@ def test_every_logged_name_is_documented(here, bright_url):
 def test_the_plan_counts_the_forwards_of_an_update(here, monkeypatch):
     args = replace(TINY, algo="awm", updates_per_step=2, sample_with="policy", old_kl_coef=0.1)
     run = lone_rank(args, rollouts)
-    run.copy = runs.Ema(run.params, decay=0.5)
+    run.copy = runs.Snapshot(run.params)
     count = [0]
     run.net.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
     keep_gradients(app, monkeypatch)

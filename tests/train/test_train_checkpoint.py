@@ -15,6 +15,7 @@ from omni_train.ema import Ema
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
+from omni_train.snapshot import Snapshot
 from safetensors import safe_open
 from torch import nn
 
@@ -201,7 +202,7 @@ def test_what_is_not_finite_is_refused_by_name(checkpoints, bad):
     for name, tensor in (
         ("weight/bias", net.bias),
         ("optimizer.exp_avg_sq/weight", optimizer.state[net.weight]["exp_avg_sq"]),
-        ("ema/bias", ema.averages()[1][1]),
+        ("ema/bias", ema.pairs()[1][1]),
     ):
         with torch.no_grad():
             before = tensor.clone()
@@ -277,10 +278,10 @@ def test_an_average_that_is_applied_is_not_saved(checkpoints):
         checkpoints.save(1, net, None, ema, config={})
 
 
-def test_two_averages_of_one_module_are_kept_apart_by_name(checkpoints):
+def test_averages_and_snapshots_of_one_module_are_kept_apart_by_name(checkpoints):
     def averages(net):
         params = list(net.parameters())
-        return Ema(params, decay=0.9), Ema(params, decay=0.5, name="copy"), Ema(params, decay=0.0, name="none")
+        return Ema(params, decay=0.9), Snapshot(params, name="copy"), Snapshot([], name="none")
 
     ema, copy, none = averages(net := filled(1.0))
     with torch.no_grad():
@@ -294,7 +295,7 @@ def test_two_averages_of_one_module_are_kept_apart_by_name(checkpoints):
     ema, copy, none = averages(other := filled(0.0))
     checkpoints.load(other, None, (ema, copy, none))
     for average, value in ((ema, 1.2), (copy, 1.0)):
-        weight = next(tensor for param, tensor in average.averages() if param is other.weight)
+        weight = next(tensor for param, tensor in average.pairs() if param is other.weight)
         torch.testing.assert_close(weight, torch.full_like(weight, value))
 
 

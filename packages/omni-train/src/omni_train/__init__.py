@@ -8,6 +8,7 @@ Import from the modules, in reading order:
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.ema`: a moving average of the weights, for evaluation
+- `omni_train.snapshot`: a copy of the weights that stays as it is, such as a reference or an old policy
 - `omni_rl.gate`: the check that an update starts from the policy that sampled
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step

@@ -26,10 +26,9 @@ from torch import nn
 
 from omni_train.device import rng_states, set_rng_states
 from omni_train.dist import Dist, gather_json, same_error
-from omni_train.ema import Ema
 from omni_train.files import check_file, check_size, sync_folder, write_file
 from omni_train.parts import check_file_finite, check_fits, merge_parts, read_tensors, write_part
-from omni_train.state import allocate_optimizer, train_state
+from omni_train.state import Kept, allocate_optimizer, train_state
 
 INDEX_FILE = "checkpoint.json"
 
@@ -106,7 +105,7 @@ class Checkpoint:
         step: int,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        ema: Ema | Sequence[Ema] | None = None,
+        ema: Kept | Sequence[Kept] | None = None,
         *,
         config: Mapping[str, Any],
         counters: Mapping[str, Any] | None = None,
@@ -117,7 +116,7 @@ class Checkpoint:
             step: finished training steps.
             module: its trained parameters and the factors of all its adapters are saved; sharded or not.
             optimizer: its state is saved, if given.
-            ema: its averages are saved, if given, or those of each; not inside `ema.applied()`.
+            ema: the averages or snapshots to save, one or several; not inside their `applied()`.
             config: the run's settings, which JSON can hold; see `check_config`.
             counters: what else the loop needs to continue, which JSON can hold.
 
@@ -148,7 +147,7 @@ class Checkpoint:
         self,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        ema: Ema | Sequence[Ema] | None = None,
+        ema: Kept | Sequence[Kept] | None = None,
     ) -> Saved | None:
         """Put the newest checkpoint into what `save` was given, by now built anew; None where there is none.
 

@@ -1,8 +1,8 @@
 """What training changes, as tensors with names that no sharding changes: the contents of a checkpoint.
 
 Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
-keys are exp_avg, exp_avg_sq and step), `ema/NAME`, or with another word for an average of another name. NAME is that of
-the parameter in the module.
+keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a snapshot's own word in place of `ema`.
+NAME is that of the parameter in the module.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,17 +13,20 @@ from torch.distributed.tensor import DTensor, Shard
 
 from omni_train.ema import Ema
 from omni_train.lora import factors, lora_layers
+from omni_train.snapshot import Snapshot
+
+Kept = Ema | Snapshot
 
 
 def train_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Ema | Sequence[Ema] | None
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Kept | Sequence[Kept] | None
 ) -> dict[str, Tensor]:
     """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
 
     Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are not.
 
     Raises:
-        ValueError: the optimizer or the average holds a parameter that is not the module's.
+        ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
     """
     names = {param: name for name, param in module.named_parameters()}
     adapters = {p for layer in lora_layers(module).values() for a in layer.lora_A for p in factors(layer, a)}
@@ -34,8 +37,8 @@ def train_state(
         found = optimizer.state.get(param, {}) if optimizer else {}
         named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
         state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    emas = [ema] if isinstance(ema, Ema) else ema or []
-    return state | {f"{e.name}/{_name(names, param)}": average for e in emas for param, average in e.averages()}
+    kept_too = [ema] if isinstance(ema, Kept) else ema or []
+    return state | {f"{k.name}/{_name(names, param)}": copy for k in kept_too for param, copy in k.pairs()}
 
 
 def allocate_optimizer(
