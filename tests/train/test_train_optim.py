@@ -71,6 +71,29 @@ def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
     assert all(torch.equal(optimizer.state[param][key], value) for key, value in before[1].items())
 
 
+@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
+def test_a_gradient_of_zero_takes_no_step_whatever_the_momentum(run_ranks, mode):
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode)
+        params = list(net.parameters())
+        optimizer = build_adamw(net, lr=0.1, weight_decay=0.5)
+
+        def step(scale):
+            (scale * net(X)).sum().backward()
+            reduce_gradients(net, dist.mesh, mode=mode)
+            return optimizer_step(optimizer, params, lr=0.1, max_grad_norm=1.0, dist=dist)
+
+        assert not step(1.0).skipped
+        before = [full(p).clone() for p in params]
+        none, zero = optimizer_step(optimizer, params, lr=0.1, max_grad_norm=1.0, dist=dist), step(0.0)
+        unchanged = all(map(torch.equal, before, map(full, params)))
+        one_sided = step(float(dist.is_main))  # a sample of one rank is enough
+        return [none.skipped, none.grad_norm, zero.skipped, zero.grad_norm, unchanged, one_sided.skipped]
+
+    world_size = 1 if mode == "none" else 2
+    assert run_ranks(work, world_size) == [[True, 0.0, True, 0.0, True, False]] * world_size
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
 def test_two_ranks_step_like_one(run_ranks, alone, mode):
     def train(dist, mode, x):

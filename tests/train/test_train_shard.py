@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from omni_train.lora import add_lora
+from omni_train.optim import build_adamw
 from omni_train.shard import _buckets, reduce_gradients, shard
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -126,13 +127,31 @@ def test_ddp_counts_a_missing_gradient_as_zero(run_ranks):
         if dist.is_main:
             net(samples()).sum().backward()
         reduce_gradients(net.parameters(), dist.mesh, mode="ddp")
-        return [p.grad.tolist() for p in net.parameters()]
+        return [p.grad.tolist() for p in net.parameters() if p.grad is not None]
 
     first, second = run_ranks(work)
     assert first == second
     net = make_net()
     net(samples()).sum().backward()
     assert torch.equal(torch.tensor(first[0]), net.first.weight.grad)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_weight_decay_leaves_a_parameter_alone_that_no_rank_has_a_gradient_for(run_ranks, mode):
+    """As on one rank, where a parameter without gradient is none of the optimizer's business."""
+
+    def work(dist):
+        net = shard(make_net(), dist.mesh, mode=mode, block_names=("Block",))
+        optimizer = build_adamw(net, lr=0.1, weight_decay=0.5)
+        net(samples()).sum().backward()
+        reduce_gradients(net, dist.mesh, mode=mode)
+        optimizer.step()
+        return {name: full(p).tolist() for name, p in net.named_parameters()}
+
+    before = dict(make_net().named_parameters())
+    for after in run_ranks(work):
+        alone = [name for name in before if torch.equal(torch.tensor(after[name]), before[name])]
+        assert alone == [f"blocks.{i}.unused.{part}" for i in (0, 1) for part in ("weight", "bias")]
 
 
 def test_fsdp2_slices_parameters_between_forwards(run_ranks):

@@ -14,7 +14,10 @@ from omni_train.dist import Dist, any_rank
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did: the gradient's L2 norm before clipping, and whether the step was skipped."""
+    """The outcome of one optimizer step: the gradient's L2 norm before clipping, and whether the step was skipped.
+
+    A skipped step has norm 0 where nothing taught anything, and NaN or infinity where something broke.
+    """
 
     grad_norm: float
     skipped: bool
@@ -61,10 +64,11 @@ def optimizer_step(
     max_grad_norm: float,
     dist: Dist,
 ) -> StepResult:
-    """Clip to the global gradient norm, step, clear the gradients; skip on every rank if any rank's norm is not finite.
+    """Clip to the global gradient norm, step, clear the gradients; or skip the step, on every rank alike.
 
-    Gradients must already be summed over ranks (`omni_train.shard.reduce_gradients`). A skipped step leaves parameters
-    and optimizer state as they were.
+    Skipped is a gradient whose norm is not finite on some rank, and one that is zero everywhere: without a sample that
+    teaches anything, momentum and weight decay would still move the weights. A skipped step leaves parameters and
+    optimizer state as they were. Gradients must already be summed over ranks (`omni_train.shard.reduce_gradients`).
 
     Args:
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
@@ -75,7 +79,7 @@ def optimizer_step(
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
     grads = [p.grad for p in params if p.grad is not None]
     norm = global_norm(grads, dist)
-    skipped = any_rank(dist, not math.isfinite(norm))
+    skipped = any_rank(dist, not math.isfinite(norm) or norm == 0.0)
     if not skipped:
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)

@@ -67,16 +67,20 @@ def shard(
 def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
     """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
 
-    Only `ddp` on more than one rank has anything to do. A trainable parameter without a gradient counts as zero, so
-    ranks may have had different work.
+    Only `ddp` on more than one rank has anything to do. Where some rank has a gradient, none counts as zero, so ranks
+    may have had different work; where no rank has one, there is none afterwards, and the optimizer lets the parameter
+    be, as on one rank.
     """
     if mode != "ddp" or mesh is None or mesh.size() == 1:
         return
     params = params.parameters() if isinstance(params, nn.Module) else params
     trainable = [p for p in params if p.requires_grad]
-    for p in trainable:
+    has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=mesh.device_type)
+    torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=mesh.get_group())
+    used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
+    for p in used:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for bucket in _buckets([p.grad for p in trainable if p.grad is not None]):
+    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
         flat = torch.cat([grad.flatten() for grad in bucket])
         torch_dist.all_reduce(flat, group=mesh.get_group())
         for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
