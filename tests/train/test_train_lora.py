@@ -6,7 +6,6 @@ from omni_train.lora import (
     adapter,
     adapter_params,
     add_lora,
-    copy_adapter,
     ema_update,
     ema_update_params,
     lora_layers,
@@ -86,6 +85,32 @@ def test_initial_factors_depend_on_the_seed_alone():
     assert not torch.equal(adapter_params(first, "default")[0], adapter_params(other, "default")[0])
 
 
+def test_the_number_of_layers_that_an_adapter_is_on_comes_back():
+    net = make_net()
+    assert add_lora(net, ["up"], rank=2, alpha=4, seed=1) == 1
+    assert add_lora(net, "up|down", rank=2, alpha=4, adapter="old", seed=1) == 2
+
+
+def test_factors_come_in_the_dtype_that_is_asked_for():
+    net = make_net()
+    add_lora(net, ["up"], rank=2, alpha=4, seed=1, dtype=torch.bfloat16)
+    wide = adapter_params(make_net("default"), "default")[0]
+    down, up = adapter_params(net, "default")
+    assert torch.equal(down, wide.bfloat16())
+    assert up.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("init", "std"), [("default", (1 / 64 / 3) ** 0.5), ("gaussian", 1 / 32)])
+def test_the_first_factor_has_the_spread_of_its_init_and_the_second_is_zero(init, std):
+    net = nn.Sequential(nn.Linear(64, 8))
+    add_lora(net, ["0"], rank=32, alpha=32, seed=1, init=init)
+    down, up = adapter_params(net, "default")
+    assert down.std().item() == pytest.approx(std, rel=0.05)
+    assert down.abs().max() > (3 if init == "gaussian" else 1.5) * std  # a uniform ends at 1.73
+    assert (down.abs().max() < 1.74 * std) == (init == "default")
+    assert not up.any()
+
+
 def test_adding_an_adapter_leaves_the_global_random_state_alone():
     net = make_net()
     before = torch.get_rng_state()
@@ -154,13 +179,13 @@ def test_the_optimizer_still_trains_the_policy_after_switching():
     assert all(p.grad is None for p in adapter_params(net, "old"))
 
 
-def test_copy_and_moving_average():
+def test_an_adapter_follows_another_and_becomes_it_with_decay_zero():
     net = make_net("default", "old")
     fill(net, "default", 1.0)
     fill(net, "old", 0.0)
     ema_update(net, "default", "old", decay=0.75)
     assert all(torch.equal(p, torch.full_like(p, 0.25)) for p in adapter_params(net, "old"))
-    copy_adapter(net, "default", "old")
+    ema_update(net, "default", "old", decay=0.0)
     assert all(map(torch.equal, adapter_params(net, "default"), adapter_params(net, "old")))
     assert not any(p.requires_grad for p in adapter_params(net, "old"))
 
@@ -190,7 +215,7 @@ def test_sharded_adapters_switch_average_and_train(run_ranks):
             ema_update(net, "default", "old", decay=0.5)
             with adapter(net, "old"):
                 outputs.append(net(X))
-            copy_adapter(net, "default", "old")
+            ema_update(net, "default", "old", decay=0.0)
             with adapter(net, "old"):
                 outputs.append(net(X))
         policy = net(X)
@@ -227,8 +252,15 @@ def test_errors_name_the_argument(run_ranks):
         add_lora(Net(), ["up"], rank=0, alpha=1, seed=0)
     with pytest.raises(ValueError, match="'default' again"):
         add_lora(make_net("default"), ["up"], rank=2, alpha=1, seed=0)
-    with pytest.raises(ValueError, match="nowhere"):
-        add_lora(Net(), ["nowhere"], rank=2, alpha=1, seed=0)
+    for targets in (["up", "nowhere"], "nowhere"):
+        net = Net()
+        with pytest.raises(ValueError, match=r"targets must all name layers of Net, found none named \['nowhere'\]"):
+            add_lora(net, targets, rank=2, alpha=1, seed=0)
+        assert lora_layers(net) == {}
+    with pytest.raises(ValueError, match=r"found none named \[\]"):
+        add_lora(Net(), [], rank=2, alpha=1, seed=0)
+    with pytest.raises(ValueError, match=r"init must be one of \('default', 'gaussian'\), got 'zero'"):
+        add_lora(Net(), ["up"], rank=2, alpha=1, seed=0, init="zero")
     with (
         pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"),
         adapter(make_net("default"), "old"),

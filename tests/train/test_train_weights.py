@@ -43,15 +43,6 @@ def test_merged_weights_give_a_plain_model_the_policy(tiny_qwen):
     assert (before - expected).abs().max() > 1e-2
 
 
-def test_trained_only_leaves_out_what_training_does_not_change(tiny_qwen):
-    model = with_lora(tiny_qwen)
-    names = {name for name, _ in named_weights(model, trained_only=True)}
-    assert len(names) == 8
-    assert "transformer_blocks.0.attn.to_q.weight" in names
-    full = tiny_qwen.build()
-    assert len(dict(named_weights(full, trained_only=True))) == len(list(full.parameters()))
-
-
 def test_merging_keeps_the_dtype_of_the_base(tiny_qwen):
     model = with_lora(tiny_qwen, torch.bfloat16)
     assert {tensor.dtype for _, tensor in named_weights(model)} == {torch.bfloat16}

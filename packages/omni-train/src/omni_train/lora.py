@@ -1,23 +1,27 @@
 """Low-rank adapters by name, the frozen reference under them, and moving averages.
 
-A LoRA layer computes `W x + (alpha / rank) * B A x`; W is frozen, A [rank, in] and B [out, rank] are float32 (LoRA,
-arXiv 2106.09685). The first adapter is the policy. Further adapters, such as "old", are frozen copies: `copy_adapter`
-and `ema_update` write them, `with adapter(module, "old")` uses them.
+A LoRA layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA,
+arXiv 2106.09685). The first adapter is the policy. Further adapters, such as "old", are frozen copies: `ema_update`
+writes them, `with adapter(module, "old")` uses them.
 
 peft sets `requires_grad` anew whenever it switches adapters. A sharded module that runs at such a moment would take
 over the wrong flags, so the functions here put them back at once: what is trained never changes.
 """
 
 import math
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Literal, get_args
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+
+Init = Literal["default", "gaussian"]
 
 
 def add_lora(
@@ -28,11 +32,14 @@ def add_lora(
     alpha: float,
     adapter: str = "default",
     seed: int,
-) -> None:
-    """Add an adapter to the linear layers that `targets` names. Call it before `shard`.
+    dtype: torch.dtype = torch.float32,
+    init: Init = "default",
+) -> int:
+    """Add an adapter to the linear layers that `targets` names; the number of those layers. Call it before `shard`.
 
     The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
-    A fresh adapter changes no output: A is uniform (Kaiming) and depends on `seed` and the layers' order alone, B is 0.
+    A fresh adapter changes no output: A depends on `seed` and the layers' order alone, B is 0. There is no dropout, so
+    that the policy that samples is the one that trains.
 
     Args:
         module: a diffusers model or any other module.
@@ -41,24 +48,32 @@ def add_lora(
         alpha: scale; the adapter's product is multiplied by alpha / rank.
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
+        dtype: of A and B, whatever that of W; the optimizer takes float32 alone.
+        init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
+            1 / rank ("gaussian").
 
     Raises:
-        ValueError: the module is sharded, has an adapter of that name or no such layer, or `rank` is below 1.
+        ValueError: the module is sharded or has an adapter of that name, a target names no layer, or `rank` is below 1.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
+    if init not in get_args(Init):
+        raise ValueError(f"init must be one of {get_args(Init)}, got {init!r}")
     if any(isinstance(p, DTensor) for p in module.parameters()):
         raise ValueError("module must get its adapters before it is sharded, got sharded parameters")
     before = lora_layers(module)
     if any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next(iter(before.values())).active_adapters if before else [adapter]
+    _check_targets(module, targets)
     targets = targets if isinstance(targets, str) else list(targets)
     config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
     _inject(module, config, adapter)
-    _initialize(module, adapter, seed)
-    for layer in lora_layers(module).values():
+    _initialize(module, adapter, seed, dtype, init)
+    layers = lora_layers(module).values()
+    for layer in layers:
         layer.set_adapter(active)
+    return sum(adapter in layer.lora_A for layer in layers)
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
@@ -117,11 +132,6 @@ def reference(module: nn.Module) -> Iterator[None]:
                 layer.enable_adapters(enabled)
 
 
-def copy_adapter(module: nn.Module, src: str, dst: str) -> None:
-    """Overwrite adapter `dst` with adapter `src`; sharded or not."""
-    ema_update(module, src, dst, decay=0.0)
-
-
 def ema_update(module: nn.Module, src: str, dst: str, decay: float) -> None:
     """Move adapter `dst` towards adapter `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not."""
     ema_update_params(adapter_params(module, src), adapter_params(module, dst), decay)
@@ -174,6 +184,17 @@ def _same_trainable(module: nn.Module) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
+def _check_targets(module: nn.Module, targets: Sequence[str] | str) -> None:
+    """Raises ValueError unless each target names a layer: peft is content when one of them does."""
+    names = [name for name, _ in module.named_modules()]
+    if isinstance(targets, str):
+        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
+    else:
+        missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
+    if missing or not targets:
+        raise ValueError(f"targets must all name layers of {type(module).__name__}, found none named {missing}")
+
+
 def _inject(module: nn.Module, config: LoraConfig, adapter: str) -> None:
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws values that `_initialize` replaces
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
@@ -185,12 +206,16 @@ def _inject(module: nn.Module, config: LoraConfig, adapter: str) -> None:
 
 
 @torch.no_grad()
-def _initialize(module: nn.Module, adapter: str, seed: int) -> None:
-    """Draw A on the CPU, so that the kind of device does not matter, and store both factors in float32."""
+def _initialize(module: nn.Module, adapter: str, seed: int, dtype: torch.dtype, init: Init) -> None:
+    """Draw A in float32 on the CPU, so that the kind of device does not matter."""
     generator = torch.Generator().manual_seed(seed)
     for layer in lora_layers(module).values():
         if adapter in layer.lora_A:
             down, up = factors(layer, adapter)
-            drawn = nn.init.kaiming_uniform_(torch.empty(down.shape), a=math.sqrt(5), generator=generator)
-            down.data = drawn.to(down.device)
-            up.data = torch.zeros(up.shape, device=up.device)
+            drawn = torch.empty(down.shape)
+            if init == "gaussian":
+                drawn.normal_(std=1 / len(drawn), generator=generator)
+            else:
+                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            down.data = drawn.to(down.device, dtype)
+            up.data = torch.zeros(up.shape, device=up.device, dtype=dtype)

@@ -25,7 +25,7 @@ FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weig
 
 
 @torch.no_grad()
-def named_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the module as (name, full tensor), under the names it had before LoRA and sharding.
 
     Active adapters are merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver has
@@ -36,13 +36,12 @@ def named_weights(module: nn.Module, *, trained_only: bool = False) -> Iterator[
 
     Args:
         module: with or without adapters, sharded or not.
-        trained_only: leave out the weights that training does not change.
     """
     layers = lora_layers(module)
     adapters = tuple(f"{name}.lora_" for name in layers)
     adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if _active(layer)}
     for key, value in module.state_dict(keep_vars=True).items():
-        if key.startswith(adapters) or (trained_only and key not in adapted and not value.requires_grad):
+        if key.startswith(adapters):
             continue
         full = _full(value)
         yield key.replace(".base_layer.", "."), _merged(adapted[key], full) if key in adapted else full
