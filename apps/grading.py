@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from omni_losses import best_of_n, group_advantages, has_signal, multi_reward_advantages, tempflow_weights
+from omni_losses import best_worst_n, filter_groups, group_advantages, multi_reward_advantages, tempflow_weights
 from omni_reward import Score
 from omni_rollout import Trajectory
 
@@ -48,9 +48,9 @@ def worth_training(
     A sample whose reward is NaN has none.
     """
     advantages = advantages.masked_fill(rewards.isnan(), math.nan)
-    keep = has_signal(advantages, groups) if drop_zero_signal else torch.ones_like(groups, dtype=torch.bool)
+    keep = filter_groups(advantages, groups) if drop_zero_signal else torch.ones_like(groups, dtype=torch.bool)
     if best:
-        keep &= torch.isin(torch.arange(len(groups)), best_of_n(advantages, groups, best))
+        keep &= torch.isin(torch.arange(len(groups)), best_worst_n(advantages, groups, best))
     return keep
 
 

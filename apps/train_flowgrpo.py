@@ -246,7 +246,7 @@ def params_at(args: Args, step: int) -> SamplingParams:
     algo = ALGOS[args.algo]
     window = sde_window(
         args.num_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=algo.window,
-        iteration=step, seed=args.seed, iters_per_group=args.window_iters, stride=args.window_stride,
+        iteration=step, seed=args.seed, iters_per_window=args.window_iters, stride=args.window_stride,
     )  # fmt: skip
     return SamplingParams(
         args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale, step=algo.step,

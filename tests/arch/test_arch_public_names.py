@@ -28,9 +28,9 @@ SIGNATURES = {
     "omni_sched.gaussian_log_prob": "x_next, mean, std",
     "omni_sched.add_noise": "x0, noise, sigma",
     "omni_sched.sde_window": "num_steps, size=None, *, low=0, high=None, strategy='random', iteration=0, seed=0, "
-    "iters_per_group=1, stride=1",
+    "iters_per_window=1, stride=1",
     "omni_sched.step_noise": "seeds, step, shape",
-    "omni_sched.compress_sigmas": "sigmas, start, ratio",
+    "omni_sched.compress_sigmas": "sigmas, start, compress_ratio",
     "omni_sched.dpmpp_2m_step": "velocity, x, sigma, sigma_next, *, last_data=None, last_sigma=None",
     "omni_losses.LossOutput": "loss, metrics",
     "omni_losses.group_advantages": "rewards, groups, *, std='batch', eps=1e-4, correction=1",
@@ -38,8 +38,8 @@ SIGNATURES = {
     "omni_losses.gaussian_kl": "mean, ref_mean, std",
     "omni_losses.multi_reward_advantages": "rewards, groups, reward_weights, *, std='group', eps=1e-4, correction=1, "
     "rescale=False",
-    "omni_losses.has_signal": "rewards, groups",
-    "omni_losses.best_of_n": "rewards, groups, n",
+    "omni_losses.filter_groups": "rewards, groups",
+    "omni_losses.best_worst_n": "rewards, groups, n",
     "omni_losses.reward_probability": "advantages, *, adv_clip_max=5.0, mode='continuous'",
     "omni_losses.old_policy_decay": "step, *, schedule",
     "omni_losses.best_worst_pairs": "rewards, groups",

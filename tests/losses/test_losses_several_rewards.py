@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import best_of_n, group_advantages, has_signal, multi_reward_advantages
+from omni_losses import best_worst_n, filter_groups, group_advantages, multi_reward_advantages
 
 torch.set_num_threads(1)
 
@@ -92,26 +92,26 @@ def test_nothing_scored_gives_zeros():
 def test_signal_of_a_worked_batch():
     rewards = torch.tensor([1.0, 3.0, 0.1, 0.1, 0.1, NAN, 7.0, NAN, 2.0, NAN])
     groups = torch.tensor([4, 4, 0, 0, 0, 0, 2, 3, 5, 4])
-    assert has_signal(rewards, groups).tolist() == [True, True] + [False] * 8
-    assert has_signal(torch.tensor([]), torch.tensor([], dtype=torch.long)).tolist() == []
+    assert filter_groups(rewards, groups).tolist() == [True, True] + [False] * 8
+    assert filter_groups(torch.tensor([]), torch.tensor([], dtype=torch.long)).tolist() == []
 
 
 def test_best_and_worst_of_every_group():
     rewards = torch.tensor([5.0, 1.0, 4.0, 2.0, 3.0, 9.0, NAN, 8.0, 7.0, 6.0])
     groups = torch.tensor([0, 0, 0, 0, 0, 1, 1, 1, 1, 1])
-    assert best_of_n(rewards, groups, 2).tolist() == [0, 1, 5, 9]
-    assert best_of_n(rewards, groups, 4).tolist() == [0, 1, 2, 3, 5, 7, 8, 9]
-    assert best_of_n(rewards, groups, 6).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
+    assert best_worst_n(rewards, groups, 2).tolist() == [0, 1, 5, 9]
+    assert best_worst_n(rewards, groups, 4).tolist() == [0, 1, 2, 3, 5, 7, 8, 9]
+    assert best_worst_n(rewards, groups, 6).tolist() == [0, 1, 2, 3, 4, 5, 7, 8, 9]
     eight = torch.tensor([3.0, 0.0, 7.0, 1.0, 6.0, 2.0, 5.0, 4.0])
-    assert best_of_n(eight, torch.zeros(8, dtype=torch.long), 6).tolist() == [1, 2, 3, 4, 5, 6]  # all but 3 and 4
-    nothing = best_of_n(torch.full((2,), NAN), torch.tensor([0, 0]), 2)
+    assert best_worst_n(eight, torch.zeros(8, dtype=torch.long), 6).tolist() == [1, 2, 3, 4, 5, 6]  # all but 3 and 4
+    nothing = best_worst_n(torch.full((2,), NAN), torch.tensor([0, 0]), 2)
     assert nothing.tolist() == []
     assert nothing.dtype == torch.long  # an index still
-    assert best_of_n(torch.tensor([]), torch.tensor([], dtype=torch.long), 2).tolist() == []
+    assert best_worst_n(torch.tensor([]), torch.tensor([], dtype=torch.long), 2).tolist() == []
 
 
 def test_of_equal_rewards_the_first_counts_as_the_worse():
-    assert best_of_n(torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0]), torch.zeros(5, dtype=torch.long), 2).tolist() == [0, 4]
+    assert best_worst_n(torch.tensor([1.0, 1.0, 1.0, 1.0, 2.0]), torch.zeros(5, dtype=torch.long), 2).tolist() == [0, 4]
 
 
 rows = st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 2)), min_size=1, max_size=14)
@@ -121,7 +121,7 @@ rows = st.lists(st.tuples(st.integers(-4, 4), st.integers(0, 2)), min_size=1, ma
 @given(rows, st.sampled_from([2, 4, 6]))
 def test_the_kept_are_no_better_than_the_best_left_out_nor_worse_than_the_worst(samples, n):
     rewards, groups = (torch.tensor(column) for column in zip(*samples, strict=True))
-    kept = best_of_n(rewards / 4, groups, n)
+    kept = best_worst_n(rewards / 4, groups, n)
     assert kept.tolist() == sorted(set(kept.tolist()))
     left_out = [i for i in range(len(rewards)) if i not in kept.tolist()]
     for group in groups.unique():
@@ -136,12 +136,12 @@ def test_the_kept_are_no_better_than_the_best_left_out_nor_worse_than_the_worst(
 def test_signal_is_where_an_advantage_can_be_and_ignores_order(samples, random):
     rewards, groups = (torch.tensor(column) for column in zip(*samples, strict=True))
     rewards = rewards.float()
-    signal = has_signal(rewards, groups)
+    signal = filter_groups(rewards, groups)
     assert not (group_advantages(rewards, groups)[~signal] != 0).any()
     for group in groups[signal].unique():
         assert rewards[groups == group].unique().numel() > 1
     order = random.sample(range(len(samples)), len(samples))
-    assert torch.equal(has_signal(rewards[order], groups[order]), signal[order])
+    assert torch.equal(filter_groups(rewards[order], groups[order]), signal[order])
 
 
 def test_errors_name_the_argument():
@@ -155,8 +155,8 @@ def test_errors_name_the_argument():
         multi_reward_advantages(REWARDS, GROUPS, [1.0, 1.0], std="global")
     for n in (0, 1, 3):
         with pytest.raises(ValueError, match=f"n must be even and >= 2, got {n}"):
-            best_of_n(REWARDS[:, 0], GROUPS, n)
-    for function in (has_signal, lambda rewards, groups: best_of_n(rewards, groups, 2)):
+            best_worst_n(REWARDS[:, 0], GROUPS, n)
+    for function in (filter_groups, lambda rewards, groups: best_worst_n(rewards, groups, 2)):
         with pytest.raises(ValueError, match=r"\[N\] alike"):
             function(REWARDS, GROUPS)
         with pytest.raises(ValueError, match="got 1 infinite"):

@@ -233,8 +233,8 @@ def test_a_shortened_schedule_ends_closer_with_the_second_order_solver() -> None
         ((torch.ones(3, 2), 0, 0.5), r"sigmas must be \[S\+1\]"),
         ((linear_sigmas(4), 5, 0.5), r"start must be in \[0, S = 4\], got 5"),
         ((linear_sigmas(4), -1, 0.5), r"start must be in \[0, S = 4\], got -1"),
-        ((linear_sigmas(4), 1, 0.0), r"ratio must be in \(0, 1\], got 0"),
-        ((linear_sigmas(4), 1, 1.5), r"ratio must be in \(0, 1\], got 1.5"),
+        ((linear_sigmas(4), 1, 0.0), r"compress_ratio must be in \(0, 1\], got 0"),
+        ((linear_sigmas(4), 1, 1.5), r"compress_ratio must be in \(0, 1\], got 1.5"),
     ],
 )
 def test_wrong_compressions_are_named(arguments: tuple[Any, ...], message: str) -> None:

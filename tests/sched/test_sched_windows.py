@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_sched import sde_window
 
-STEADY = ["all", "fixed", "random", "sliding", "subset"]  # windows that all last iters_per_group iterations
+STEADY = ["all", "fixed", "random", "sliding", "subset"]  # windows that all last iters_per_window iterations
 DECAYS = ["decay", "exp_decay"]
 STRATEGIES = STEADY + DECAYS
 
@@ -32,7 +32,7 @@ def window_arguments(draw: st.DrawFn, max_steps: int = 50) -> dict[str, Any]:
         "high": high,
         "strategy": strategy,
         "seed": draw(st.integers(-(2**70), 2**70)),
-        "iters_per_group": draw(st.integers(1, 30)),
+        "iters_per_window": draw(st.integers(1, 30)),
         "stride": draw(st.integers(1, size or high - low)),
     }
 
@@ -68,12 +68,12 @@ def test_a_window_is_a_pure_function(arguments: dict[str, Any], iteration: int) 
     turn=st.integers(0, 10**6),
     offset=st.integers(0, 29),
 )
-def test_iterations_of_a_group_share_their_window(
+def test_iterations_of_a_turn_share_their_window(
     arguments: dict[str, Any], strategy: str, turn: int, offset: int
 ) -> None:
     arguments |= {"strategy": strategy} | ({"size": None} if strategy == "all" else {})
-    start = turn * arguments["iters_per_group"]
-    inside = start + offset % arguments["iters_per_group"]
+    start = turn * arguments["iters_per_window"]
+    inside = start + offset % arguments["iters_per_window"]
     assert sde_window(**arguments, iteration=inside) == sde_window(**arguments, iteration=start)
 
 
@@ -98,7 +98,7 @@ def stays(strategy: Any, num_places: int, **arguments: Any) -> list[int]:
 def test_decay_is_the_published_straight_line(iters: int) -> None:
     """MixGRPO's: iterations interpolated between the largest and 1 by the window's start over 23, rounded down."""
     expected = [math.floor(iters * (1 - Fraction(start, 23)) + Fraction(start, 23)) for start in range(20)]
-    assert stays("decay", 20, high=23, iters_per_group=iters) == expected
+    assert stays("decay", 20, high=23, iters_per_window=iters) == expected
     assert expected[0] == iters
     assert min(expected) >= 1
 
@@ -106,12 +106,12 @@ def test_decay_is_the_published_straight_line(iters: int) -> None:
 def test_decay_falls_over_its_own_range() -> None:
     """From 10 iterations at step 5 to 1 at step 15, were a window to start there."""
     expected = [math.floor(10 * (1 - Fraction(i, 10)) + Fraction(i, 10)) for i in range(7)]
-    assert stays("decay", 7, low=5, high=15, iters_per_group=10) == expected
+    assert stays("decay", 7, low=5, high=15, iters_per_window=10) == expected
 
 
 def test_decay_of_mixgrpo_by_hand() -> None:
     """10 at first; 10 - 9/23, rounded down, at the next place; 10 - 19 * 9/23 = 2.6 at the last."""
-    assert stays("decay", 20, high=23, iters_per_group=10) == [
+    assert stays("decay", 20, high=23, iters_per_window=10) == [
         10,
         9,
         9,
@@ -138,12 +138,14 @@ def test_decay_of_mixgrpo_by_hand() -> None:
 @pytest.mark.parametrize("iters", [1, 5, 20])
 def test_exp_decay_is_the_published_curve_at_25_steps(iters: int) -> None:
     expected = [math.ceil(iters * math.exp(-0.1 * max(0, start - 13))) for start in range(21)]
-    assert stays("exp_decay", 21, iters_per_group=iters) == expected
+    assert stays("exp_decay", 21, iters_per_window=iters) == expected
 
 
 def test_exp_decay_depends_on_the_place_in_the_schedule_not_on_its_length() -> None:
-    coarse = stays("exp_decay", 21, iters_per_group=100)
-    windows = [sde_window(50, 8, strategy="exp_decay", stride=2, iters_per_group=100, iteration=i) for i in range(2200)]
+    coarse = stays("exp_decay", 21, iters_per_window=100)
+    windows = [
+        sde_window(50, 8, strategy="exp_decay", stride=2, iters_per_window=100, iteration=i) for i in range(2200)
+    ]
     fine = [len(list(group)) for _, group in groupby(windows)]
     assert fine[:20] == coarse[:20]
 
@@ -183,7 +185,7 @@ def test_mixgrpo_schedule() -> None:
     """25 steps, window 4, stride 1, 25 iterations per window; step 24 is the last and stays deterministic."""
 
     def window(iteration: int) -> tuple[int, ...]:
-        return sde_window(25, 4, strategy="sliding", iters_per_group=25, iteration=iteration)
+        return sde_window(25, 4, strategy="sliding", iters_per_window=25, iteration=iteration)
 
     assert window(0) == window(24) == (0, 1, 2, 3)
     assert window(25) == (1, 2, 3, 4)
@@ -208,7 +210,7 @@ def test_defaults_and_ranges() -> None:
     assert sde_window(10, strategy="all", low=2, high=5) == (2, 3, 4)
     assert sde_window(10, 2, strategy="fixed", low=1) == (1, 2)
     assert sde_window(2) == (0,)
-    first = sde_window(50, 2, iteration=0, seed=0, iters_per_group=1, strategy="random")
+    first = sde_window(50, 2, iteration=0, seed=0, iters_per_window=1, strategy="random")
     assert sde_window(50, 2) == first
     assert sde_window(25, 4, strategy="sliding", iteration=3) == (3, 4, 5, 6)  # a step further every iteration
 
@@ -227,7 +229,7 @@ def test_defaults_and_ranges() -> None:
         ({"size": 2, "strategy": "decay", "stride": 3}, "stride must be <= size with strategy 'decay'"),
         ({"strategy": "progressive"}, "strategy must be one of all, fixed, .* got 'progressive'"),
         ({"iteration": -1}, "iteration must be >= 0, got -1"),
-        ({"iters_per_group": 0}, "iters_per_group must be >= 1, got 0"),
+        ({"iters_per_window": 0}, "iters_per_window must be >= 1, got 0"),
         ({"stride": 0}, "stride must be >= 1, got 0"),
     ],
 )

@@ -115,7 +115,7 @@ def multi_reward_advantages(
     return total / (variance.sqrt() + eps)
 
 
-def has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
+def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     """Which samples can teach anything, [N], boolean: those with a score, in a group with two different scores.
 
     All others have advantage 0. Dropping them saves their part of the update. It also changes the mean that a loss
@@ -137,7 +137,7 @@ def has_signal(rewards: Tensor, groups: Tensor) -> Tensor:
     return scored & _varied(rewards.float(), scored, index, len(ids))
 
 
-def best_of_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
+def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
     """Indices, ascending, of the n/2 best and the n/2 worst samples of every group: those that teach most.
 
     Take the advantages of whole groups first, then train on these samples only. A group with n scored samples or fewer

@@ -17,17 +17,17 @@ from torch import Tensor
 from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
 
 
-def compress_sigmas(sigmas: Tensor, start: int, ratio: float) -> Tensor:
+def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:
     """The schedule with its first `start` steps kept and those after them reduced to a share.
 
-    Of the S - start later steps, ceil(ratio * (S - start)) are left. Their noise levels are ones of the schedule, as
-    evenly spread as that allows, and end at its last.
+    Of the S - start later steps, ceil(compress_ratio * (S - start)) are left. Their noise levels are ones of the
+    schedule, as evenly spread as that allows, and end at its last.
 
     Args:
         sigmas: [S+1], a schedule.
         start: steps to keep as they are, in [0, S]: one past the window's last index.
-        ratio: share of the later steps that is left, in (0, 1]; 1 changes nothing. Published 0.4, and 0.2 with a window
-            that stays at the start (Flash*).
+        compress_ratio: share of the later steps that is left, in (0, 1]; 1 changes nothing. Published 0.4, and 0.2 with
+            a window that stays at the start (Flash*).
 
     Returns:
         [S'+1], of sigmas' dtype, its first start + 1 entries those of sigmas.
@@ -44,10 +44,10 @@ def compress_sigmas(sigmas: Tensor, start: int, ratio: float) -> Tensor:
     num_steps = len(sigmas) - 1
     if not 0 <= start <= num_steps:
         raise ValueError(f"start must be in [0, S = {num_steps}], got {start}")
-    if not 0 < ratio <= 1:
-        raise ValueError(f"ratio must be in (0, 1], got {ratio}")
+    if not 0 < compress_ratio <= 1:
+        raise ValueError(f"compress_ratio must be in (0, 1], got {compress_ratio}")
     later = num_steps - start
-    left = math.ceil(ratio * later - 1e-9)  # a product such as 0.28 * 25 lies a rounding above the whole number
+    left = math.ceil(compress_ratio * later - 1e-9)  # 0.28 * 25, for one, lies a rounding above 7
     # Rounded halves up, in integers: later / left >= 1, so no index comes twice.
     indices = [start + (2 * i * later + left) // (2 * left) for i in range(1, left + 1)]
     return sigmas[[*range(start + 1), *indices]]

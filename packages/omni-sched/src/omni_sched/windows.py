@@ -28,7 +28,7 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     strategy: Strategy = "random",
     iteration: int = 0,
     seed: int = 0,
-    iters_per_group: int = 1,
+    iters_per_window: int = 1,
     stride: int = 1,
 ) -> tuple[int, ...]:
     """Ascending indices of the stochastic steps, at least one, all in [low, high).
@@ -37,15 +37,15 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
         all: the whole range [low, high);
         fixed: the first `size` steps of the range;
         random: `size` steps in a row, start uniform over the range;
-        sliding: `size` steps in a row, start moved by `stride` every iters_per_group iterations; the last window ends
+        sliding: `size` steps in a row, start moved by `stride` every iters_per_window iterations; the last window ends
             exactly at high, and the next is the first again, so every step has its turn;
         decay: sliding, but a window stays for fewer iterations the later it starts, on a straight line
-            from iters_per_group at low to 1 at high;
-        exp_decay: sliding, with iters_per_group * exp(-2.5 * (start / S - 0.52)) iterations, rounded up, for windows
+            from iters_per_window at low to 1 at high;
+        exp_decay: sliding, with iters_per_window * exp(-2.5 * (start / S - 0.52)) iterations, rounded up, for windows
             that start past 0.52 of the schedule;
         subset: `size` steps of the range at random, not in a row.
 
-    The choice of random and subset changes every iters_per_group iterations too.
+    The choice of random and subset changes every iters_per_window iterations too.
 
     Args:
         num_steps: S, at least 2.
@@ -54,7 +54,7 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
             no density worth training on.
         iteration: of the training loop, from 0.
         seed: chooses the random sequence of windows; any integer.
-        iters_per_group: iterations that share a window; with the decays, those of the first window.
+        iters_per_window: iterations that share a window; with the decays, those of the first window.
         stride: steps a sliding window moves, at most size (a larger one would leave steps out).
 
     Raises:
@@ -69,8 +69,8 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
     _check_range(num_steps, size, low, high)
-    _check_turns(strategy, iteration, iters_per_group, stride)
-    turn = iteration // iters_per_group
+    _check_turns(strategy, iteration, iters_per_window, stride)
+    turn = iteration // iters_per_window
     if strategy == "subset":
         return tuple(sorted(_rng(seed, turn).sample(range(low, high), size)))
     if strategy == "all" and size != high - low:
@@ -82,19 +82,19 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
         start = _rng(seed, turn).randint(low, high - size)
     elif strategy in SLIDING:
         starts = [*range(low, high - size, stride), high - size]  # a last, shorter move ends flush with high
-        ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_group) for place in starts))
+        ends = list(accumulate(_stay(strategy, place, low, high, num_steps, iters_per_window) for place in starts))
         start = starts[bisect_right(ends, iteration % ends[-1])]
     return tuple(range(start, start + size))
 
 
-def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_group: int) -> int:
+def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:
     """How many iterations a sliding window stays at start, at least 1."""
     if strategy == "decay":
-        return (iters_per_group * (high - start) + start - low) // (high - low)
+        return (iters_per_window * (high - start) + start - low) // (high - low)
     if strategy == "exp_decay":
         past = max(0.0, start / num_steps - EXP_DECAY_START)
-        return math.ceil(iters_per_group * math.exp(-EXP_DECAY_RATE * past))
-    return iters_per_group
+        return math.ceil(iters_per_window * math.exp(-EXP_DECAY_RATE * past))
+    return iters_per_window
 
 
 def _rng(seed: int, turn: int) -> random.Random:
@@ -114,12 +114,12 @@ def _check_range(num_steps: int, size: int, low: int, high: int) -> None:
         raise ValueError(f"size must be in [1, high - low = {high - low}], got {size}")
 
 
-def _check_turns(strategy: str, iteration: int, iters_per_group: int, stride: int) -> None:
+def _check_turns(strategy: str, iteration: int, iters_per_window: int, stride: int) -> None:
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
     if iteration < 0:
         raise ValueError(f"iteration must be >= 0, got {iteration}")
-    if iters_per_group < 1:
-        raise ValueError(f"iters_per_group must be >= 1, got {iters_per_group}")
+    if iters_per_window < 1:
+        raise ValueError(f"iters_per_window must be >= 1, got {iters_per_window}")
     if stride < 1:
         raise ValueError(f"stride must be >= 1, got {stride}")
