@@ -76,7 +76,7 @@ SIGNATURES = {
     "omni_rollout.Engine.sleep": "self",
     "omni_rollout.Engine.wake": "self",
     "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=..., on_failure='raise', "
-    "mask_limit=...",
+    "mask_limit=..., proxy='none'",
     "omni_reward.RewardClient.check": "self, media=None, prompts=..., meta=None",
     "omni_reward.RewardClient.submit": "self, media, prompts, meta=None",
     "omni_reward.Score": "value, abstained=None, **others",

@@ -31,9 +31,9 @@ def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str
 class Misbehaving:
     """A server that reads whole requests and lets a function of (socket, request) do what it likes with them."""
 
-    def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
+    def __init__(self, behave: Callable[[socket.socket, bytes], None], *, port: int = 0) -> None:
         self._behave = behave
-        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._listener = socket.create_server(("127.0.0.1", port))
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -239,8 +240,9 @@ def test_a_body_beyond_the_server_s_cap_is_413_not_a_broken_pipe(serve: Callable
         {"results": [{"id": "1", "score": 0.5}, {"id": "0", "score": 0.5}]},
         {"request_id": "another"},
         {"protocol": 2},
+        {"results": [{"id": "0", "score": 0.5}, {"id": "1", "score": 1e39}]},
     ],
-    ids=["NaN", "short", "long", "order", "request_id", "protocol"],
+    ids=["NaN", "short", "long", "order", "request_id", "protocol", "beyond float32"],
 )
 def test_a_reply_that_is_not_ours_is_a_format_error(misbehave: Callable[..., str], changes: dict) -> None:
     url = misbehave(lambda conn, body: conn.sendall(http("200 OK", reply_to(body, **changes))))
@@ -326,6 +328,29 @@ def test_no_proxy_stands_between_loopback_and_us(serve: Callable[..., str], monk
     with RewardClient(serve(lambda media, prompts, meta: [1.0] * len(prompts))) as client:
         client.check()
         assert client.submit(IMAGES, PROMPTS).result(10) == [Score(1.0)] * 2
+
+
+@pytest.mark.parametrize("proxy", ["none", "env"])
+def test_scorers_elsewhere_are_asked_directly_unless_a_proxy_is_wanted(
+    misbehave: Callable[..., str], monkeypatch: pytest.MonkeyPatch, proxy: Literal["none", "env"]
+) -> None:
+    asked: list[str] = []
+
+    def answer(name: str) -> Callable[[socket.socket, bytes], None]:
+        return lambda conn, body: (asked.append(name), conn.sendall(http("200 OK", reply_to(body))))[1]
+
+    port = misbehave(answer("scorer")).rpartition(":")[2]
+    for name in ("http_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, misbehave(answer("proxy")))
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    find = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *args: find("127.0.0.1" if host == "scorer.test" else host, *args)
+    )
+    with RewardClient(f"http://scorer.test:{port}", token="s3cret", proxy=proxy) as client:
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+    assert asked == ["scorer" if proxy == "none" else "proxy"]
 
 
 def subclasses(cls: type) -> Iterator[type]:

@@ -201,10 +201,15 @@ def test_numbers_that_are_not_finite_abstain(serve: Callable[..., str]) -> None:
     assert [score.abstained for score in scores] == [None, "the scorer returned nan", "the scorer returned inf", None]
 
 
+class Fails:
+    def __abs__(self) -> float:
+        raise RuntimeError("no number")
+
+
 @pytest.mark.parametrize(
     "results",
-    [[0.5], [0.5] * 3, [], None, iter([0.5, 0.5]), ["a", "b"], [Score(0.5, details={"x": object()})] * 2],
-    ids=["few", "many", "none", "None", "iterator", "text", "details not JSON"],
+    [[0.5], [0.5] * 3, [], None, iter([0.5, 0.5]), ["a", "b"], [0.5, Fails()]],
+    ids=["few", "many", "none", "None", "iterator", "text", "a number that fails"],
 )
 def test_bad_return_values_are_500(serve: Callable[..., str], results: object) -> None:
     assert_refused(post(serve(lambda media, prompts, meta: results), pack(2)), 500, "scorer_failed")

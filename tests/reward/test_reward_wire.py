@@ -11,6 +11,8 @@ import pytest
 import safetensors.numpy
 from omni_reward import Score
 from omni_reward.wire import (
+    MAX_DETAILS_BYTES,
+    MAX_DETAILS_DEPTH,
     MAX_HEADER_BYTES,
     MismatchError,
     Scorer,
@@ -260,6 +262,13 @@ def reply(**changes: object) -> bytes:
     return json.dumps({"protocol": 1, "request_id": "r", "scorer": "s", "results": [ONE], **changes}).encode()
 
 
+def nested(depth: int) -> dict[str, object]:
+    details: dict[str, object] = {}
+    for _ in range(depth - 1):
+        details = {"a": details}
+    return details
+
+
 BAD_REPLIES = {
     "not JSON": b"<html>",
     "not UTF-8": b"\xff\xfe",
@@ -284,6 +293,12 @@ BAD_REPLIES = {
     "score and reason": reply(results=[{"id": "0", "score": 1, "abstained": "no"}]),
     "parts a list": reply(results=[{"id": "0", "score": 1, "parts": []}]),
     "part not finite": reply(results=[{"id": "0", "score": 1, "parts": {"a": None}}]),
+    "beyond float32": reply(results=[{"id": "0", "score": 1e39}]),
+    "part beyond float32": reply(results=[{"id": "0", "score": 1, "parts": {"a": -1e39}}]),
+    "details too deep": reply(results=[{"id": "0", "score": 1, "details": nested(500)}]),
+    "details too long": reply(results=[{"id": "0", "score": 1, "details": {"a": "b" * 2**20}}]),
+    "details no text": reply(results=[{"id": "0", "score": 1, "details": {"read": "\ud800"}}]),
+    "parts no text": reply(results=[{"id": "0", "score": 1, "parts": {"\ud800": 1}}]),
     "details text": reply(results=[{"id": "0", "score": 1, "details": "x"}]),
     "nested": b"[" * 200_000,
 }
@@ -297,6 +312,38 @@ def test_bad_reply_is_a_value_error(name: str) -> None:
     with pytest.raises(ValueError) as caught:
         decode_reply(BAD_REPLIES[name], request_id="r", ids=["0"])
     assert (type(caught.value) is MismatchError) == (name in OTHERS)
+
+
+def test_a_reward_that_float32_cannot_hold_is_named() -> None:
+    message = r"results\[0\]: value must be a finite number in float32's range, got 1e\+39"
+    with pytest.raises(ValueError, match=message):
+        decode_reply(BAD_REPLIES["beyond float32"], request_id="r", ids=["0"])
+    largest = float(np.finfo(np.float32).max)
+    assert Score(-largest).value == -largest
+    assert Score.of(1e39) == Score(None, abstained="the scorer returned 1e+39")
+
+
+def test_details_are_bounded_and_kept_as_json_brings_them_back() -> None:
+    Score(1.0, details=nested(MAX_DETAILS_DEPTH))
+    with pytest.raises(ValueError, match="details must be nested at most 16 deep"):
+        Score(1.0, details=nested(MAX_DETAILS_DEPTH + 1))
+    with pytest.raises(ValueError, match="details must be at most 65536 bytes as JSON, got 65537"):
+        Score(1.0, details={"a": "b" * (MAX_DETAILS_BYTES + 1 - len('{"a": ""}'))})
+    with pytest.raises(ValueError, match="details must hold JSON values only"):
+        Score(1.0, details={"a": object()})
+    mine = {"box": (1, 2)}
+    score = Score(1.0, details=mine)
+    mine["box"] = (3, 4)
+    assert score.details == {"box": [1, 2]}
+
+
+def test_reasons_are_cut_and_can_be_printed() -> None:
+    long = reply(results=[{"id": "0", "score": None, "abstained": "x" * 2**20}])
+    [score] = decode_reply(long, request_id="r", ids=["0"])
+    assert score.abstained == "x" * 1000 + "..."
+    half = reply(results=[{"id": "0", "score": None, "abstained": "a\ud800"}])
+    [score] = decode_reply(half, request_id="r", ids=["0"])
+    assert score.abstained == "a?"
 
 
 def test_results_in_another_order_are_not_the_reply() -> None:
@@ -329,7 +376,7 @@ def test_score_holds_a_finite_value_or_a_reason() -> None:
         Score(None)
     with pytest.raises(ValueError, match="abstained must be None"):
         Score(0.0, abstained="no")
-    with pytest.raises(ValueError, match=r"parts\['a'\] must be a finite number, got nan"):
+    with pytest.raises(ValueError, match=r"parts\['a'\] must be a finite number in float32's range, got nan"):
         Score(0.0, parts={"a": math.nan})
     score = Score(np.float32(0.5), parts={"a": np.float64(1.5)})
     assert type(score.value) is float

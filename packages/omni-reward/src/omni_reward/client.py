@@ -29,7 +29,7 @@ from omni_reward import wire
 from omni_reward.endpoints import Endpoints, is_worth_a_retry
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError
 from omni_reward.media import canary
-from omni_reward.transport import Transport
+from omni_reward.transport import Proxy, Transport
 from omni_reward.wire import MismatchError, Score, ScoreRequest
 
 OnFailure = Literal["raise", "mask", "mask_group"]
@@ -53,6 +53,7 @@ class RewardClient:
             `Score.mask_group` asks the trainer to leave out their whole groups. A failure that no later request can
             escape, as something is set up wrongly (`RewardError.fatal`), raises in any case.
         mask_limit: most failures in a row that are masked; from then on they raise, until a request succeeds.
+        proxy: `none` talks to the servers directly; `env` goes through the proxy that HTTP_PROXY or HTTPS_PROXY names.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -67,6 +68,7 @@ class RewardClient:
         max_in_flight: int = 8,
         on_failure: OnFailure = "raise",
         mask_limit: int = 16,
+        proxy: Proxy = "none",
     ) -> None:
         self.urls = _check_urls([url] if isinstance(url, str) else list(url))
         if not 0 < timeout_s < math.inf:
@@ -78,7 +80,9 @@ class RewardClient:
             raise ValueError(f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}")
         if mask_limit < 1:
             raise ValueError(f"mask_limit must be >= 1, got {mask_limit}")
-        self._token, self._timeout_s = token, timeout_s
+        if proxy not in get_args(Proxy):
+            raise ValueError(f"proxy must be one of {get_args(Proxy)}, got {proxy!r}")
+        self._token, self._timeout_s, self._proxy = token, timeout_s, proxy
         self._on_failure, self._mask_limit = on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._places = threading.BoundedSemaphore(max_in_flight)
@@ -129,7 +133,9 @@ class RewardClient:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
 
     def info(self) -> dict[str, Any]:
-        """What the server, the first of several, says of itself: scorer, version, protocol, media kinds, limits.
+        """Reply of the (first) server to GET /info: scorer, scorer_version, media, batch_size, limits and more.
+
+        `limits["max_waiting"]` is the number of requests that may wait there while one is scored.
 
         Raises:
             RewardError: the server could not be asked, or speaks another protocol.
@@ -142,14 +148,15 @@ class RewardClient:
         prompts: Sequence[str] = (CANARY_PROMPT,),
         meta: Sequence[Mapping[str, object]] | None = None,
     ) -> list[list[Score]]:
-        """Scores of a canary from each server, which is up, takes the token and has the same scorer as the others.
+        """Score a canary on each server, after a check that all are up, take the token and have the same scorer.
 
-        Worth a call before the first step: what is set up wrongly shows here, and raises whatever `on_failure` says.
+        Worth a call before the first step: mistakes in the setup show here, and raise whatever `on_failure` says. The
+        scores show the scorer's `parts` too, unless it abstains.
 
         Args:
-            media: N samples to ask for, as in `submit`; one grey or silent sample where none is given.
+            media: N samples to score, as in `submit`; grey or silent ones by default.
             prompts: their N prompts.
-            meta: their N mappings.
+            meta: their N mappings; a scorer that reads a key of its own needs those of a real prompt.
 
         Raises:
             RewardError: a server is not as it should be; the class and the message say what is wrong.
@@ -162,7 +169,8 @@ class RewardClient:
                     values = f"{infos[0].get(key)!r:.80} at {self.urls[0]} and {info.get(key)!r:.80} at {url}"
                     raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
         if media is None:
-            media, meta = canary(infos[0]["media"])
+            media, rates = canary(infos[0]["media"], len(prompts))
+            meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
         request = _build_request(media, prompts, meta)
         header = request.header()
         deadline = time.monotonic() + self._timeout_s
@@ -249,7 +257,7 @@ class RewardClient:
     def _transport(self, url: str) -> Transport:
         transports: dict[str, Transport] = vars(self._local).setdefault("transports", {})
         if url not in transports:
-            transports[url] = Transport(url, self._token)
+            transports[url] = Transport(url, self._token, proxy=self._proxy)
             self._transports.append(transports[url])
         return transports[url]
 
@@ -259,13 +267,15 @@ class RewardClient:
             info = wire.parse_message(reply, "the reply")
         except ValueError as exc:
             raise RewardFormatError(f"GET {url}/info: {exc}", fatal=isinstance(exc, MismatchError)) from exc
-        if not isinstance(info.get("media"), list):
-            raise RewardFormatError(f"GET {url}/info: media must be a list, got {info.get('media')!r:.80}", fatal=True)
+        for key, kind in {"scorer": str, "scorer_version": str, "media": list, "limits": dict}.items():
+            if not isinstance(info.get(key), kind):
+                text = f"GET {url}/info: {key} must be a {kind.__name__}, got {info.get(key)!r:.80}"
+                raise RewardFormatError(text, fatal=True)
         return info
 
     def _ask(self, url: str, path: str) -> bytes:
         """Body of the reply to a GET from the calling thread, past the requests in flight."""
-        transport = Transport(url, self._token)
+        transport = Transport(url, self._token, proxy=self._proxy)
         try:
             return transport.exchange("GET", path, timeout_s=self._timeout_s)
         finally:

@@ -15,12 +15,15 @@ from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError,
 
 FIRST_REST_S = 0.1
 MAX_REST_S = 10.0
+MAX_RETRY_AFTER_S = 30.0  # however long a server asks us to wait
+LAST_TRY_S = 0.5  # before the deadline: nothing is given up before a last attempt then
+LEAST_TRY_S = 0.05  # an attempt with less time than this could only end in a timeout
 NUM_FAILURES_TO_TRIAL = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 
 
 def is_worth_a_retry(error: RewardError) -> bool:
-    """Whether the same request may well succeed a moment later: the server is down, restarting or full."""
+    """True when the same request may well succeed a moment later: the server is down, restarting or full."""
     if isinstance(error, RewardHTTPError):
         return error.status in RETRY_STATUSES
     return isinstance(error, RewardConnectError)
@@ -36,10 +39,15 @@ class Endpoint:
     failed_at: float = 0.0
     rests_until: float = 0.0
 
-    def is_free(self, now: float) -> bool:
-        """Whether it can take an attempt; on trial it takes one at a time."""
+    def free_at(self, deadline: float) -> float:
+        """Time at which its rest ends for a request with that deadline, which has a last attempt whatever the rest."""
+        last = deadline - LAST_TRY_S
+        return last if self.rests_until >= deadline - LEAST_TRY_S and self.failed_at < last else self.rests_until
+
+    def is_free(self, now: float, deadline: float) -> bool:
+        """True when it can take an attempt; on trial it takes one at a time."""
         is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
-        return now >= self.rests_until and not (is_on_trial and self.num_requests)
+        return now >= self.free_at(deadline) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
         """Sends it to rest after an attempt that began at `started`."""
@@ -48,7 +56,7 @@ class Endpoint:
             self.failed_at = now
         rest_s = min(MAX_REST_S, FIRST_REST_S * 2.0 ** min(self.num_failures - 1, 20)) * random.uniform(0.5, 1.0)
         if isinstance(error, RewardHTTPError):
-            rest_s = max(rest_s, error.retry_after_s * random.uniform(1.0, 1.25))
+            rest_s = max(rest_s, min(error.retry_after_s, MAX_RETRY_AFTER_S) * random.uniform(1.0, 1.25))
         self.rests_until = max(self.rests_until, now + rest_s)
 
 
@@ -64,13 +72,13 @@ class Endpoints:
         """The server for one attempt, which must be given back; None when none can take it before the deadline."""
         with self._changed:
             while (now := time.monotonic()) < deadline:
-                free = [endpoint for endpoint in self._endpoints if endpoint.is_free(now)]
+                free = [endpoint for endpoint in self._endpoints if endpoint.is_free(now, deadline)]
                 if free:
                     endpoint = min(free, key=lambda endpoint: (endpoint.num_requests, random.random()))
                     endpoint.num_requests += 1
                     return endpoint
-                rests = [endpoint.rests_until for endpoint in self._endpoints if endpoint.rests_until > now]
-                if len(rests) == len(self._endpoints) and min(rests) >= deadline:
+                rests = [rest for endpoint in self._endpoints if (rest := endpoint.free_at(deadline)) > now]
+                if len(rests) == len(self._endpoints) and min(rests) >= deadline - LEAST_TRY_S:
                     return None
                 self._changed.wait(min([deadline, *rests]) - now)
         return None

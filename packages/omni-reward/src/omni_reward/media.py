@@ -64,20 +64,20 @@ def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
             raise ValueError(f"meta[{i}][{rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
 
 
-def canary(kinds: Sequence[str]) -> tuple[dict[str, np.ndarray], list[dict[str, object]]]:
-    """One grey or silent sample of these kinds, and its meta: something to ask a scorer before it matters.
+def canary(kinds: Sequence[str], count: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+    """Grey or silent samples of these kinds, and the rates that belong into the meta of each.
 
     Raises:
         ValueError: a kind has no sample that suits every scorer.
     """
     samples: dict[str, np.ndarray] = {
-        "image": np.full((1, 64, 64, 3), 128, np.uint8),
-        "video": np.full((1, 8, 64, 64, 3), 128, np.uint8),
-        "audio": np.zeros((1, 16_000, 1), np.float32),
+        "image": np.full((count, 64, 64, 3), 128, np.uint8),
+        "video": np.full((count, 8, 64, 64, 3), 128, np.uint8),
+        "audio": np.zeros((count, 16_000, 1), np.float32),
     }
     if missing := set(kinds) - set(samples):
         raise ValueError(f"media must be given to ask a scorer of {sorted(missing)}: no sample suits all of them")
-    return {kind: samples[kind] for kind in kinds}, [{"fps": 8.0, "sample_rate": 16_000}]
+    return {kind: samples[kind] for kind in kinds}, {"fps": 8.0, "sample_rate": 16_000}
 
 
 def media_kind(kind: object) -> MediaKind:

@@ -14,14 +14,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
+from omni_reward.wire import clean
 
+Proxy = Literal["none", "env"]
+NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests asks the environment only for those that are not given
 MAX_REPLY_BYTES = 16 * 2**20
 
 
@@ -53,14 +56,16 @@ class Transport:
     Args:
         url: the server's base URL, without a trailing slash.
         token: sent as a bearer token when set.
+        proxy: `none` talks to the server directly. `env` takes the proxy that HTTP_PROXY and its relatives name, which
+            then sees all that is sent over http; none can reach our own loopback.
     """
 
-    def __init__(self, url: str, token: str | None) -> None:
+    def __init__(self, url: str, token: str | None, *, proxy: Proxy = "none") -> None:
         self._url = url
         self._token = token
+        self._is_direct = proxy == "none" or is_loopback(urlsplit(url).hostname or "")
         self._adapter = _Adapter(pool_connections=1, pool_maxsize=1)
         self._session = requests.Session()
-        self._session.trust_env = not is_loopback(urlsplit(url).hostname or "")  # no proxy can reach our own loopback
         self._session.mount("http://", self._adapter)
         self._session.mount("https://", self._adapter)
 
@@ -113,6 +118,7 @@ class Transport:
             headers=headers,
             auth=self._authorize,
             timeout=timeout_s,
+            proxies=NO_PROXIES if self._is_direct else None,
             stream=True,
             allow_redirects=False,  # a redirected POST arrives as a GET without its body
         ) as response:
@@ -179,7 +185,7 @@ class _Adapter(HTTPAdapter):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host name or address means this machine only."""
+    """True for a host name or address that means this machine only."""
     if host == "localhost":
         return True
     try:
@@ -203,6 +209,6 @@ def _error_in(reply: bytes) -> tuple[str, str]:
     """Code and message of an error reply; the code is empty when it is not one of a scorer's."""
     try:
         error = json.loads(reply)["error"]
-        return str(error["code"])[:80], str(error["message"])[:500]
+        return clean(str(error["code"]), 80), clean(str(error["message"]), 500)
     except (ValueError, KeyError, TypeError, RecursionError):
         return "", repr(reply[:200])

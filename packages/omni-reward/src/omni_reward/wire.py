@@ -25,6 +25,10 @@ from omni_reward.media import MEDIA_KINDS, check_media, check_rates, media_kind
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
 MAX_ID_CHARS = 128
+MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute with float32
+MAX_REASON_CHARS = 1000
+MAX_DETAILS_BYTES = 2**16  # of one sample, as JSON
+MAX_DETAILS_DEPTH = 16
 DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32"}  # numpy's names -> safetensors'
 
 
@@ -37,14 +41,15 @@ class Score:
     """One sample's score, or the reason why there is none.
 
     Args:
-        value: finite score in the scorer's unit, or None when the scorer abstains.
-        abstained: why there is no score; set exactly when value is None.
-        parts: named terms the value was made of, each finite.
-        details: anything else worth logging, such as what the scorer read, as JSON values.
-        mask_group: whether the trainer should leave out the sample's whole group; a client sets it, never a scorer.
+        value: score in the scorer's unit, finite in float32, or None when the scorer abstains.
+        abstained: reason for the lack of a score, set exactly when value is None; cut after MAX_REASON_CHARS.
+        parts: named terms of the value, each finite in float32.
+        details: anything else worth logging, such as the text that the scorer read, as JSON values: at most
+            MAX_DETAILS_DEPTH deep and MAX_DETAILS_BYTES long. A copy is kept, as JSON would bring it back.
+        mask_group: True asks the trainer to leave out the sample's whole group; a client sets it, never a scorer.
 
     Raises:
-        ValueError: both or neither of value and abstained are set, or a number is not finite.
+        ValueError: both or neither of value and abstained are set, or a field breaks its rule.
     """
 
     value: float | None
@@ -62,14 +67,18 @@ class Score:
             raise ValueError(f"parts and details must be mappings, got {self.parts!r:.80} and {self.details!r:.80}")
         if self.value is not None:
             object.__setattr__(self, "value", _finite("value", self.value))
-        object.__setattr__(self, "parts", {name: _finite(f"parts[{name!r}]", x) for name, x in self.parts.items()})
+        else:
+            object.__setattr__(self, "abstained", clean(str(self.abstained), MAX_REASON_CHARS))
+        parts = {name: _finite(f"parts[{name!r:.80}]", x) for name, x in self.parts.items()}
+        object.__setattr__(self, "parts", _copy_json("parts", parts))
+        object.__setattr__(self, "details", _copy_json("details", dict(self.details)))
 
     @classmethod
     def of(
         cls, value: float, *, parts: Mapping[str, float] | None = None, details: Mapping[str, object] | None = None
     ) -> "Score":
-        """Score of a number straight from a model: NaN and infinities abstain and say so."""
-        if math.isfinite(value):
+        """Score of a number straight from a model; one that float32 cannot hold, such as NaN, becomes an abstention."""
+        if abs(value) <= MAX_VALUE:
             return cls(float(value), parts=parts or {}, details=details or {})
         return cls(None, abstained=f"the scorer returned {value}", details=details or {})
 
@@ -204,11 +213,7 @@ def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
 
 
 def encode_reply(request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score]) -> bytes:
-    """Body of a reply, in the order of the request.
-
-    Raises:
-        TypeError, ValueError, RecursionError: a detail is not JSON.
-    """
+    """Body of a reply, in the order of the request."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
@@ -251,6 +256,11 @@ def check_token(token: str | None) -> None:
 def to_json(value: object) -> str:
     """Plain ASCII JSON, where a NaN or an infinity is a ValueError."""
     return json.dumps(value, allow_nan=False)
+
+
+def clean(text: str, limit: int) -> str:
+    """The first characters of a text, without halves of surrogate pairs, so that it can be printed and stored."""
+    return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
 def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
@@ -327,12 +337,31 @@ def _check_unicode(name: str, text: str) -> None:
         raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
 
 
+def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """The object as JSON brings it back, after a check of its size and depth."""
+    try:
+        text = json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, of half a surrogate pair, is one
+        raise ValueError(f"{name} must hold JSON values only: {exc}") from exc
+    if len(text) > MAX_DETAILS_BYTES:
+        raise ValueError(f"{name} must be at most {MAX_DETAILS_BYTES} bytes as JSON, got {len(text)}")
+    copy: dict[str, Any] = json.loads(text)
+    if not _is_shallow(copy, MAX_DETAILS_DEPTH):
+        raise ValueError(f"{name} must be nested at most {MAX_DETAILS_DEPTH} deep")
+    return copy
+
+
+def _is_shallow(value: object, depth: int) -> bool:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return children is None or (depth > 0 and all(_is_shallow(child, depth - 1) for child in children))
+
+
 def _finite(name: str, value: object) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         try:
             number = float(value)
         except OverflowError:  # an int beyond float's range
             number = math.inf
-        if math.isfinite(number):
+        if abs(number) <= MAX_VALUE:
             return number
-    raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
+    raise ValueError(f"{name} must be a finite number in float32's range, got {value!r:.80}")
