@@ -127,7 +127,8 @@ def start(
     optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
     ema = Ema(params, decay=args.ema_decay)
     copy = Snapshot(params if keep_copy and not args.lora_rank else (), name="copy")
-    checkpoints.load(net, optimizer, (ema, copy))
+    if saved:
+        checkpoints.load(saved, net, optimizer, (ema, copy))
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))
     forwards = rollouts.count_forwards(engine, net)

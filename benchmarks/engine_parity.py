@@ -22,7 +22,7 @@ from omni_rollout import SamplingParams, Trajectory
 from omni_rollout.diffusers_engine import DiffusersEngine
 from omni_rollout.models import qwen_image
 from omni_sched import Transition, cps_step, dance_step, sde_step
-from omni_train.device import empty_cache, local_device
+from omni_train.device import local_device
 from omni_train.lora import add_lora, reference, unadapted_params
 from omni_train.weights import named_weights
 from torch import nn
@@ -56,7 +56,6 @@ def main(args: Args) -> None:
             if not rows:
                 print(setting(args, path, device) + "\n")
             rows += [[name, *row] for row in measure(args, path, device, dtype)]
-        empty_cache()
     print(table(HEADER, rows))
 
 

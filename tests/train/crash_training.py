@@ -35,7 +35,8 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
     params = list(net.parameters())
     optimizer, ema = build_adamw(params, lr=0.01), Ema(params, decay=0.9)
     checkpoints = Checkpoint(folder / "checkpoints", dist)
-    saved = checkpoints.load(net, optimizer, ema)
+    if saved := checkpoints.latest():
+        checkpoints.load(saved, net, optimizer, ema)
     sys.audit("life.loaded")
     last = saved.step if saved else -1
     claim_folder(dist, folder, has_checkpoint=saved is not None)
@@ -43,7 +44,7 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
         for step in range(last + 1, num_steps + 1):
             metrics = {}
             if step:
-                x = torch.randn(8, 3)  # of the default generator, which has to be restored too
+                x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
                 loss = (net(x) - x.sum(dim=1, keepdim=True)).square().mean()
                 sys.audit("life.forward")
                 loss.backward()

@@ -1,11 +1,9 @@
-"""The log and the random generators of a run that resumes."""
+"""The log of a run that resumes."""
 
 import json
 import os
 
 import pytest
-import torch
-from omni_train.device import rng_states, set_rng_states
 from omni_train.dist import init_distributed
 from omni_train.log import RunLog, claim_folder
 
@@ -82,34 +80,3 @@ def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(ru
             claim_folder(dist, folder, has_checkpoint=False)
 
     run_ranks(work)
-
-
-def test_the_generator_of_the_cpu_goes_on(monkeypatch):
-    device = torch.device("cpu")
-    states = rng_states(device)
-    assert set(states) == {"cpu"}
-    expected = torch.rand(3)
-    set_rng_states(device, states | {"xpu": torch.zeros(1, dtype=torch.uint8)})
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_the_generator_of_an_accelerator_goes_on(monkeypatch):
-    """An accelerator played by a stand-in, which keeps one state for each of its devices."""
-    kept = {torch.device("xpu", 1): torch.tensor([7], dtype=torch.uint8)}
-
-    class Module:
-        get_rng_state = staticmethod(kept.__getitem__)
-
-        @staticmethod
-        def set_rng_state(state, device):
-            kept[device] = state
-
-    device = torch.device("xpu", 1)
-    monkeypatch.setattr(torch, "get_device_module", {device: Module}.__getitem__)
-    states = rng_states(device)
-    assert set(states) == {"cpu", "xpu"}
-    kept[device] = torch.tensor([9], dtype=torch.uint8)
-    set_rng_states(device, states)
-    assert kept[device].tolist() == [7]
-    set_rng_states(device, {"other": torch.tensor([1], dtype=torch.uint8)})
-    assert kept[device].tolist() == [7]

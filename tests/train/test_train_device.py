@@ -1,5 +1,7 @@
 """The CPU as a device, and an accelerator played by a stand-in."""
 
+import math
+
 import pytest
 import torch
 from omni_train import device as devices
@@ -30,7 +32,6 @@ def accelerator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     record("set_device_index")
     record("synchronize")
-    record("empty_cache")
     record("memory_allocated", 3 * 2**20)
     record("max_memory_allocated", 5 * 2**20)
     record("reset_peak_memory_stats")
@@ -40,7 +41,6 @@ def accelerator(monkeypatch):
 def test_without_an_accelerator_every_rank_uses_the_cpu(no_accelerator):
     assert devices.local_device(0) == devices.local_device(7) == CPU
     devices.synchronize()
-    devices.empty_cache()
     devices.reset_peak_memory(CPU)
 
 
@@ -55,10 +55,9 @@ def test_more_ranks_than_accelerators_is_an_error(accelerator, local_rank):
         devices.local_device(local_rank)
 
 
-def test_waiting_and_emptying_reach_the_accelerator(accelerator):
+def test_waiting_reaches_the_accelerator(accelerator):
     devices.synchronize()
-    devices.empty_cache()
-    assert accelerator == [("synchronize",), ("empty_cache",)]
+    assert accelerator == [("synchronize",)]
 
 
 def test_accelerator_memory_is_in_mb(accelerator):
@@ -66,6 +65,27 @@ def test_accelerator_memory_is_in_mb(accelerator):
     assert devices.memory(device) == devices.Memory(current_mb=3.0, peak_mb=5.0)
     devices.reset_peak_memory(device)
     assert accelerator[-1] == ("reset_peak_memory_stats", device)
+
+
+def test_memory_that_an_allocator_does_not_tell_is_nan(accelerator, monkeypatch):
+    def no_device_allocator(device):
+        raise RuntimeError("Allocator for xpu is not a DeviceAllocator.")
+
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.accelerator, name, no_device_allocator)
+    told = devices.memory(torch.device("xpu", 1))
+    assert math.isnan(told.current_mb)
+    assert math.isnan(told.peak_mb)
+    devices.reset_peak_memory(torch.device("xpu", 1))
+
+
+def test_a_system_without_proc_tells_the_peak_only(monkeypatch):
+    here = devices.memory(CPU).peak_mb
+    monkeypatch.setattr("omni_train.device.Path.exists", lambda path: False)
+    monkeypatch.setattr("sys.platform", "darwin")  # where the peak is in bytes, here in KB
+    told = devices.memory(CPU)
+    assert math.isnan(told.current_mb)
+    assert told.peak_mb == pytest.approx(here / 1024, rel=0.1)
 
 
 def test_cpu_memory_is_the_resident_set():

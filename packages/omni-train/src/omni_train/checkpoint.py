@@ -7,6 +7,8 @@ litter of a crash. No file is ever written twice.
 Every rank writes the rows that it holds, and the index says which rows of which tensor are where. So nothing is
 gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it. All
 ranks must see the same folder. Nothing is pickled.
+
+The states of torch's default random generators are not saved: whatever draws here does so from a seed of the step.
 """
 
 import hashlib
@@ -24,10 +26,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from omni_train.device import rng_states, set_rng_states
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.files import check_file, check_size, sync_folder, write_file
-from omni_train.parts import check_file_finite, check_fits, merge_parts, read_tensors, write_part
+from omni_train.parts import check_fits, check_part, merge_parts, read_tensors, write_part
 from omni_train.state import Kept, allocate_optimizer, train_state
 
 INDEX_FILE = "checkpoint.json"
@@ -39,7 +40,6 @@ class Saved:
 
     step: int
     config: dict[str, Any]
-    counters: dict[str, Any]
     versions: dict[str, str]
     world_size: int
     files: dict[str, dict[str, int | str]]
@@ -55,7 +55,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self.dist = dist
         self.keep = keep
-        self._verified: int | None = None  # the step of the checkpoint that `verify` has found whole
+        self._verified: Saved | None = None
 
     def latest(self) -> Saved | None:
         """The newest checkpoint, of which only the index is read; None where there is none.
@@ -95,10 +95,10 @@ class Checkpoint:
                 path = self._path(saved.step) / name
                 try:
                     check_file(path, saved.files[name])
-                    check_file_finite(path)
+                    check_part(path, saved.tensors)
                 except ValueError as exc:
                     raise self._damaged(saved.step, exc) from exc
-        self._verified = saved.step
+        self._verified = saved
 
     def save(
         self,
@@ -108,7 +108,6 @@ class Checkpoint:
         ema: Kept | Sequence[Kept] | None = None,
         *,
         config: Mapping[str, Any],
-        counters: Mapping[str, Any] | None = None,
     ) -> Path:
         """Write all that training has changed; the folder it is in. What was complete stays so, whatever happens.
 
@@ -118,22 +117,20 @@ class Checkpoint:
             optimizer: its state is saved, if given.
             ema: the averages or snapshots to save, one or several; not inside their `applied()`.
             config: the run's settings, which JSON can hold; see `check_config`.
-            counters: what else the loop needs to continue, which JSON can hold.
 
         Raises:
             OSError: some rank could not write. The unfinished folder is removed.
             ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
         """
-        about = {"step": step, "config": dict(config), "counters": dict(counters or {}), "versions": _versions()}
+        about = {"step": step, "config": dict(config), "versions": _versions()}
         json.dumps(about)  # what JSON cannot hold is an error before anything is written
         final = self._path(step)
         temporary = final.with_suffix(".tmp")
-        rng = {f"rng/{self.dist.rank}/{kind}": value for kind, value in rng_states(self.dist.device).items()}
         try:
             with same_error(self.dist):
                 self._make_room(final, temporary)
             with same_error(self.dist):
-                part = write_part(temporary, self.dist, train_state(module, optimizer, ema), rng)
+                part = write_part(temporary, self.dist, train_state(module, optimizer, ema))
             parts: list[Any] = gather_json(self.dist, part)
             with same_error(self.dist):
                 self._finish(temporary, final, about | merge_parts(parts))
@@ -145,38 +142,36 @@ class Checkpoint:
 
     def load(
         self,
+        saved: Saved,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         ema: Kept | Sequence[Kept] | None = None,
-    ) -> Saved | None:
-        """Put the newest checkpoint into what `save` was given, by now built anew; None where there is none.
+    ) -> None:
+        """Put a checkpoint into what `save` was given, by now built anew.
 
-        Every byte is checked first. The random generators of each rank go on where those of that rank stood; a rank
-        that the checkpoint does not know keeps its own. After an error the module may be half loaded.
+        Every byte is checked first, unless `verify` has. After an error the module may be half loaded.
+
+        Args:
+            saved: what `latest` returned; one that has come since is not looked at.
+            module: what `save` was given, as the two that follow.
+            optimizer: any state that it has is dropped.
+            ema: its averages are overwritten.
 
         Raises:
             ValueError: the checkpoint is damaged, does not fit the module, or holds NaN or infinity.
         """
-        saved = self.latest()
-        if saved is None:
-            return None
-        prefix = f"rng/{self.dist.rank}/"
-        shapes = {name: entry["shape"] for name, entry in saved.tensors.items()}
-        rng = {name: torch.empty(shapes[name], dtype=torch.uint8) for name in shapes if name.startswith(prefix)}
-        if self._verified != saved.step:
+        if self._verified is not saved:
             self.verify(saved)
         with same_error(self.dist):
             if optimizer is not None:
-                allocate_optimizer(module, optimizer, shapes)
+                allocate_optimizer(module, optimizer, {name: entry["shape"] for name, entry in saved.tensors.items()})
             state = train_state(module, optimizer, ema)
-            check_fits({name: e for name, e in saved.tensors.items() if not name.startswith("rng/")}, state)
-            read_tensors(self._path(saved.step), saved.tensors, state | rng)
-        set_rng_states(self.dist.device, {name.removeprefix(prefix): value for name, value in rng.items()})
+            check_fits(saved.tensors, state)
+            read_tensors(self._path(saved.step), saved.tensors, state)
         if self.dist.is_main and saved.versions != _versions():
             warnings.warn(
                 f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
             )
-        return saved
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08}"
@@ -188,6 +183,8 @@ class Checkpoint:
     def _open(self, step: int) -> Saved:
         """The index of a step, whose files all have the right size."""
         saved = _read_index(self._path(step))
+        if saved.step != step:
+            raise ValueError(f"{INDEX_FILE} is of step {saved.step}: the folder was copied or renamed")
         for name, expected in saved.files.items():
             check_size(self._path(step) / name, expected)
         return saved
@@ -270,13 +267,43 @@ def _read_index(folder: Path) -> Saved:
         raise ValueError(f"{INDEX_FILE} is missing")
     try:
         content = json.loads(path.read_bytes())
-    except (json.JSONDecodeError, UnicodeDecodeError) as exc:
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
     if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
         raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    if wrong := _malformed(content):
+        raise ValueError(f"{INDEX_FILE} is malformed: {wrong[0]}")
     return Saved(**content)
+
+
+def _malformed(content: dict[str, Any]) -> list[str]:
+    """The keys of an index, and the names below them, whose values have another type than `save` gives them."""
+    kinds = {"step": int, "world_size": int, "config": dict, "versions": dict, "files": dict, "tensors": dict}
+    wrong = [key for key, kind in kinds.items() if type(content[key]) is not kind]
+    return wrong or [
+        *(f"files, {name!r:.100}" for name, entry in content["files"].items() if not _is_file(name, entry)),
+        *(f"tensors, {name!r:.100}" for name, entry in content["tensors"].items() if not _is_tensor(entry, content)),
+    ]
+
+
+def _is_file(name: str, entry: object) -> bool:
+    types = {key: type(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
+    return Path(name).name == name and types == {"bytes": int, "sha256": str}
+
+
+def _is_tensor(entry: object, content: dict[str, Any]) -> bool:
+    if not isinstance(entry, dict) or sorted(entry) != ["dtype", "pieces", "shape"]:
+        return False
+    lists = [entry["shape"], entry["pieces"], *(entry["pieces"] if isinstance(entry["pieces"], list) else [])]
+    return (
+        isinstance(entry["dtype"], str)
+        and all(isinstance(value, list) for value in lists)
+        and all(type(size) is int and size >= 0 for size in entry["shape"])
+        and all(len(piece) == 2 and type(piece[1]) is int and piece[1] >= 0 for piece in entry["pieces"])
+        and all(isinstance(piece[0], str) and piece[0] in content["files"] for piece in entry["pieces"])
+    )
 
 
 def _digest(content: object) -> str:

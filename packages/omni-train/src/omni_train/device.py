@@ -4,8 +4,10 @@ Everything goes through `torch.accelerator`, which covers cuda, npu, xpu and mps
 its functions raise; here the CPU is a device like any other. Memory is in MB of 2**20 bytes.
 """
 
+import math
 import resource
-from collections.abc import Mapping
+import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,41 +59,22 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
-def empty_cache() -> None:
-    """Give cached, unused device memory back to the device; nothing to give on a CPU."""
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
-
-
-def rng_states(device: torch.device) -> dict[str, torch.Tensor]:
-    """The states of torch's default random generators, uint8 on the host: the CPU's, and that of `device`, by kind."""
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state(device)
-    return states
-
-
-def set_rng_states(device: torch.device, states: Mapping[str, torch.Tensor]) -> None:
-    """Put back what `rng_states` returned; another kind of device's state says nothing to this one and is left out."""
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
-    if device.type != "cpu" and device.type in states:
-        torch.get_device_module(device).set_rng_state(states[device.type], device)
-
-
 def memory(device: torch.device) -> Memory:
-    """Memory of this process on `device`; on a CPU the resident set size from the operating system (Linux)."""
+    """Memory of this process on `device`, or on a CPU its resident set size; NaN where no one tells."""
     if device.type == "cpu":
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak_kb / 1024)
-    return Memory(
-        current_mb=torch.accelerator.memory_allocated(device) / _MB,
-        peak_mb=torch.accelerator.max_memory_allocated(device) / _MB,
-    )
+        statm, unit = Path("/proc/self/statm"), 1 if sys.platform == "darwin" else 1024
+        pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
+    try:
+        current, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+    except RuntimeError:  # of an allocator that torch.accelerator cannot ask, as MPS's
+        return Memory(math.nan, math.nan)
+    return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak from the current use; a CPU process cannot reset its peak, so there it does nothing."""
+    """Start a new peak from the current use; where that cannot be done, as of a process on a CPU, it does nothing."""
     if device.type != "cpu":
-        torch.accelerator.reset_peak_memory_stats(device)
+        with suppress(RuntimeError):  # as in `memory`
+            torch.accelerator.reset_peak_memory_stats(device)

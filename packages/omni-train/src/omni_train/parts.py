@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -24,20 +24,19 @@ FILE_BYTES = 2**29  # a rank has one file's tensors in host memory at a time, an
 Index = dict[str, dict[str, Any]]  # {"files": {name: ...}, "tensors": {name: ...}}
 
 
-def write_part(folder: Path, dist: Dist, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Index:
-    """Write this rank's rows of `state` and all of `own`, whose names no other rank has; the index of what it wrote.
+def write_part(folder: Path, dist: Dist, state: Mapping[str, Tensor]) -> Index:
+    """Write this rank's rows of `state`; the index of what it wrote.
 
     Raises:
         OSError: a file could not be written.
         ValueError: a tensor of `state` is not finite; buffers may be, as masks are.
     """
     index: Index = {"files": {}, "tensors": {}}
-    for number, rows in enumerate(_batches(_own_rows(dist, state, own))):
+    for number, rows in enumerate(_batches(_own_rows(dist, state))):
         file = f"rank-{dist.rank:05}-{number:03}.safetensors"
         index["files"][file] = write_file(folder / file, save({name: local for name, local, _ in rows}))
         for name, _, first in rows:
-            tensor = state[name] if name in state else own[name]
-            about = {"dtype": str(tensor.dtype), "shape": list(tensor.shape), "pieces": [[file, first]]}
+            about = {"dtype": str(state[name].dtype), "shape": list(state[name].shape), "pieces": [[file, first]]}
             index["tensors"][name] = about
         del rows  # before the next ones come to the host
     return index
@@ -88,21 +87,30 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
             )
 
 
-def check_file_finite(path: Path) -> None:
-    """Raises ValueError when a tensor in a file of `write_part` holds NaN or infinity; buffers may, as masks do."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - the file is no dict
-            _check_finite(name, file.get_tensor(name))
+def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError unless a file of `write_part` holds what the index says, all finite; buffers need not be."""
+    said = {name: first for name, entry in index.items() for file, first in entry["pieces"] if file == path.name}
+    try:
+        with safe_open(path, framework="pt") as file:
+            if said.keys() != set(file.keys()):
+                raise ValueError(f"{path.name} holds other tensors than the index says")
+            for name, first in said.items():
+                local, shape = file.get_tensor(name), index[name]["shape"] or [1]
+                found = [str(local.dtype), *local.shape[1:]]
+                if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
+                    raise ValueError(f"{path.name} does not hold {name} as the index says")
+                _check_finite(name, local)
+    except SafetensorError as exc:
+        raise ValueError(f"{path.name} is no safetensors file: {exc}") from exc
 
 
-def _own_rows(dist: Dist, state: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
+def _own_rows(dist: Dist, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
     """(name, rows on the host, number of the first row) of all that this rank has to write."""
     for name, tensor in state.items():
         local, first = local_rows(tensor)
         if len(local) and (dist.is_main or isinstance(tensor, DTensor)):
             _check_finite(name, local)
             yield name, local.detach().cpu().contiguous(), first
-    yield from ((name, tensor, 0) for name, tensor in own.items())
 
 
 def _batches(rows: Iterator[tuple[str, Tensor, int]]) -> Iterator[list[tuple[str, Tensor, int]]]:

@@ -5,6 +5,7 @@ keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a s
 NAME is that of the parameter in the module.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -47,6 +48,9 @@ def allocate_optimizer(
     """Give the optimizer zeros under the names in `shapes` that are its own, for `train_state` to find; sharded alike.
 
     Any state that the optimizer has is dropped.
+
+    Raises:
+        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
     """
     names = dict(module.named_parameters())
     places = {param: i for i, param in enumerate(_params(optimizer))}
@@ -55,7 +59,9 @@ def allocate_optimizer(
         key, _, param_name = name.removeprefix("optimizer.").partition("/")
         param = names.get(param_name)
         if name.startswith("optimizer.") and param in places:
-            alike = list(param.shape) == list(shape)  # AdamW's step is a single number, whatever the shape
+            alike = list(param.shape) == list(shape)
+            if not alike and math.prod(shape) != 1:
+                raise ValueError(f"{name} must have the shape {list(param.shape)} or be one number, got {list(shape)}")
             value = torch.zeros_like(param) if alike else torch.zeros(shape)
             state.setdefault(places[param], {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,139 @@
+"""The index of a checkpoint is believed where its files agree with it, and what was verified is what is loaded."""
+
+import hashlib
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from omni_train.checkpoint import Checkpoint
+from omni_train.dist import init_distributed
+from omni_train.optim import build_adamw
+from torch import nn
+
+
+@pytest.fixture
+def alone():
+    return init_distributed()
+
+
+@pytest.fixture
+def checkpoints(tmp_path, alone):
+    return Checkpoint(tmp_path / "checkpoints", alone, keep=3)
+
+
+def filled(value):
+    net = nn.Linear(2, 3)
+    with torch.no_grad():
+        for p in net.parameters():
+            p.fill_(value)
+    return net
+
+
+def forge(folder, change):
+    """Another index, with the checksum that it says it has."""
+    path = folder / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["sha256"]
+    change(content)
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    path.write_text(json.dumps({"sha256": digest} | content))
+
+
+def test_an_index_of_another_version_is_named_so(checkpoints):
+    forge(checkpoints.save(1, filled(1.0), config={}), lambda index: index.update(format=9))
+    with pytest.raises(ValueError, match="another version of omni-train wrote it"):
+        checkpoints.latest()
+
+
+def test_an_index_nested_beyond_measure_is_damage(checkpoints):
+    folder = checkpoints.save(1, filled(1.0), config={})
+    (folder / "checkpoint.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"step-00000001 is damaged: checkpoint\.json is not valid JSON"):
+        checkpoints.latest()
+
+
+def entry(index):
+    return index["tensors"]["weight/weight"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda index: index.update(step="1"), "step"),
+        (lambda index: index.update(world_size=None), "world_size"),
+        (lambda index: index.update(config=[]), "config"),
+        (lambda index: index.update(files=["rank-00000-000.safetensors"]), "files"),
+        (lambda index: index["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "files, '../x'"),
+        (lambda index: index["files"].update(x={"bytes": True, "sha256": ""}), "files, 'x'"),
+        (lambda index: index["tensors"].update(x=3), "tensors, 'x'"),
+        (lambda index: entry(index).update(dtype=None), "tensors, 'weight/weight'"),
+        (lambda index: entry(index).update(shape=[3, "2"]), "tensors, 'weight/weight'"),
+        (lambda index: entry(index).update(shape=[3, -2]), "tensors, 'weight/weight'"),
+        (lambda index: entry(index).update(pieces=[0]), "tensors, 'weight/weight'"),
+        (lambda index: entry(index).update(pieces=[["elsewhere", 0]]), "tensors, 'weight/weight'"),
+        (lambda index: entry(index).update(pieces=[[["a"], 0]]), "tensors, 'weight/weight'"),
+    ],
+)
+def test_an_index_of_other_types_is_damage(checkpoints, change, named):
+    forge(checkpoints.save(1, filled(1.0), config={}), change)
+    with pytest.raises(ValueError, match=rf"is damaged: checkpoint\.json is malformed: {re.escape(named)}\. There is"):
+        checkpoints.latest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: entry(index).update(shape=[3, 10**12]),
+        lambda index: entry(index).update(shape=[2, 2]),
+        lambda index: entry(index).update(shape=[]),
+        lambda index: entry(index).update(dtype="torch.float64"),
+        lambda index: entry(index)["pieces"][0].__setitem__(1, 1),
+        lambda index: index["tensors"].pop("weight/weight"),
+        lambda index: index["tensors"].update(more=entry(index)),
+    ],
+)
+def test_an_index_that_says_other_than_its_files_is_damage(checkpoints, change):
+    forge(checkpoints.save(1, filled(1.0), config={}), change)
+    with pytest.raises(ValueError, match=r"is damaged: rank-00000-000\.safetensors (does not hold|holds)"):
+        checkpoints.verify(checkpoints.latest())
+
+
+def test_no_state_of_an_optimizer_is_allocated_as_an_index_says(checkpoints):
+    net = filled(1.0)
+    optimizer = build_adamw(net, lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    folder = checkpoints.save(1, net, optimizer, config={})
+    forge(folder, lambda index: index["tensors"]["optimizer.step/bias"].update(shape=[10**12, 10**3], pieces=[]))
+    saved = checkpoints.latest()
+    with pytest.raises(ValueError, match=r"does not hold|holds other tensors"):
+        checkpoints.load(saved, net, optimizer)
+    checkpoints._verified = saved
+    with pytest.raises(ValueError, match=r"optimizer\.step/bias must have the shape \[3\] or be one number"):
+        checkpoints.load(saved, net, optimizer)
+
+
+def test_a_folder_under_another_steps_name_is_found_when_it_is_looked_for(checkpoints):
+    folder = checkpoints.save(1, filled(1.0), config={})
+    shutil.copytree(folder, folder.with_name("step-00000007"))
+    with pytest.raises(ValueError, match=r"step-00000007 is damaged: checkpoint\.json is of step 1: .* copied"):
+        checkpoints.latest()
+
+
+def test_what_was_verified_is_loaded_although_a_newer_one_has_come(checkpoints):
+    checkpoints.save(4, filled(4.0), config={})
+    checkpoints.verify(saved := checkpoints.latest())
+    checkpoints.save(8, filled(8.0), config={})
+    net = filled(0.0)
+    checkpoints.load(saved, net)
+    assert net.weight.eq(4.0).all()
+
+
+def test_equal_runs_leave_equal_bytes_whatever_was_drawn_elsewhere(tmp_path, alone):
+    folders = [
+        Checkpoint(tmp_path / name, alone).save(1, filled(1.0), config={}) for name in ("a", "b") if torch.rand(1)
+    ]
+    first, second = ({path.name: path.read_bytes() for path in folder.iterdir()} for folder in folders)
+    assert first == second
