@@ -43,8 +43,8 @@ SIGNATURES = {
     "omni_losses.reward_probability": "advantages, *, adv_clip_max=5.0, mode='continuous'",
     "omni_losses.old_policy_decay": "step, *, schedule",
     "omni_losses.best_worst_pairs": "rewards, groups",
-    "omni_losses.grpo_guard_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, sqrt_dt, clip_range, "
-    "adv_clip_max=5.0, weights=None",
+    "omni_losses.grpo_guard_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, sqrt_dt=None, "
+    "clip_range, adv_clip_max=5.0, weights=None",
     "omni_losses.flow_dppo_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, kl_threshold=1e-5, "
     "weights=None",
     "omni_losses.tempflow_weights": "std, *, scale=2.25",

@@ -1,6 +1,7 @@
 """GRPO-Guard, Flow-DPPO and TempFlow's weights: closed forms of Gaussian steps, worked examples, gradients."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -105,6 +106,33 @@ def test_guard_is_one_before_the_update_and_each_step_weighs_by_its_dt():
     out = guard(steps, torch.tensor([1.0, 1.0, 1.0]), sqrt_dt=torch.tensor([0.1, 0.2, 0.5]))
     assert out.loss.item() == pytest.approx(-(100 + 25 + 4) / 3)
     assert out.metrics["ratio_max_dev"] == 0
+
+
+def test_guard_without_sqrt_dt_leaves_the_weight_of_a_step_to_weights():
+    steps, sqrt_dt = gaussian_steps(shift=0.1), torch.tensor([0.25, 0.5, 1.0])
+    advantages, weights = torch.tensor([1.0, -2.0, 0.5]), torch.tensor([1.0, 0.5, 2.0])
+    divided = guard(steps, advantages, sqrt_dt=sqrt_dt, weights=weights)
+    weighted = guard(steps, advantages, sqrt_dt=None, weights=weights / sqrt_dt.square())
+    assert torch.equal(weighted.loss, divided.loss)
+    assert weighted.metrics == divided.metrics
+    assert not torch.equal(guard(steps, advantages, sqrt_dt=None, weights=weights).loss, divided.loss)
+
+
+def test_a_loss_bound_to_its_settings_takes_the_step_and_its_moments():
+    """How a row of a trainer's table calls it: the same words for every loss, moments where it asks for them."""
+    steps = gaussian_steps(shift=0.1)
+    moments = {name: steps[name] for name in ("mean", "old_mean", "std")}
+    log_probs = log_density(steps, steps["mean"]), log_density(steps, steps["old_mean"])
+    for loss, its_moments in (
+        (partial(grpo_loss, clip_range=1e-4, adv_clip_max=5.0), {}),
+        (partial(grpo_guard_loss, clip_range=2e-6), moments),
+        (partial(flow_dppo_loss, kl_threshold=1e-5), moments),
+    ):
+        zero, one, none = (
+            loss(*log_probs, torch.ones(3), weights=w, **its_moments) for w in (torch.zeros(3), torch.ones(3), None)
+        )
+        assert zero.loss == 0
+        assert one.loss == none.loss != 0
 
 
 def test_guard_clips_as_grpo_does():
@@ -257,7 +285,7 @@ def test_errors_name_the_argument():
             loss(two, two, two, **(moments | {"old_mean": torch.zeros(2, 4)}), **options)
     with pytest.raises(ValueError, match=r"sqrt_dt must have log_prob's shape"):
         grpo_guard_loss(two, two, two, **moments, sqrt_dt=torch.ones(3), clip_range=0.1)
-    with pytest.raises(ValueError, match="clip_range must be > 0"):
+    with pytest.raises(ValueError, match=r"clip_range must be > 5.96e-08"):
         grpo_guard_loss(two, two, two, **moments, sqrt_dt=two, clip_range=0.0)
     with pytest.raises(ValueError, match="kl_threshold must be > 0, got 0"):
         flow_dppo_loss(two, two, two, **moments, kl_threshold=0.0)

@@ -142,6 +142,12 @@ def test_halves_of_a_batch_average_to_the_whole():
     torch.testing.assert_close(sum(halves) / 2, whole)
 
 
+@pytest.mark.parametrize("clip_range", [6e-8, 1e-7, 3e-6])
+def test_bounds_of_any_clip_range_that_is_taken_differ_from_one_in_float32(clip_range):
+    assert loss_and_gradient(2.0, 1.0, clip_range=clip_range)[0] < -1
+    assert loss_and_gradient(0.5, -1.0, clip_range=clip_range)[0] < 1
+
+
 def test_errors_name_the_argument():
     one, two = torch.zeros(1), torch.zeros(2)
     with pytest.raises(ValueError, match=r"log_prob must be \[B\] with B >= 1, got shape \(2, 1\)"):
@@ -153,8 +159,8 @@ def test_errors_name_the_argument():
             grpo_loss(*tensors, clip_range=0.1)
     with pytest.raises(ValueError, match=r"weights must have log_prob's shape \(2,\), got \(1,\)"):
         grpo_loss(two, two, two, clip_range=0.1, weights=one)
-    for clip_range in (0.0, -0.1, (0.1, 0.0), math.nan):
-        with pytest.raises(ValueError, match="clip_range must be > 0"):
+    for clip_range in (0.0, -0.1, (0.1, 0.0), (1e-9, 0.1), 5e-8, 2.0**-24, math.nan):
+        with pytest.raises(ValueError, match=r"clip_range must be > 5.96e-08, the resolution of float32 at 1, got"):
             grpo_loss(two, two, two, clip_range=clip_range)
     with pytest.raises(ValueError, match="adv_clip_max must be > 0, got 0"):
         grpo_loss(two, two, two, clip_range=0.1, adv_clip_max=0.0)

@@ -1,12 +1,6 @@
-"""The clipped ratio and what to log about it: shared by the losses of diffusion steps and of token sequences."""
+"""Metrics of the ratio, for the losses of diffusion steps and of token sequences."""
 
-import torch
 from torch import Tensor
-
-
-def clipped_losses(ratio: Tensor, advantages: Tensor, low: float, high: float) -> Tensor:
-    """The clipped loss of each ratio, before weights and mean; ratio and advantages are [B], and so is the result."""
-    return torch.maximum(-advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high))
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""How good each sample was, compared with the others drawn for the same prompt, and which samples are worth training.
+"""Advantages of samples over the others drawn for the same prompt, and the choice of samples to train on.
 
 Letters: N samples of all ranks, in any order; a group is the samples of one prompt; R rewards of each sample. A reward
 of NaN marks a sample without a score.
@@ -90,7 +90,7 @@ def multi_reward_advantages(
         groups: [N], integer ids.
         reward_weights: R finite numbers; negative for what is to shrink.
         std, eps, correction: as in `group_advantages`, for each reward.
-        rescale: whether to divide A by its standard deviation over the scored samples, plus eps, so that the size of
+        rescale: divide A by its standard deviation over the scored samples, plus eps, so that the size of
             advantages does not depend on the number of rewards and their weights.
 
     Raises:
@@ -116,7 +116,7 @@ def multi_reward_advantages(
 
 
 def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Which samples can teach anything, [N], boolean: those with a score, in a group with two different scores.
+    """Mask [N], boolean, of the samples that carry signal: those with a score, in a group with two different scores.
 
     All others have advantage 0. Dropping them saves their part of the update. It also changes the mean that a loss
     takes: over fewer samples, so that those left weigh more.
@@ -138,7 +138,7 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
-    """Indices, ascending, of the n/2 best and the n/2 worst samples of every group: those that teach most.
+    """Indices, ascending, of the n/2 best and the n/2 worst samples of every group, which teach most.
 
     Take the advantages of whole groups first, then train on these samples only. A group with n scored samples or fewer
     keeps them all; samples without a score are never kept. Of equal rewards, the earlier sample counts as the worse.
@@ -166,7 +166,7 @@ def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
-    """What the rewards of a step look like, as 0-d tensors; samples without a score (NaN) count in the last one only.
+    """Statistics of a step's rewards, as 0-d tensors; samples without a score (NaN) count in the last one only.
 
     `mean`, `min`, `max`; `group_std`, the mean over groups of the standard deviation (squares divided by n);
     `zero_variance_ratio`, the share of groups whose rewards are all equal and teach nothing; `abstained_ratio`.
@@ -196,7 +196,7 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
 
 
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Whether a sample's group holds two different rewards, [N].
+    """Mask [N] of the samples whose group holds two different rewards.
 
     Asked of the rewards, not of their variance: the rounded mean of equal floats may differ from them, and dividing the
     difference by a tiny standard deviation would turn rounding into an advantage.
@@ -208,7 +208,7 @@ def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> 
 
 
 def check_rewards(rewards: Tensor, groups: Tensor) -> None:
-    """Raises ValueError unless rewards are [N], finite or NaN, and groups [N] integers."""
+    """Refuse rewards that are not [N], finite or NaN, and groups that are not [N] integers."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
             f"rewards and groups must be [N] alike, got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}"

@@ -1,7 +1,7 @@
-"""Weights for samples that another numerical stack drew: how much of them the trainer's own policy would have drawn.
+"""Importance weights for samples that another numerical stack drew, towards the trainer's own policy.
 
 Letters: B samples, K stochastic steps of each. Log-probabilities are in nats per latent element: a step's log-density
-over its number of elements.
+over its number of elements. They must be those of densities: not the unnormalised ones of `cps_step`.
 """
 
 from typing import Literal, get_args
@@ -24,7 +24,7 @@ def rollout_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [B, K] for the losses of the steps, and what to log about the gap between engine and trainer.
+    """Weights [B, K] for the losses of the steps, and metrics of the gap between engine and trainer.
 
         d_ik = old_log_prob_ik - rollout_log_prob_ik
         r_ik = exp(d_ik) for level "step";  exp(sum over k of d_ik), the same for every step, for level "trajectory"

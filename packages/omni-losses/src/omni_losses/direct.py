@@ -1,4 +1,4 @@
-"""Losses that differentiate the reward itself: SRPO, which scores a sample recovered from a single step.
+"""Losses that differentiate the reward itself: SRPO, on samples recovered from a single step.
 
 Letters: B samples. sigma is the noise level, 1 = noise, 0 = data; velocity = dx/dsigma = noise - data.
 """
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from omni_losses._checks import require_batch, require_latents, require_per_sample, require_shape_of
-from omni_losses.output import LossOutput
+from omni_losses.output import LossOutput, over
 
 
 def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """The sample x0 that one step of the model leads to, [B, ...], recovered with the noise that is known to be in x.
+    """Sample x0 at the end of one step of the model, [B, ...], recovered with the known noise in x.
 
         x_next = x + (sigma_next - sigma) velocity
         x0     = (x_next - sigma_next noise) / (1 - sigma_next)
@@ -40,8 +40,7 @@ def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigm
     require_per_sample(velocity, sigma=sigma, sigma_next=sigma_next)
     if sigma_next.device.type == "cpu" and not ((sigma_next >= 0) & (sigma_next < 1)).all():
         raise ValueError(f"sigma_next must be in [0, 1), got {sigma_next.tolist()}")
-    wide = (-1, *[1] * (velocity.ndim - 1))
-    level, level_next = sigma.detach().float().view(wide), sigma_next.detach().float().view(wide)
+    level, level_next = (over(s.detach().float(), velocity) for s in (sigma, sigma_next))
     x_next = x.detach().float() + (level_next - level) * velocity.float()
     return (x_next - level_next * noise.detach().float()) / (1 - level_next)
 
@@ -54,13 +53,13 @@ def srpo_loss(
     inversion: bool = False,
     threshold: float = 0.7,
 ) -> LossOutput:
-    """The loss of SRPO: a sample is to fit its prompt with words of praise better than with words of blame.
+    """Loss of SRPO: a sample is to fit its prompt with words of praise better than with words of blame.
 
         denoising:  R_i = (1 + discount) positive_reward_i - negative_reward_i
         inversion:  R_i = (1 + discount) negative_reward_i - positive_reward_i
         L         = 1/B sum_i max(0, threshold - R_i)
 
-    What the reward model likes about every picture cancels in the difference. The velocity enters `direct_align` with
+    The reward model's liking for every picture cancels in the difference. The velocity enters `direct_align` with
     the opposite sign when inverting, so both kinds of step move it towards the positive words, and the share
     `discount` of the reward that does not cancel is climbed by one and descended by the other: that is the guard
     against overoptimization.
@@ -68,9 +67,9 @@ def srpo_loss(
     Args:
         positive_reward, negative_reward: [B], differentiable scores of one sample from `direct_align` for its prompt
             with positive and with negative control words; gradients flow here.
-        discount: number or [B], >= 0: what remains of the plain reward. Published for HPS-v2.1: denoising, from 0.1 at
-            the low end of the trained noise levels to 0.25 at the high end; inverting, from 0.3 to 0.01.
-        inversion: whether the step went from less noise to more.
+        discount: number or [B], >= 0: the share of the plain reward that remains. Published for HPS-v2.1: denoising,
+            from 0.1 at the low end of the trained noise levels to 0.25 at the high end; inverting, from 0.3 to 0.01.
+        inversion: True where the step went from less noise to more.
         threshold: rewards of this and more have no gradient, in units of the reward.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How far a policy is from a reference or a teacher.
+"""Distances of a policy from a reference or a teacher.
 
 Letters: B samples. A step's transition is a normal distribution around `mean` with one `std` for all latent elements.
 All distances are means over latent elements, so that they do not grow with the picture.
@@ -12,7 +12,7 @@ from omni_losses.output import LossOutput, element_mean, weighted_mean
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
-    """The KL divergence of a step's transition from the reference's, [B], nats per latent element.
+    """KL divergence of a step's transition from the reference's, [B], nats per latent element.
 
         KL = mean over elements of (mean - ref_mean)^2 / (2 std^2)
 
@@ -40,7 +40,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 
 def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
-    """The distance of two velocities at the same latent, [B], latent units squared: the KL without its step weight.
+    """Squared distance of two velocities at the same latent, [B], latent units squared: the KL without its step weight.
 
         D = mean over elements of (velocity - ref_velocity)^2
 
@@ -64,7 +64,7 @@ def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
 
 
 def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """An estimate of KL(policy || reference) from the policy's own samples, of log_prob's shape, in its unit.
+    """Estimate of KL(policy || reference) from the policy's own samples, of log_prob's shape, in its unit.
 
         d = ref_log_prob - log_prob,   k3 = exp(d) - 1 - d
 

@@ -1,4 +1,4 @@
-"""Losses of the forward process: they noise finished samples afresh and compare velocities, without a trajectory.
+"""Losses of the forward process, on the velocities at finished samples noised afresh, without a trajectory.
 
 Letters: B samples, one noise level of each. x0 is a sample that the policy generated, noise is standard normal and
 independent of how x0 came about,
@@ -21,7 +21,7 @@ from omni_losses._checks import (
     require_shape_of,
 )
 from omni_losses.divergence import velocity_kl
-from omni_losses.output import LossOutput, element_mean, weighted_mean
+from omni_losses.output import LossOutput, element_mean, over, weighted_mean
 from omni_losses.policy import ClipRange, grpo_loss
 
 ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]
@@ -33,9 +33,9 @@ GHUBER_POWER = 0.25
 
 
 def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
-    """The flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
+    """Flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
 
-    It is what pretraining minimizes, what `diffusion_dpo_loss` compares, and, negated, the log-probability of AWM.
+    The loss of pretraining, the quantity that `diffusion_dpo_loss` compares and, negated, the log-probability of AWM.
 
     Args:
         velocity: [B, ...], latent units, predicted at (1 - sigma) * x0 + sigma * noise.
@@ -55,7 +55,7 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 def reward_probability(
     advantages: Tensor, *, adv_clip_max: float = 5.0, mode: ProbabilityMode = "continuous"
 ) -> Tensor:
-    """How likely each sample is a good one, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
+    """Probability of each sample to be a good one, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
 
     A is the advantage; mode replaces it first:
         continuous: A itself; adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0;
@@ -93,7 +93,7 @@ def reward_probability(
 
 
 def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:
-    """How much of itself the old policy keeps when it is refreshed after training step `step`, counted from 0.
+    """Share that the old policy keeps of itself when it is refreshed after training step `step`, counted from 0.
 
         old <- decay * old + (1 - decay) * trained
 
@@ -133,7 +133,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
     min_weight: float = 1e-5,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """The contrast of DiffusionNFT: good samples pull the velocity, bad ones push it, both around the old policy.
+    """Contrastive loss of DiffusionNFT: good samples pull the velocity, bad ones push it, around the old policy.
 
         v+  = old + nft_beta (velocity - old),   v- = old - nft_beta (velocity - old)
         x+- = x_t - sigma v+-,                   w+- = max(min_weight, mean |x+- - x0|), without gradient
@@ -174,7 +174,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
         raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
     old, x0, x_t = (tensor.detach().float() for tensor in (old_velocity, x0, x_t))
     shift = nft_beta * (velocity.float() - old)
-    level = sigma.detach().float().view(-1, *[1] * (velocity.ndim - 1))
+    level = over(sigma.detach().float(), velocity)
     positive = _normalized_error(x_t - level * (old + shift), x0, min_weight)
     negative = _normalized_error(x_t - level * (old - shift), x0, min_weight)
     prob = reward_prob.detach().float()
@@ -195,7 +195,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
 def awm_log_prob(
     velocity: Tensor, x0: Tensor, noise: Tensor, sigma: Tensor, *, weighting: AwmWeighting = "ghuber"
 ) -> Tensor:
-    """What AWM takes for the log-probability of a sample, [B]: minus its weighted flow-matching error e.
+    """Log-probability of each sample in the sense of AWM, [B]: minus its weighted flow-matching error e.
 
         uniform: -e;  t: -sigma e;  t2: -sigma^2 e
         huber:  -sigma (sqrt(e + 1e-10) - 1e-5)
@@ -240,7 +240,7 @@ def awm_loss(
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """The loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
+    """Loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
 
     At ratio 1 its gradient is A_i times that of the weighted flow-matching error: good samples are learned as if they
     were data, bad ones unlearned. Add `kl_coef * velocity_kl(velocity, ref_velocity).mean()` for the reference, and the

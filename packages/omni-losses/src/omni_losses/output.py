@@ -1,4 +1,4 @@
-"""What every loss returns, and the means that losses take."""
+"""The result of every loss, and the shapes and means that losses share."""
 
 from dataclasses import dataclass
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A loss to call `.backward()` on, and what to log about it.
+    """A loss to call `.backward()` on, and its metrics.
 
     Attributes:
         loss: scalar, float32, the mean over the batch.
-        metrics: 0-d detached tensors by name; left on their device, so that logging is the only place that waits.
+        metrics: 0-d detached tensors by name; left on their device, so that only logging waits.
     """
 
     loss: Tensor
@@ -26,3 +26,8 @@ def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
 def element_mean(x: Tensor) -> Tensor:
     """[B]: the mean of x [B, ...] over all but the first axis."""
     return x.flatten(1).mean(dim=1)
+
+
+def over(value: Tensor, x: Tensor) -> Tensor:
+    """value [B], shaped to multiply x [B, ...]."""
+    return value.view(-1, *[1] * (x.ndim - 1))

@@ -11,8 +11,14 @@ ratio is that of a single element, on geometric average, and useful clip ranges 
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_batch, require_per_sample, require_positive, require_shape_of
-from omni_losses._ratio import clip_metrics, clipped_losses, ratio_metrics
+from omni_losses._checks import (
+    require_batch,
+    require_clip_width,
+    require_per_sample,
+    require_positive,
+    require_shape_of,
+)
+from omni_losses._ratio import clip_metrics, ratio_metrics
 from omni_losses.divergence import gaussian_kl
 from omni_losses.output import LossOutput, weighted_mean
 
@@ -28,7 +34,7 @@ def grpo_loss(
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """The clipped policy-gradient loss of one denoising step.
+    """Clipped policy-gradient loss of one denoising step.
 
         r_i = exp(log_prob_i - old_log_prob_i),   A_i clamped to +-adv_clip_max
         L   = 1/B sum_i w_i max(-A_i r_i, -A_i clip(r_i, 1 - low, 1 + high))
@@ -40,7 +46,7 @@ def grpo_loss(
         log_prob: [B], nats per latent element, of the weights being trained; gradients flow here only.
         old_log_prob: [B], same unit, of the weights before the update.
         advantages: [B], dimensionless.
-        clip_range: half-width around 1, or (low, high) for different widths below and above.
+        clip_range: half-width around 1, > 6e-8, or (low, high) for different widths below and above.
         adv_clip_max: bound on |A|.
         weights: [B] or None; factor of each sample's loss, such as a rollout correction, or 0 for a masked sample. The
             sum is divided by B whatever the weights, so a masked sample does not raise the weight of the others.
@@ -52,7 +58,7 @@ def grpo_loss(
         whatever A's sign; `approx_kl`, half the mean of squared log-ratios; `ppo_kl`, the mean of -log r.
 
     Raises:
-        ValueError: shapes differ, or a clip bound is not positive.
+        ValueError: shapes differ, or float32 does not hold a clip width around 1.
 
     Source: the objective of Flow-GRPO (arXiv 2505.05470) for one step, without its KL term: add `gaussian_kl` for that.
     Different bounds below and above: DAPO (arXiv 2503.14476). Released code (flow_grpo, verl-omni) has the same loss;
@@ -60,8 +66,11 @@ def grpo_loss(
     """
     low, high = _clip_bounds(clip_range)
     _check(log_prob, old_log_prob, advantages, weights)
+    require_positive(adv_clip_max=adv_clip_max)
+    adv = advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     log_ratio = log_prob.float() - old_log_prob.detach().float()
-    losses = clipped_losses(log_ratio.exp(), _clamped(advantages, adv_clip_max), low, high)
+    ratio = log_ratio.exp()
+    losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high))
     metrics = ratio_metrics(log_ratio.detach()) | clip_metrics(log_ratio.detach(), low, high)
     return LossOutput(weighted_mean(losses, weights), metrics)
 
@@ -74,12 +83,12 @@ def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each
     mean: Tensor,
     old_mean: Tensor,
     std: Tensor,
-    sqrt_dt: Tensor,
+    sqrt_dt: Tensor | None = None,
     clip_range: ClipRange,
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """The clipped loss with a ratio that is centered at 1 and spreads alike at every step, and with equalized steps.
+    """Clipped loss with a ratio that is centered at 1 and spreads alike at every step, and with equalized steps.
 
         b_i = gaussian_kl(mean_i, old_mean_i, std_i)
         r_i = exp((log_prob_i - old_log_prob_i + b_i) std_i),   A_i clamped to +-adv_clip_max
@@ -95,14 +104,14 @@ def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each
         mean: [B, ...], latent units, of the weights being trained; gradients flow here and through log_prob.
         old_mean: [B, ...], latent units, of the weights before the update.
         std: [B], latent units, > 0: the standard deviation of x_next given x, with its factor sqrt(-dt).
-        sqrt_dt: [B], sqrt(sigma - sigma_next), > 0; ones leave the steps as they weigh.
+        sqrt_dt: [B], sqrt(sigma - sigma_next), > 0, or None: the steps weigh as given.
 
     Returns:
         The loss and the metrics of `grpo_loss`, those of the ratio for the r above, `approx_kl` and `ppo_kl` for the
         plain log-ratio; and `mean_shift_kl`, the mean of b.
 
     Raises:
-        ValueError: shapes do not fit, or a clip bound is not positive.
+        ValueError: shapes do not fit, or float32 does not hold a clip width around 1.
 
     Source: GRPO-Guard (arXiv 2510.22319), eq. 8 for the ratio. Released code (flow_grpo) averages b over the whole
     batch instead of per sample, as does verl-omni with std and sqrt_dt; Flow-Factory does not divide by sqrt_dt^2.
@@ -110,12 +119,16 @@ def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each
     low, high = _clip_bounds(clip_range)
     _check(log_prob, old_log_prob, advantages, weights)
     require_shape_of("log_prob", log_prob, std=std, sqrt_dt=sqrt_dt)
+    require_positive(adv_clip_max=adv_clip_max)
+    adv = advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     bias = gaussian_kl(mean, old_mean, std)
     require_per_sample(mean, log_prob=log_prob)
     log_ratio = log_prob.float() - old_log_prob.detach().float()
     guarded = (log_ratio + bias) * std.detach().float()
-    losses = clipped_losses(guarded.exp(), _clamped(advantages, adv_clip_max), low, high)
-    losses = losses / sqrt_dt.detach().float().square()
+    ratio = guarded.exp()
+    losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - low, 1 + high))
+    if sqrt_dt is not None:
+        losses = losses / sqrt_dt.detach().float().square()
     metrics = ratio_metrics(guarded.detach()) | clip_metrics(guarded.detach(), low, high)
     plain = ratio_metrics(log_ratio.detach())
     metrics |= {name: plain[name] for name in ("approx_kl", "ppo_kl")} | {"mean_shift_kl": bias.detach().mean()}
@@ -133,7 +146,7 @@ def flow_dppo_loss(
     kl_threshold: float = 1e-5,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """The policy-gradient loss of one denoising step, with a trust region in the KL instead of a clipped ratio.
+    """Policy-gradient loss of one denoising step, with a trust region in the KL instead of a clipped ratio.
 
         r_i    = exp(log_prob_i - old_log_prob_i),   k_i = gaussian_kl(mean_i, old_mean_i, std_i)
         drop_i = k_i >= kl_threshold and (r_i > 1 and A_i > 0, or r_i < 1 and A_i < 0)
@@ -156,7 +169,7 @@ def flow_dppo_loss(
     Raises:
         ValueError: shapes do not fit, or kl_threshold is not positive.
 
-    Source: Flow-DPPO (arXiv 2606.11025), eq. 14 for k and eq. 18 for what is dropped. There k is a sum over latent
+    Source: Flow-DPPO (arXiv 2606.11025), eq. 14 for k and eq. 18 for the samples dropped. There k is a sum over latent
     elements; the released code, whose threshold this is, takes the mean as here.
     """
     _check(log_prob, old_log_prob, advantages, weights)
@@ -179,7 +192,7 @@ def flow_dppo_loss(
 
 
 def tempflow_weights(std: Tensor, *, scale: float = 2.25) -> Tensor:
-    """Weights [B] that make a step count as much as the noise it explores with: scale * std.
+    """Weights [B] in proportion to the noise that a step explores with: scale * std.
 
     Pass them as `weights` of `grpo_loss`. The weight of a step then falls from the noisy start of the schedule to its
     end, where fresh noise decides little.
@@ -200,14 +213,9 @@ def tempflow_weights(std: Tensor, *, scale: float = 2.25) -> Tensor:
 
 def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
     low, high = clip_range if isinstance(clip_range, tuple) else (clip_range, clip_range)
-    if not (low > 0 and high > 0):
-        raise ValueError(f"clip_range must be > 0, got {clip_range}")
+    for width in (low, high):
+        require_clip_width(clip_range=width)
     return low, high
-
-
-def _clamped(advantages: Tensor, adv_clip_max: float) -> Tensor:
-    require_positive(adv_clip_max=adv_clip_max)
-    return advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
 
 
 def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, weights: Tensor | None) -> None:

@@ -6,8 +6,8 @@ Letters: N sequences, T token places, padded on either side. Log-probabilities a
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_positive, require_shape_of
-from omni_losses._ratio import clip_metrics, clipped_losses, ratio_metrics
+from omni_losses._checks import require_clip_width, require_shape_of
+from omni_losses._ratio import clip_metrics, ratio_metrics
 from omni_losses.output import LossOutput
 
 
@@ -20,7 +20,7 @@ def gspo_loss(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> LossOutput:
-    """The clipped policy-gradient loss with one ratio for a whole sequence, and not one for each token.
+    """Clipped policy-gradient loss with one ratio for a whole sequence, not one for each token.
 
         s_i = exp(mean over the sequence's tokens of log_prob_it - old_log_prob_it)
         L   = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
@@ -32,16 +32,16 @@ def gspo_loss(
         log_prob: [N, T], nats per token, of the weights being trained; gradients flow here only.
         old_log_prob: [N, T], same unit, of the weights before the update.
         advantages: [N], dimensionless.
-        mask: [N, T], boolean, or 1 and 0: which places hold tokens that the policy chose. What log_prob holds
-            elsewhere, NaN too, changes nothing. A sequence without such tokens has ratio 1 and no loss, and stays in
+        mask: [N, T], boolean, or 1 and 0: the places of tokens that the policy chose. Values of log_prob elsewhere,
+            NaN too, change nothing. A sequence without such tokens has ratio 1 and no loss, and stays in
             the divisor N.
-        clip_low, clip_high: widths below and above 1, > 0.
+        clip_low, clip_high: widths below and above 1, > 6e-8.
 
     Returns:
         The loss, the metrics of `grpo_loss` for s, and `tokens_mean`, the mean number of tokens of a sequence.
 
     Raises:
-        ValueError: shapes do not fit, or a clip width is not positive.
+        ValueError: shapes do not fit, or float32 does not hold a clip width around 1.
 
     Source: GSPO (arXiv 2507.18071), eq. 5 to 7; the defaults are its section 5.1. Released code (verl, TRL) gives each
     token the ratio s with its own gradient, GSPO-token: with one advantage for a sequence, the same gradient as here.
@@ -51,11 +51,12 @@ def gspo_loss(
     require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, mask=mask)
     if advantages.shape != log_prob.shape[:1]:
         raise ValueError(f"advantages must be [N] = {tuple(log_prob.shape[:1])}, got shape {tuple(advantages.shape)}")
-    require_positive(clip_low=clip_low, clip_high=clip_high)
+    require_clip_width(clip_low=clip_low, clip_high=clip_high)
     chosen = mask.bool()
     counts = chosen.sum(dim=1)
     differences = torch.where(chosen, log_prob.float() - old_log_prob.detach().float(), 0.0)
     log_ratio = differences.sum(dim=1) / counts.clamp(min=1)
-    losses = clipped_losses(log_ratio.exp(), advantages.detach().float(), clip_low, clip_high)
+    ratio, adv = log_ratio.exp(), advantages.detach().float()
+    losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_low, 1 + clip_high))
     metrics = ratio_metrics(log_ratio.detach()) | clip_metrics(log_ratio.detach(), clip_low, clip_high)
     return LossOutput(losses.where(counts > 0, 0.0).mean(), metrics | {"tokens_mean": counts.float().mean()})

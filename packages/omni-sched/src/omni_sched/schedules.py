@@ -86,7 +86,7 @@ def exponential_shift_sigmas(sigmas: Tensor, mu: float) -> Tensor:
 def resolution_mu(
     num_tokens: int, *, base_tokens: int = 256, max_tokens: int = 4096, base_mu: float = 0.5, max_mu: float = 1.15
 ) -> float:
-    """The mu of a latent with num_tokens tokens: the line through (base_tokens, base_mu) and (max_tokens, max_mu).
+    """mu for a latent of num_tokens tokens, on the line through (base_tokens, base_mu) and (max_tokens, max_mu).
 
     Not clamped: a latent above max_tokens gets a mu above max_mu.
 
@@ -108,7 +108,7 @@ def resolution_mu(
 
 
 def stretch_sigmas(sigmas: Tensor, terminal: float) -> Tensor:
-    """The schedule rescaled so that its last non-zero sigma, s_last, becomes `terminal`.
+    """Schedule rescaled so that its last non-zero sigma, s_last, becomes `terminal`.
 
     `1 - s' = (1 - s) * (1 - terminal) / (1 - s_last)`: 1 stays 1, and the final 0 stays 0. Named
     `shift_terminal` in diffusers; Qwen-Image uses 0.02, after the exponential shift.
@@ -137,7 +137,7 @@ def stretch_sigmas(sigmas: Tensor, terminal: float) -> Tensor:
 
 
 def _float_levels(sigmas: Tensor) -> Tensor:
-    """sigmas in float32, refused if the host can see a value outside [0, 1]."""
+    """sigmas in float32; a value outside [0, 1] that the host can see is refused."""
     sigmas = sigmas.float()
     if _on_host(sigmas) and not ((sigmas >= 0) & (sigmas <= 1)).all():
         raise ValueError(f"sigmas must be in [0, 1], got {sigmas.tolist()}")

@@ -1,4 +1,4 @@
-"""Faster deterministic sampling for the steps that are not trained: fewer of them, each of second order.
+"""Faster deterministic sampling for the steps that are not trained: fewer steps, of second order.
 
 Letters and signs as in `steps`: sigma falls from 1 to 0, velocity = dx/dsigma, data_hat = x - sigma * velocity.
 
@@ -18,7 +18,7 @@ from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, ove
 
 
 def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:
-    """The schedule with its first `start` steps kept and those after them reduced to a share.
+    """Schedule with its first `start` steps kept and the later ones reduced to a share.
 
     Of the S - start later steps, ceil(compress_ratio * (S - start)) are left. Their noise levels are ones of the
     schedule, as evenly spread as that allows, and end at its last.
@@ -62,7 +62,7 @@ def dpmpp_2m_step(
     last_data: Tensor | None = None,
     last_sigma: Level | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of DPM-Solver++(2M), the second-order multistep solver: (x_next, data), data for the next step's call.
+    """One step of DPM-Solver++(2M), a second-order multistep solver; it returns the predicted data for the next call.
 
         lambda = log((1 - sigma) / sigma),   h = lambda_next - lambda,   h_last = lambda - lambda_last
         data   = x - sigma * velocity
@@ -81,7 +81,7 @@ def dpmpp_2m_step(
         last_sigma: scalar or [B], noise level before the step before; given if and only if last_data is.
 
     Returns:
-        x_next and data, [B, ...], float32, differentiable in velocity and x.
+        (x_next, data), [B, ...], float32, differentiable in velocity and x.
 
     Raises:
         ValueError: shapes differ, not 0 <= sigma_next < sigma <= 1, not sigma < last_sigma <= 1, or one of last_data
@@ -113,7 +113,7 @@ def _half_log_snr(sigma: Tensor) -> Tensor:
 
 
 def _before(x: Tensor, sigma: Level, last_sigma: Level) -> Tensor:
-    """last_sigma as [B] float32 beside x, refused if the host can see that it is not in (sigma, 1]."""
+    """last_sigma as [B] float32 beside x; a value outside (sigma, 1] that the host can see is refused."""
     if on_host(sigma) and on_host(last_sigma):
         now, before = on_cpu(sigma), on_cpu(last_sigma)
         if not ((now < before) & (before <= 1)).all():

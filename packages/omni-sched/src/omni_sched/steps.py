@@ -136,7 +136,7 @@ def cps_step(
     noise: Tensor | None = None,
     x_next: Tensor | None = None,
 ) -> Transition:
-    """Transition of coefficients-preserving sampling: the noise left in x_next has amplitude sigma_next exactly.
+    """Transition of coefficients-preserving sampling, whose x_next holds noise of amplitude sigma_next exactly.
 
         std  = sigma_next * sin(noise_level * pi / 2)
         mean = (1 - sigma_next) * data_hat + sigma_next * cos(noise_level * pi / 2) * noise_hat
@@ -246,7 +246,7 @@ def _inputs(
     noise: Tensor | None,
     x_next: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """velocity and x in float32, sigma and sigma_next as [B]; refuses wrong calls, and scoring without a density."""
+    """velocity and x in float32, sigma and sigma_next as [B]; wrong calls and scoring without density are refused."""
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
     check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)

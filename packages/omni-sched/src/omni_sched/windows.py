@@ -1,4 +1,4 @@
-"""Which denoising steps of an iteration are stochastic and trained; the others are deterministic.
+"""Windows: the denoising steps of an iteration that are stochastic and trained; the others are deterministic.
 
 Letters: S denoising steps, numbered 0 (from sigma = 1) to S-1 (to sigma = 0); K = len(window) stochastic steps.
 
@@ -88,7 +88,7 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
 
 
 def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:
-    """How many iterations a sliding window stays at start, at least 1."""
+    """Number of iterations, at least 1, that a sliding window stays at start."""
     if strategy == "decay":
         return (iters_per_window * (high - start) + start - low) // (high - low)
     if strategy == "exp_decay":
