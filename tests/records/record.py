@@ -1,0 +1,316 @@
+"""Short runs of the four trainers, and the record that is kept of each: metrics, and a digest of the exported weights.
+
+    python tests/records/record.py            write tests/records/runs.json anew, from this tree
+    python tests/records/record.py --check    run all and say which differ from the record
+    python tests/records/record.py nft-full   only these; the rest of the file stays
+
+`--repo FOLDER` takes the trainers of another tree, whose environment must be active.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import runpy
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import uvicorn
+from omni_reward.server import create_app
+from PIL import Image
+from safetensors.torch import load_file
+
+REPO = Path(__file__).parents[2]
+FILE = Path(__file__).with_name("runs.json")
+SINCE_D58C3F1 = {  # setting -> its name at that commit
+    "train_steps": "steps", "num_inference_steps": "num_steps", "eval_num_inference_steps": "eval_num_steps",
+    "num_minibatches": "updates_per_step", "best_worst_n": "best_of_n", "filter_groups": "drop_zero_signal",
+    "iters_per_window": "window_iters", "compress_ratio": "flash_ratio", "same_start_noise": "share_noise",
+    "true_cfg_scale": "guidance_scale",
+}  # fmt: skip
+
+TINY: dict[str, Any] = {
+    "name": "run", "eval_prompts": "eval.txt", "prompts_per_step": 2, "group_size": 4, "batch_size": 2, "height": 32,
+    "width": 64, "num_inference_steps": 3, "eval_num_inference_steps": 2, "train_steps": 2, "eval_every": 2,
+    "save_every": 1, "lr": 1e-3, "hang_timeout_s": 120.0,
+}  # fmt: skip
+FOUR: dict[str, Any] = {"num_inference_steps": 4}
+LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 4, "lr": 1e-2}
+SLOW_LORA = LORA | {"lr": 1e-3}
+DPO: dict[str, Any] = {"levels_per_pair": 2, "dpo_beta": 100.0, "lr": 1e-4}
+SRPO: dict[str, Any] = {"prompts_per_step": 4, "group_size": 1, "width": 96, "lr": 1e-4, "max_grad_norm": 1.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A short run: trainer, what differs from TINY, ranks, whether it stops after two steps and continues to a third.
+
+    Tests take the quick ones always, the others when asked for all.
+    """
+
+    app: str
+    settings: Mapping[str, Any]
+    ranks: int = 1
+    resumes: bool = False
+    quick: bool = False
+
+
+def grpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
+    return Case("train_flowgrpo", TINY | {"noise_level": 0.7} | settings, ranks, resumes, quick)
+
+
+def nft(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
+    return Case("train_nft", TINY | {"nft_beta": 0.1} | settings, ranks, resumes, quick)
+
+
+def dpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
+    return Case("train_dpo", TINY | DPO | settings, ranks, resumes, quick)
+
+
+def srpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
+    return Case("train_srpo", TINY | SRPO | settings, ranks, resumes, quick)
+
+
+OFFLINE: dict[str, Any] = {"preferences": "pairs.jsonl", "group_size": 2, "prompts_per_step": 3}
+CASES = {
+    "grpo-full": grpo(quick=True),
+    "grpo-lora-kl": grpo(**LORA, kl_coef=0.1, quick=True),
+    "grpo-two-updates": grpo(num_minibatches=2, adv_std="group"),
+    "grpo-guidance": grpo(true_cfg_scale=3.0, **LORA),
+    "grpo-cps": grpo(algo="flowgrpo-cps"),
+    "grpo-dance": grpo(algo="dancegrpo", **FOUR, window_size=2, same_start_noise=True, quick=True),
+    "grpo-mix": grpo(algo="mixgrpo", **FOUR, window_size=1),
+    "grpo-mix-decay": grpo(algo="mixgrpo-decay", **FOUR, window_size=2, window_stride=1, train_steps=3),
+    "grpo-mix-compress": grpo(
+        algo="mixgrpo", num_inference_steps=6, window_size=2, window_high=3, iters_per_window=2, compress_ratio=0.4,
+        same_start_noise=True, quick=True),
+    "grpo-guard": grpo(algo="grpo-guard", **FOUR, num_minibatches=2),
+    "grpo-dppo": grpo(algo="flow-dppo", **FOUR, num_minibatches=2, quick=True),
+    "grpo-tempflow": grpo(step_weights="tempflow", **FOUR, ema_decay=0.9, warmup_steps=2),
+    "grpo-best-worst": grpo(best_worst_n=2, quick=True),
+    "grpo-filter-kl": grpo(**LORA, filter_groups=True, kl_coef=0.1, adv_std="none"),
+    "grpo-recompute": grpo(old_log_prob="recompute", num_minibatches=2),
+    "grpo-correct": grpo(old_log_prob="correct", correction_level="step"),
+    "grpo-decay-wd": grpo(lr_decay=True, weight_decay=0.1, gradient_checkpointing=True),
+    "grpo-full-ddp": grpo(ranks=2, shard="ddp", ema_decay=0.9),
+    "grpo-full-fsdp2": grpo(ranks=2, shard="fsdp2", quick=True),
+    "grpo-lora-ddp": grpo(ranks=2, shard="ddp", **LORA, kl_coef=0.1, num_minibatches=2, quick=True),
+    "grpo-lora-fsdp2": grpo(ranks=2, shard="fsdp2", **LORA),
+    "grpo-best-worst-ddp": grpo(ranks=2, shard="ddp", best_worst_n=2),
+    "grpo-guard-fsdp2": grpo(ranks=2, shard="fsdp2", algo="grpo-guard", **FOUR),
+    "grpo-bfloat16": grpo(dtype="bfloat16", **LORA),
+    "grpo-resume": grpo(resumes=True, ema_decay=0.9, quick=True),
+    "grpo-resume-lora-fsdp2": grpo(resumes=True, ranks=2, shard="fsdp2", **LORA),
+    "nft-full": nft(quick=True),
+    "nft-lora-kl": nft(**LORA, kl_coef=0.1, old_schedule="linear", old_kl_coef=0.1, train_levels=2, quick=True),
+    "nft-policy": nft(sample_with="policy", adv_mode="binary", num_minibatches=2),
+    "nft-full-ddp": nft(ranks=2, shard="ddp"),
+    "nft-full-fsdp2": nft(ranks=2, shard="fsdp2", old_schedule="linear"),
+    "nft-lora-ddp": nft(ranks=2, shard="ddp", **LORA, kl_coef=0.1, quick=True),
+    "awm-full": nft(algo="awm", quick=True),
+    "awm-lora-fsdp2": nft(ranks=2, shard="fsdp2", algo="awm", **LORA, weighting="t"),
+    "nft-resume": nft(resumes=True, old_schedule="linear"),
+    "nft-resume-lora": nft(resumes=True, **LORA, old_schedule="linear"),
+    "dpo-online-full": dpo(quick=True),
+    "dpo-online-lora": dpo(**SLOW_LORA, group_size=2, batch_size=4, prompts_per_step=4, num_minibatches=2),
+    "dpo-online-guidance": dpo(**SLOW_LORA, true_cfg_scale=3.0, batch_size=8),
+    "dpo-online-full-fsdp2": dpo(ranks=2, shard="fsdp2"),
+    "dpo-online-lora-ddp": dpo(ranks=2, shard="ddp", **SLOW_LORA, quick=True),
+    "dpo-offline-full": dpo(**OFFLINE, quick=True),
+    "dpo-offline-lora-ddp": dpo(ranks=2, shard="ddp", **OFFLINE, **SLOW_LORA, level_shift=3.0),
+    "dpo-offline-full-fsdp2": dpo(ranks=2, shard="fsdp2", **OFFLINE),
+    "dpo-resume": dpo(resumes=True),
+    "dpo-resume-offline-lora": dpo(resumes=True, **OFFLINE, **SLOW_LORA),
+    "srpo-full": srpo(quick=True),
+    "srpo-lora": srpo(**SLOW_LORA),
+    "srpo-full-fsdp2": srpo(ranks=2, shard="fsdp2"),
+    "srpo-lora-ddp": srpo(ranks=2, shard="ddp", **SLOW_LORA),
+    "srpo-resume": srpo(resumes=True),
+}  # fmt: skip
+
+
+def brightness(media: Mapping[str, Any], prompts: object, meta: object) -> list[float]:
+    """The mean level of each image, in [0, 1]."""
+    return [float(image.mean()) / 255 for image in media["image"]]
+
+
+@contextmanager
+def scoring() -> Iterator[str]:
+    """URL of a server in this process that scores brightness."""
+    server = uvicorn.Server(uvicorn.Config(create_app(brightness, name="brightness"), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def write_data(folder: Path) -> None:
+    """The evaluation's prompts, and pairs of pictures of which the brighter one is preferred."""
+    prompts = [f'a {color} sign that says "{word}"' for color in ("blue", "red") for word in ("AB", "CD", "EF")]
+    (folder / "eval.txt").write_text("\n".join(prompts[:3]) + "\n")
+    lines = []
+    for number, prompt in enumerate(prompts):
+        pixels = np.random.default_rng(number).integers(0, 200, (4, 8, 3), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(pixels).save(folder / f"{number}-lose.png")
+        Image.fromarray(pixels + np.uint8(55)).save(folder / f"{number}-win.png")
+        lines.append({"prompt": prompt, "win": f"{number}-win.png", "lose": f"{number}-lose.png"})
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def run(case: Case, repo: Path, url: str) -> dict[str, Any]:
+    """Train in forked processes and return the record: the log's lines without times, and the weights' digest."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_data(folder)
+        last = case.settings["train_steps"]
+        for steps in (last, last + 1) if case.resumes else (last,):
+            _train(case.app, flags(case, repo, url) | {"train_steps": steps}, repo, folder, case.ranks)
+        text = (folder / "runs/run/metrics.jsonl").read_text()
+        return {"metrics": [_timeless(json.loads(line)) for line in text.splitlines()], "weights": digest(folder)}
+
+
+def flags(case: Case, repo: Path, url: str) -> dict[str, Any]:
+    """The settings of a case with its files and servers."""
+    data = {
+        "model": f"{repo}/checkpoints/tiny-signs-qwen-image",
+        "prompts": f"{repo}/data/tiny-signs/train.txt",
+        "watch_scorer_url" if case.app == "train_srpo" else "scorer_url": url,
+    }
+    reader = {"reward_model": f"{repo}/checkpoints/tiny-signs-reader"} if case.app == "train_srpo" else {}
+    return data | reader | dict(case.settings)
+
+
+def digest(folder: Path) -> dict[str, Any]:
+    """SHA-256 of the names, shapes and bytes of all exported tensors, and their number, whatever files they are in."""
+    tensors = {k: v for path in folder.glob("runs/run/weights/**/*.safetensors") for k, v in load_file(path).items()}
+    total = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        total.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return {"tensors": len(tensors), "sha256": total.hexdigest()}
+
+
+def _timeless(line: dict[str, Any]) -> dict[str, Any]:
+    """The line without times and memory."""
+    return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and k != "reward/busy_s"}
+
+
+def _train(app: str, settings: Mapping[str, Any], repo: Path, folder: Path, ranks: int) -> None:
+    _import_all()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    pids = []
+    for rank in range(ranks):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
+            os.environ |= {name: str(value) for name, value in place.items()} if ranks > 1 else {}
+            _program(repo / f"apps/{app}.py", command_line(settings, repo), folder, folder / f"out-{rank}.txt")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    if any(codes):
+        texts = "\n".join((folder / f"out-{rank}.txt").read_text() for rank in range(ranks))
+        raise RuntimeError(f"{app} ended with {codes}:\n{texts}")
+
+
+def command_line(settings: Mapping[str, Any], repo: Path) -> list[str]:
+    """The settings as flags of the trainers in that tree."""
+    names = SINCE_D58C3F1 if (repo / "apps/presets.py").exists() else {}
+    result = []
+    for name, value in settings.items():
+        flag = "--" + names.get(name, name).replace("_", "-")
+        result += [flag] if value is True else [flag, str(value)]
+    return result
+
+
+def _program(script: Path, argv: list[str], folder: Path, output: Path) -> None:
+    """Run a program in this forked process to its end, with one thread."""
+    code = 0
+    sys.stdout = sys.stderr = output.open("w", buffering=1)
+    os.dup2(sys.stdout.fileno(), 1)
+    os.dup2(sys.stdout.fileno(), 2)
+    try:
+        os.chdir(folder)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)  # sums in another order would be other numbers
+        sys.argv = [str(script), *argv]
+        sys.path.insert(0, str(script.parent))
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+        code = 70
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+@cache
+def _import_all() -> None:
+    """Import in this process what loading a model imports, so that no fork has to."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel  # noqa: F401
+    from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration  # noqa: F401
+
+
+def machine() -> dict[str, str]:
+    """Where bits may be compared: equal versions and equal processor features."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    features = hashlib.sha256(facts.get("flags", facts.get("Features", "")).encode()).hexdigest()
+    return {
+        **{name: version(name) for name in ("torch", "diffusers", "transformers", "peft")},
+        "processor": facts.get("model name", platform.machine()),
+        "features": f"{torch.backends.cpu.get_cpu_capability()} {features[:16]}",
+    }
+
+
+def write(path: Path, record: Mapping[str, Any]) -> None:
+    """One line of the log a line."""
+    text = json.dumps(record, indent=1)
+    path.write_text(text + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of a case; all by default")
+    parser.add_argument("--check", action="store_true", help="compare with the record, bit for bit, and write nothing")
+    parser.add_argument("--repo", type=Path, default=REPO, help="tree whose trainers run")
+    args = parser.parse_args()
+    record = json.loads(FILE.read_text()) if FILE.exists() else {"machine": machine(), "runs": {}}
+    different = []
+    with scoring() as url:
+        for name in args.names or CASES:
+            start = time.perf_counter()
+            result = run(CASES[name], args.repo.resolve(), url)
+            same = result == record["runs"].get(name)
+            different += [] if same else [name]
+            print(f"{name:26} {time.perf_counter() - start:5.1f} s  {'same' if same else 'differs'}", flush=True)
+            if not args.check:
+                record = {"machine": machine(), "runs": record["runs"] | {name: result}}
+                write(FILE, record)
+    return bool(args.check and different)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

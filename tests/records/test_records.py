@@ -1,0 +1,52 @@
+"""Short runs of the trainers beside the record of the same runs: `runs.json`, which `record.py` writes.
+
+Where torch and the processor are those of the record, every number must be the same to the last bit, and so must the
+exported weights. Elsewhere the numbers must agree within TOLERANCE, and weights are not compared.
+"""
+
+import json
+import re
+
+import pytest
+from records import record
+
+RECORD = json.loads(record.FILE.read_text())
+IS_SAME_MACHINE = RECORD["machine"] == record.machine()
+TOLERANCE = {"rel": 1e-3, "abs": 1e-5}  # what rounding elsewhere makes of two steps; losses near 0 are differences
+
+
+@pytest.fixture(scope="module")
+def url():
+    """URL of a server in this process that scores brightness."""
+    with record.scoring() as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if case.quick else pytest.mark.slow) for name, case in record.CASES.items()]
+)
+def test_a_short_run_is_as_recorded(name, url, capsys):
+    with capsys.disabled():
+        print(f" {name}: compared {'bit for bit' if IS_SAME_MACHINE else f'within {TOLERANCE}'} ", end="", flush=True)
+    result, expected = record.run(record.CASES[name], record.REPO, url), RECORD["runs"][name]
+    assert [line["step"] for line in result["metrics"]] == [line["step"] for line in expected["metrics"]]
+    for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+        ours = {key: ours.get(key) for key in theirs}  # a metric that is new is not in the record
+        assert ours == (theirs if IS_SAME_MACHINE else pytest.approx(theirs, **TOLERANCE))
+    assert result["weights"]["tensors"] == expected["weights"]["tensors"]
+    if IS_SAME_MACHINE:
+        assert result["weights"]["sha256"] == expected["weights"]["sha256"]
+
+
+def test_the_record_and_the_cases_have_the_same_names():
+    assert RECORD["runs"].keys() == record.CASES.keys()
+
+
+def test_recorded_runs_learn():
+    """A net of runs whose weights stand still would catch nothing."""
+    for name, run in RECORD["runs"].items():
+        steps = [line for line in run["metrics"] if line["step"]]
+        assert all(line["policy/grad_norm"] > 1e-4 for line in steps), name
+        assert run["metrics"][0]["eval/reward"] != run["metrics"][-1]["eval/reward"], name
+    kinds = {re.split("-", name)[0] for name, case in record.CASES.items() if case.quick}
+    assert kinds == {"grpo", "nft", "awm", "dpo", "srpo"}
