@@ -285,6 +285,23 @@ def machine() -> dict[str, str]:
     }
 
 
+def compare(result: Mapping[str, Any], expected: Mapping[str, Any] | None) -> str:
+    """The largest relative difference of two records' metrics, in words; "same" where nothing differs at all."""
+    if expected is None or len(result["metrics"]) != len(expected["metrics"]):
+        return "new" if expected is None else "differs: another number of lines"
+    if result == expected:
+        return "same"
+    largest, place = 0.0, "in the weights alone"
+    for ours, theirs in zip(result["metrics"], expected["metrics"], strict=True):
+        if ours.keys() != theirs.keys():
+            return f"differs: names {sorted(ours.keys() ^ theirs.keys())}"
+        for name, value in theirs.items():
+            if ours[name] != value:
+                size = abs(ours[name] - value) / max(abs(ours[name]), abs(value))
+                largest, place = max((largest, place), (size, f"by at most {size:.1g}, {name} of step {ours['step']}"))
+    return f"differs {place}"
+
+
 def write(path: Path, record: Mapping[str, Any]) -> None:
     """One line of the log a line."""
     text = json.dumps(record, indent=1)
@@ -303,9 +320,9 @@ def main() -> int:
         for name in args.names or CASES:
             start = time.perf_counter()
             result = run(CASES[name], args.repo.resolve(), url)
-            same = result == record["runs"].get(name)
-            different += [] if same else [name]
-            print(f"{name:26} {time.perf_counter() - start:5.1f} s  {'same' if same else 'differs'}", flush=True)
+            verdict = compare(result, record["runs"].get(name))
+            different += [] if verdict == "same" else [name]
+            print(f"{name:26} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
             if not args.check:
                 record = {"machine": machine(), "runs": record["runs"] | {name: result}}
                 write(FILE, record)
