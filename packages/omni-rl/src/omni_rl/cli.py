@@ -1,49 +1,262 @@
-"""Settings from a preset and a TOML file, ready to be overridden on the command line. Imports nothing heavy.
+"""Settings from a recipe, a TOML file and the command line. Imports nothing heavy.
 
-Precedence: command line, then file, then preset, then the defaults of the dataclass.
+Precedence: command line, then --config FILE.toml, then --preset NAME, then the defaults of the dataclass. A preset is a
+TOML file too: recipes/APP/NAME.toml in this package.
 """
 
+import argparse
+import ast
+import inspect
+import io
+import json
 import os
+import re
 import sys
+import textwrap
+import tokenize
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from difflib import get_close_matches
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from shutil import get_terminal_size
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 ConfigT = TypeVar("ConfigT")
 
 FLOAT32_MAX = 3.4028234663852886e38
-_KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+OTHER_NAMES = {  # names that users bring from other projects, and what to use here
+    "learning-rate": "--lr", "beta": "--kl-coef", "kl-beta": "--kl-coef", "clip-eps": "--clip-range",
+    "eta": "--noise-level", "num-generations": "--group-size", "train-batch-size": "--batch-size",
+    "cfg": "--true-cfg-scale with Qwen-Image, --guidance-scale with other models",
+    "cfg-scale": "--true-cfg-scale with Qwen-Image, --guidance-scale with other models",
+    "resolution": "--height and --width", "image-size": "--height and --width",
+    "resume": "the same command again, which continues the run",
+    "resume-from-checkpoint": "the same command again, which continues the run",
+    "output-dir": "--name, as the run writes to runs/NAME", "run-name": "--name",
+    "report-to": "--track", "wandb": "--track wandb", "tensorboard": "--track tensorboard",
+    "steps": "--train-steps", "max-steps": "--train-steps", "max-train-steps": "--train-steps",
+    "epochs": "--train-steps", "num-steps": "--num-inference-steps", "eval-num-steps": "--eval-num-inference-steps",
+    "updates-per-step": "--num-minibatches", "best-of-n": "--best-worst-n", "drop-zero-signal": "--filter-groups",
+    "window-iters": "--iters-per-window", "flash-ratio": "--compress-ratio", "share-noise": "--same-start-noise",
+    "precision": "--dtype", "mixed-precision": "--dtype", "bf16": "--dtype bfloat16", "lora-r": "--lora-rank",
+    "model-path": "--model", "pretrained-model-name-or-path": "--model", "reward-url": "--scorer-url",
+    "nft": "train_nft.py", "awm": "train_nft.py", "dpo": "train_dpo.py", "srpo": "train_srpo.py",
+}  # fmt: skip
+
+
+class Note(NamedTuple):
+    """The title of a field's group, and its help text."""
+
+    group: str
+    text: str
 
 
 def parse_cli(
-    cls: type[ConfigT],
-    presets: Mapping[str, ConfigT],
-    check: Callable[[ConfigT], None],
-    argv: Sequence[str],
-    *,
-    description: str | None = None,
+    cls: type[ConfigT], check: Any, argv: Any, words: Any = None, *, app: str = "", description: str | None = None
 ) -> ConfigT:
     """The settings that the command line asks for. A mistake in them ends the program with one line and exit code 2.
 
-    cls: a flat frozen dataclass whose fields all have defaults. check: raises ValueError where settings do not fit
-    together. Needs tyro.
+    cls: a flat frozen dataclass whose fields all have defaults; see `field_notes` for its help. check: raises
+    ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
+    description: what --help prints before the settings; its indented lines that begin with python or torchrun are
+    examples, and come after them.
     """
-    import tyro
-
+    presets = recipes(app) if app else {name: to_toml(config) for name, config in check.items()}
+    if not app:
+        check, argv = argv, words
     try:
-        preset, path, rest = split_config_flags(argv)
-        base = base_config(cls(), presets, preset=preset, path=path)
-        if not {"--help", "-h"} & set(rest):
-            check_flags(cls, rest)
-        config = tyro.cli(cls, default=base, args=rest, description=description)
+        config = read_settings(cls, argv, presets, description or "")
         check(config)
     except ValueError as exc:
         refuse(exc)
     return config
+
+
+def recipes(app: str) -> dict[str, str]:
+    """The recipes of a program by name, as TOML."""
+    folder = files("omni_rl") / "recipes" / app
+    if not folder.is_dir():
+        return {}
+    found = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
+    return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
+
+
+def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
+    """The settings, not yet checked against each other; with --help in `argv` it prints the help and exits.
+
+    presets: TOML by name. description: see `parse_cli`.
+
+    Raises:
+        ValueError: an unknown flag, preset or key (the nearest known one is suggested), or a value that does not fit.
+    """
+    values: dict[str, Any] = {}
+    given = parse_flags(cls, argv, presets)
+    wants_help, preset, path = given.pop("help", False), given.pop("preset", None), given.pop("config", None)
+    if preset is not None:
+        if preset not in presets:
+            raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
+        values |= from_toml(presets[preset], cls, f"--preset {preset}")
+    if path is not None:
+        try:
+            values |= from_toml(Path(path).read_text(encoding="utf-8"), cls, path)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+            raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
+    config = cls(**values | given)
+    if wants_help:
+        print_help(config, presets, description)
+        sys.exit(0)
+    return config
+
+
+def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> dict[str, Any]:
+    """The values of the flags in `argv` by the names of their settings; help, preset and config are among them.
+
+    Raises:
+        ValueError: as `read_settings`.
+    """
+    kinds = get_type_hints(cls)
+    words = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    try:
+        found, unknown = build_parser(cls, presets).parse_known_args(words)
+    except argparse.ArgumentError as exc:
+        rule = exc.message.replace("expected one argument", "needs a value")
+        rule = rule.replace("ignored explicit argument", "takes no value, got")
+        raise ValueError(f"{(exc.argument_name or '').partition('/')[0]} {rule}") from exc
+    for word in unknown:
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            raise ValueError(f"unexpected {word!r}: a flag begins with --")
+        known = [*map(flag_of, kinds), *(f"--no-{flag_of(k)[2:]}" for k, kind in kinds.items() if kind is bool)]
+        raise ValueError(f"unknown flag {name}{suggest(name, [*known, '--preset', '--config'])}")
+    return {
+        name: fitting(kinds[name], from_text(kinds[name], value), flag_of(name)) if name in kinds else value
+        for name, value in vars(found).items()
+    }
+
+
+def build_parser(
+    cls: type, presets: Mapping[str, str], notes: Mapping[str, Note] | None = None, **layout: Any
+) -> argparse.ArgumentParser:
+    """A parser of the settings' flags, which are switches or take a word, in groups as the notes say.
+
+    layout: further arguments of ArgumentParser.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False, **layout)
+    parser.add_argument("-h", "--help", action="store_true", default=argparse.SUPPRESS, help="Print this and exit")
+    if presets:
+        text = "Recipe that gives the defaults of the settings; the names are below"
+        parser.add_argument("--preset", metavar="NAME", default=argparse.SUPPRESS, help=text)
+    text = "TOML file of settings, which goes before the preset"
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+    groups = {}
+    for name, kind in get_type_hints(cls).items():
+        note = (notes or {}).get(name, Note("Settings", ""))
+        if note.group not in groups:
+            groups[note.group] = parser.add_argument_group(note.group)
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        if kind is not bool:
+            options = {"metavar": {int: "INT", float: "FLOAT"}.get((*get_args(kind), kind)[0], "TEXT")}
+        text = note.text.replace("%", "%%")
+        groups[note.group].add_argument(flag_of(name), dest=name, default=argparse.SUPPRESS, help=text, **options)
+    return parser
+
+
+def print_help(config: Any, presets: Mapping[str, str], description: str) -> None:
+    """Print the description, every setting with its default in `config`, the examples and the presets."""
+    width = min(100, get_terminal_size().columns - 2)
+    lines = description.splitlines()
+    commands = [line.strip() for line in lines if re.match(" +(python|torchrun) ", line)]
+    prose = "\n".join(line for line in lines if line.strip() not in commands)
+    epilog = ["examples:", *(wrap_command(command, width) for command in commands)] if commands else []
+    epilog += ["", "presets:"] if presets else []
+    for name, recipe in presets.items():
+        line = f"  {name:<28} {recipe.partition(chr(10))[0].lstrip('# ')}"
+        epilog.append(textwrap.fill(line, width, subsequent_indent=" " * 31))
+    parser = build_parser(
+        type(config),
+        presets,
+        help_notes(config),
+        usage="%(prog)s [--preset NAME] [--config FILE] [--SETTING VALUE ...]",
+        description=wrap_prose(prose, width),
+        epilog="\n".join(epilog),
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
+    )
+    try:
+        print(parser.format_help(), end="", flush=True)
+    except BrokenPipeError:  # as after `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def help_notes(config: Any) -> dict[str, Note]:
+    """The notes of each setting, with its choices and its default in `config` at the end of the text."""
+    cls = type(config)
+    notes: dict[str, Note] = {}
+    for base in reversed(cls.__mro__[:-1]):
+        notes |= field_notes(inspect.getsource(base))
+    for name, kind in get_type_hints(cls).items():
+        value = getattr(config, name)
+        shown = ("on" if value else "off") if kind is bool else "" if value is None else str(value)
+        choices = [", ".join(map(str, get_args(kind)))] if get_origin(kind) is Literal else []
+        facts = "; ".join(choices + ([f"default: {shown}"] if shown else []))
+        if name in notes:
+            notes[name] = notes[name]._replace(text=f"{notes[name].text} ({facts})" if facts else notes[name].text)
+    return notes
+
+
+def wrap_prose(text: str, width: int) -> str:
+    """Paragraphs, numbered points and indented lines, each wrapped to the width."""
+    wrapped = []
+    for piece in re.split(r"\n(?=\s*\n|\d+\. |    )", text.strip()):
+        indent = " " * (len(piece.lstrip("\n")) - len(piece.lstrip()))
+        hanging = "   " if re.match(r"\d+\. ", piece) else "  " if indent else ""
+        words = textwrap.fill(" ".join(piece.split()), width, initial_indent=indent, subsequent_indent=indent + hanging)
+        wrapped.append("\n" * piece.startswith("\n") + words)
+    return "\n".join(wrapped)
+
+
+def wrap_command(command: str, width: int) -> str:
+    """A command that can be copied, broken with backslashes before flags where it is wider than the width."""
+    glued = command.replace(" --", "\n--").replace(" ", "\0").replace("\n", " ")
+    lines = textwrap.wrap(glued, width - 6, break_long_words=False, break_on_hyphens=False)
+    return "  " + " \\\n      ".join(lines).replace("\0", " ")
+
+
+def field_notes(source: str) -> dict[str, Note]:
+    """The help text of each field of a dataclass and the title of its group, from the comments in its source.
+
+    The comment beside a field is its help text; one on a line of its own is the title of the fields after it.
+    """
+    source = textwrap.dedent(source)
+    tree = ast.parse(source).body[0]
+    line_names = {
+        number: ast.unparse(node.target)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    group, notes = "Settings", {}
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        text = token.string.partition("# fmt:")[0].strip("# ")
+        if token.type == tokenize.COMMENT and text:
+            name = line_names.get(token.start[0])
+            if name is None:
+                group = text
+            else:
+                notes[name] = Note(group, text)
+    return notes
 
 
 def refuse(mistake: object) -> NoReturn:
@@ -66,45 +279,26 @@ def flag(words: str) -> Iterator[None]:
         raise ValueError(f"{words}{exc}") from exc
 
 
-def check_flags(cls: type, words: Sequence[str]) -> None:
-    """Returns when the words are flags of the dataclass with values that fit.
-
-    Raises:
-        ValueError: an unknown flag (the nearest known one is suggested), a value that is missing or does not fit, or a
-            word that belongs to no flag.
-    """
-    known = {"--" + name.replace("_", "-"): kind for name, kind in get_type_hints(cls).items()}
-    switches = {flag for name, kind in known.items() if kind is bool for flag in (name, "--no-" + name[2:])}
-    rest = iter(words)
-    for word in rest:
-        flag, equals, value = word.partition("=")
-        flag = flag.replace("_", "-")
-        if not flag.startswith("--"):
-            raise ValueError(f"unexpected {word!r}: a flag begins with --")
-        if flag in switches:
-            if equals:
-                raise ValueError(f"{flag} takes no value, got {value!r}")
-        elif flag not in known:
-            raise ValueError(f"unknown flag {flag}{suggest(flag, [*known, *switches, '--preset', '--config'])}")
-        else:
-            _checked(known[flag], _parsed(known[flag], value if equals else next(rest, None), flag), flag)
+def flag_of(name: str) -> str:
+    """The flag of a setting: --group-size for group_size."""
+    return f"--{name.replace('_', '-')}"
 
 
 def check_least(config: object, least: Mapping[str, float]) -> None:
     """Raises ValueError when a setting is below its least value, or no number at all (NaN)."""
     for name, bound in least.items():
         value = getattr(config, name)
-        require((value >= bound, f"--{name.replace('_', '-')} must be >= {bound:g}, got {value}"))
+        require((value >= bound, f"{flag_of(name)} must be >= {bound:g}, got {value}"))
 
 
 def check_most(config: object, most: Mapping[str, float]) -> None:
     """Raises ValueError when a setting is above its greatest value, or no number at all (NaN)."""
     for name, bound in most.items():
         value = getattr(config, name)
-        require((value <= bound, f"--{name.replace('_', '-')} must be <= {bound:g}, got {value}"))
+        require((value <= bound, f"{flag_of(name)} must be <= {bound:g}, got {value}"))
 
 
-def check_finite(config: Any) -> None:
+def check_finite(config: object) -> None:
     """Raises ValueError when a number of the dataclass does not fit its type's arithmetic.
 
     The seed is a signed 64-bit integer, other integers have 32 bits, and floats are finite in float32.
@@ -114,7 +308,7 @@ def check_finite(config: Any) -> None:
             bits = 63 if name == "seed" else 31
             words = f"finite, within +-{FLOAT32_MAX:.1e}" if type(value) is float else f"a whole number below 2^{bits}"
             bound = FLOAT32_MAX if type(value) is float else 2**bits - 1
-            require((abs(value) <= bound, f"--{name.replace('_', '-')} must be {words}, got {value}"))
+            require((abs(value) <= bound, f"{flag_of(name)} must be {words}, got {value}"))
 
 
 def require(*rules: tuple[object, str]) -> None:
@@ -124,47 +318,11 @@ def require(*rules: tuple[object, str]) -> None:
             raise ValueError(words)
 
 
-def split_config_flags(argv: Sequence[str]) -> tuple[str | None, str | None, list[str]]:
-    """The values of `--preset` and `--config`, None where absent, and the other arguments.
-
-    Raises:
-        ValueError: one of the two stands without a value.
-    """
-    found: dict[str, str | None] = {"--preset": None, "--config": None}
-    rest = []
-    words = iter(argv)
-    for word in words:
-        name, equals, value = word.partition("=")
-        if name not in found:
-            rest.append(word)
-            continue
-        given = value if equals else next(words, "")
-        if not given or given.startswith("--"):
-            raise ValueError(f"{name} needs a value")
-        found[name] = given
-    return found["--preset"], found["--config"], rest
-
-
-def base_config(
-    defaults: ConfigT, presets: Mapping[str, ConfigT], *, preset: str | None = None, path: str | None = None
-) -> ConfigT:
-    """The preset, or `defaults` without one, with the keys of the TOML file at `path` put in their place.
-
-    Raises:
-        ValueError: an unknown preset or key (the nearest known one is suggested), or a file that is no TOML.
-    """
-    base = defaults
-    if preset is not None:
-        if preset not in presets:
-            raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
-        base = presets[preset]
-    return base if path is None else replace(base, **_read_toml(Path(path), base))  # type: ignore[type-var]
-
-
 def suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
-    """'; did you mean ...?' with the nearest known name, or nothing."""
-    near = get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    """'; use ...' for a name of another project, '; did you mean ...?' with the nearest known name, or nothing."""
+    other = OTHER_NAMES.get(name.lstrip("-").replace("_", "-").lower())
+    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; use {other}" if other else f"; did you mean {near[0]!r}?" if near else ""
 
 
 def to_toml(config: Any) -> str:
@@ -172,53 +330,60 @@ def to_toml(config: Any) -> str:
     return "".join(f"{key} = {_toml_value(value)}\n" for key, value in asdict(config).items() if value is not None)
 
 
-def _read_toml(path: Path, base: Any) -> dict[str, object]:
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
-        raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
-    known = get_type_hints(type(base))
+def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
+    """The settings in a TOML text. place: what the messages call it.
+
+    Raises:
+        ValueError: the text is no TOML, or has an unknown key, a table, or a value of another type.
+    """
+    values, kinds = tomllib.loads(text), get_type_hints(cls)
     for key, value in values.items():
-        if key not in known:
-            raise ValueError(f"{path}: unknown key {key!r}{suggest(key, known)}")
-        values[key] = _checked(known[key], value, f"{path}: {key}")
+        if isinstance(value, dict):
+            raise ValueError(f"{place}: [{key}] is a table, but settings stand side by side, as lr = 1e-4")
+        if key not in kinds:
+            raise ValueError(f"{place}: unknown key {key!r}{suggest(key, kinds)}")
+        values[key] = fitting(kinds[key], value, f"{place}: {key}")
     return values
 
 
-def _parsed(wanted: Any, text: str | None, place: str) -> object:
-    """What a word of the command line says where that type is wanted; the word itself where it says nothing of it."""
-    if text is None:
-        raise ValueError(f"{place} needs a value")
+def from_text(wanted: Any, text: str) -> object:
+    """The word of a command line converted to the wanted type, or unchanged if it does not convert."""
     kinds = get_args(wanted) or (wanted,)
     if type(None) in kinds and text == "None":
         return None
-    for kind in (int, float):
-        if kind in kinds:
+    for kind in kinds:
+        if kind in (int, float) or type(kind) is int:
             try:
-                return kind(text)
+                return (float if kind is float else int)(text)
             except ValueError:
                 return text
     return text
 
 
-def _checked(wanted: Any, value: object, place: str) -> object:
-    """`value` if it has the wanted type; an integer also where a float is wanted."""
+def fitting(wanted: Any, value: object, place: str) -> object:
+    """`value` if it has the wanted type; an integer also where a float is wanted.
+
+    Raises:
+        ValueError: it has not; the message begins with `place`.
+    """
     if get_origin(wanted) is Literal:
         if value not in get_args(wanted):
-            hint = suggest(str(value), get_args(wanted))
+            hint = suggest(str(value), [str(choice) for choice in get_args(wanted)])
             raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}{hint}")
         return value
     kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
     if float in kinds and type(value) is int:
         return float(value)
     if type(value) not in kinds:
-        raise ValueError(f"{place} must be {_KINDS[kinds[0]]}, got {value!r}")
+        raise ValueError(f"{place} must be {KINDS[kinds[0]]}, got {value!r}")
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ValueError(f"{place} must be UTF-8 text, got {value!r}")
     return value
 
 
 def _toml_value(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, str):
-        return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    if isinstance(value, str):  # JSON escapes what TOML does, but for DEL
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

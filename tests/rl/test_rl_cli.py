@@ -1,0 +1,310 @@
+"""The command line: what counts before what, mistakes in one line, and a help that stands alone and costs nothing."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from helpers import REPO
+from omni_rl import cli
+from omni_rl.args import RunArgs, ScoredArgs
+from omni_rl.cli import (
+    check_finite,
+    check_most,
+    field_notes,
+    from_toml,
+    parse_cli,
+    read_settings,
+    to_toml,
+    wrap_command,
+)
+
+
+@dataclass(frozen=True)
+class Args:
+    """Settings of a program for these tests."""
+
+    # Run
+    name: str = "run"  # Name of the run
+    steps_per_day: int = 3  # Steps of a day, 100 % of them
+
+    # Optimizer
+    lr: float = 1e-3  # Learning rate
+    shard: Literal["none", "ddp"] = "none"  # Spread of the weights
+    correction: Literal[0, 1] = 1  # Variance uses n - correction
+    size: int | None = None  # Size of a window (default: all)
+    lr_decay: bool = False  # Lower the learning rate
+
+
+PRESETS = {"small": "# Small numbers\n# from nowhere\nlr = 0.5\nsteps_per_day = 7\n", "large": 'lr = 2\nname = "big"\n'}
+EXAMPLE = """One line of what it does.
+
+    one -> two
+
+A paragraph that is
+wrapped anew.
+
+    python program.py --preset small --name a-rather-long-name --shard none --lr 1e-4 --lr-decay --size 8
+
+1. A point.
+2. Another 100 % point.
+"""
+
+
+def read(*words: str) -> Args:
+    return read_settings(Args, words, PRESETS, EXAMPLE)
+
+
+def test_the_command_line_counts_more_than_the_file_and_that_more_than_the_preset(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text("lr = 0.25\nlr_decay = true\n")
+    assert read() == Args()
+    assert read("--preset", "small") == Args(lr=0.5, steps_per_day=7)
+    assert read("--config", str(path), "--preset=small") == Args(lr=0.25, steps_per_day=7, lr_decay=True)
+    words = ["--no-lr-decay", "--lr", "0.125", f"--config={path}", "--preset", "small"]
+    assert read(*words) == Args(lr=0.125, steps_per_day=7)
+
+
+def test_a_flag_is_taken_with_hyphens_and_underscores():
+    assert read("--steps_per_day=5", "--lr_decay") == read("--steps-per-day", "5", "--lr-decay")
+    assert read("--name=a_b", "--size", "None").name == "a_b"
+
+
+MISTAKES = {
+    "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
+    "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
+    "--zzz 1": "unknown flag --zzz",
+    "--l 1": "unknown flag --l",
+    "-x": "unknown flag -x",
+    "steps 3": "unexpected 'steps': a flag begins with --",
+    "--lr": "--lr needs a value",
+    "--lr --lr-decay": "--lr needs a value",
+    "--lr fast": "--lr must be a number, got 'fast'",
+    "--size 1.5": "--size must be a whole number, got '1.5'",
+    "--lr-decay=yes": "--lr-decay takes no value, got 'yes'",
+    "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
+    "--correction 2": "--correction must be one of 0, 1, got 2",
+    "--preset smal": "--preset must be one of small, large, got 'smal'; did you mean 'small'?",
+    "--preset": "--preset needs a value",
+    "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
+    "--config broken.toml": "--config must be a readable TOML file, got broken.toml: ",
+    "--name \udcff": r"--name must be UTF-8 text, got '\udcff'",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(words: str, tmp_path, monkeypatch, capfd):
+    (tmp_path / "broken.toml").write_text("lr 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "recipes", lambda app: PRESETS)
+    monkeypatch.setattr(sys, "argv", ["program.py"])
+    with pytest.raises(SystemExit) as caught:
+        parse_cli(Args, lambda args: None, words.split(), app="program")
+    out, err = capfd.readouterr()
+    assert (caught.value.code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"program.py: error: {MISTAKES[words]}")
+
+
+def test_a_rule_of_the_program_is_a_mistake_too(capfd):
+    with pytest.raises(SystemExit):
+        parse_cli(Args, lambda args: check_most(args, {"lr": 1.0}), ["--lr", "2"], app="program")
+    assert "error: --lr must be <= 1, got 2.0\n" in capfd.readouterr().err
+
+
+def test_one_rank_of_a_machine_speaks(monkeypatch, capfd):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as caught:
+        parse_cli(Args, check_finite, ["--lr", "inf"], app="program")
+    assert (caught.value.code, *capfd.readouterr()) == (2, "", "")
+
+
+FILES = {
+    "lrr = 1.0": "mine: unknown key 'lrr'; did you mean 'lr'?",
+    'lr = "fast"': "mine: lr must be a number, got 'fast'",
+    "size = true": "mine: size must be a whole number, got True",
+    'lr_decay = "no"': "mine: lr_decay must be true or false, got 'no'",
+    "[optimizer]\nlr = 1.0": r"mine: \[optimizer\] is a table",
+    "optimizer.lr = 1.0": r"mine: \[optimizer\] is a table",
+    "lr = [1.0]": r"mine: lr must be a number, got \[1.0\]",
+}
+
+
+@pytest.mark.parametrize("text", FILES)
+def test_a_mistake_in_a_file_names_the_file_and_the_key(text: str):
+    with pytest.raises(ValueError, match=FILES[text].replace("?", r"\?")):
+        from_toml(text, Args, "mine")
+
+
+def test_names_of_other_projects_lead_to_ours():
+    ours = {field.name for field in fields(ScoredArgs)}
+    told = {"learning-rate": "--lr", "resolution": "--height and --width", "output-dir": "--name", "wandb": "--track"}
+    told |= {"resume": "the same command again", "cfg": "--true-cfg-scale with Qwen-Image, --guidance-scale"}
+    told |= {"num_steps": "--num-inference-steps", "steps": "--train-steps"}
+    for name, words in told.items():
+        for wrong in (f"--{name}", f"--{name.replace('-', '_')}"):
+            with pytest.raises(ValueError, match=f"unknown flag .*; use {re.escape(words)}"):
+                read_settings(ScoredArgs, [wrong], {}, "")
+    assert not {name.replace("-", "_") for name in cli.OTHER_NAMES} & ours
+    with pytest.raises(ValueError, match="unknown key 'learning_rate'; use --lr"):
+        from_toml("learning_rate = 1", Args, "mine")
+
+
+def test_a_far_name_is_not_suggested():
+    with pytest.raises(ValueError, match=r"^unknown flag --image-folder$"):
+        read_settings(ScoredArgs, ["--image-folder", "x"], {}, "")
+
+
+@pytest.mark.parametrize("text", ['a "b" \\ c', "line\nfeed\ttab\x00\x1b\x7f\x85", "Zürich 東京 🎨", "\u2028"])
+def test_any_text_comes_back_from_toml(text: str):
+    config = Args(name=text, lr=1e-300, size=2**40, lr_decay=True)
+    written = to_toml(config)
+    assert from_toml(written, Args, "mine") == tomllib.loads(written)
+    assert Args(**from_toml(written, Args, "mine")) == config
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f]", written)
+    assert written.count("\n") == len(fields(Args))
+
+
+def test_numbers_are_finite_and_fit_what_computes_with_them():
+    @dataclass
+    class Numbers:
+        seed: int = 2**63 - 1
+        count: int = 2**31 - 1
+        share: float = 3.4e38
+        flag: bool = True
+        text: str = "x"
+
+    check_finite(Numbers())
+    for wrong in (Numbers(seed=2**63), Numbers(count=-(2**31)), Numbers(share=1e39), Numbers(share=float("nan"))):
+        with pytest.raises(ValueError, match=r"^--(seed|count|share) must be .*, got "):
+            check_finite(wrong)
+
+
+def shown(capsys, *words: str, width: int = 80) -> str:
+    """What --help prints on a terminal of that width."""
+    old = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = str(width)
+    with pytest.raises(SystemExit) as caught:
+        read("--help", *words)
+    os.environ.pop("COLUMNS") if old is None else os.environ.update(COLUMNS=old)
+    assert caught.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_shows_settings_in_groups_with_presets_and_examples(capsys):
+    text = shown(capsys)
+    titles = [line for line in text.splitlines() if re.fullmatch(r"\w+:", line)]
+    assert titles == ["options:", "Run:", "Optimizer:", "examples:", "presets:"]
+    assert "--preset NAME" in text
+    assert "--config FILE" in text
+    assert re.search(r"\n  small +Small numbers\n  large", text)
+    assert "Steps of a day, 100 % of them (default: 3)" in text
+    assert "Spread of the weights (none, ddp; default: none)" in text
+    assert "Size of a window (default: all)\n" in text
+    assert "A paragraph that is wrapped anew.\n" in text
+    assert "1. A point.\n2. Another 100 % point.\n" in text
+
+
+def test_help_shows_what_the_preset_makes_the_default(capsys):
+    assert "(default: 7)" in shown(capsys, "--preset", "small")
+
+
+@pytest.mark.parametrize("width", [80, 100, 200])
+def test_help_is_no_wider_than_the_terminal_and_100_columns(capsys, width: int):
+    lines = shown(capsys, width=width).splitlines()
+    assert max(map(len, lines)) <= min(width, 100)
+    command = [line for line in lines if line.endswith("\\")]
+    assert command[0].startswith("  python program.py")
+
+
+def test_a_wrapped_command_is_the_same_command():
+    command = "python x.py --prompts 'a sign that says \"A B\"' --name some-name --lr 1e-4 --train-steps 12 --seed 1"
+    wrapped = wrap_command(command, 60)
+    assert wrapped.count("\n") >= 1
+    done = [subprocess.run(["bash", "-c", f"printf '%s|' {c}"], capture_output=True).stdout for c in (command, wrapped)]
+    assert done[0] == done[1]
+
+
+def test_help_into_a_closed_pipe_is_no_error():
+    code = "import sys; from omni_rl.cli import read_settings as r; from omni_rl.args import RunArgs as R; "
+    code += "r(R, ['--help'], {'p' + str(i): 'seed = 1' for i in range(9999)}, '')"
+    command = ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -n 1', sys.executable, code]
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
+    assert done.stdout.startswith("usage:")
+    assert (done.stderr, done.returncode) == ("", 0)
+
+
+def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
+    own = "".join(f"    field_{i}: float = {i}.5  # Share number {i}\n" for i in range(30))
+    (tmp_path / "program.py").write_text(
+        "import sys\nfrom dataclasses import dataclass\nfrom omni_rl.args import ScoredArgs\n"
+        "from omni_rl.cli import parse_cli\n@dataclass(frozen=True)\nclass Args(ScoredArgs):\n    # Algorithm\n"
+        f"{own}\nif __name__ == '__main__':\n    try:\n        parse_cli(Args, print, sys.argv[1:], app='program')\n"
+        "    finally:\n        print('heavy', sorted({'torch', 'numpy', 'requests', 'rich'} & set(sys.modules)))\n"
+    )
+    command = [sys.executable, "-I", str(tmp_path / "program.py"), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.count("\n  --") >= 70
+    assert done.stdout.endswith("heavy []\n")
+
+
+TITLES = {"Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Reward", "Algorithm", "Optimizer"}
+LOOSE_ENDS = {"a", "an", "and", "as", "at", "by", "for", "in", "is", "of", "or", "that", "the", "to", "with"}
+
+
+def help_faults(cls: type, source: str) -> list[str]:
+    """Fields of the class, whose source is given, without a help text that stands alone, and titles that are none."""
+    notes = field_notes(source)
+    own = [name for name in cls.__annotations__ if name not in notes]
+    faults = [f"{name} has no help text" for name in own]
+    faults += [f"{note.group!r} is no title of a group" for note in notes.values() if note.group not in TITLES]
+    for name, note in notes.items():
+        first, *_, last = re.findall(r"[\w=/|]+", note.text) or [""] * 2
+        is_whole = note.text[0].isupper() and last not in LOOSE_ENDS and note.text[-1] not in ",;:.-"
+        is_whole &= first not in {"What", "Whether", "How", "That", "Of", "It"}
+        if not is_whole or note.text.count("(") != note.text.count(")"):
+            faults.append(f"{name}: {note.text!r} does not stand alone")
+    return faults
+
+
+APPS = {path.stem: path.read_text("utf-8") for path in sorted((REPO / "apps").glob("*.py"))}
+APPS = {name: source for name, source in APPS.items() if re.search(r"^class Args\(\w+\):", source, re.MULTILINE)}
+
+
+def class_of(source: str, name: str) -> tuple[type, str]:
+    """A class that is annotated as the one in the source, and its part of the source."""
+    import ast
+
+    node = next(n for n in ast.parse(source).body if isinstance(n, ast.ClassDef) and n.name == name)
+    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
+    names = [ast.unparse(n.target) for n in node.body if isinstance(n, ast.AnnAssign)]
+    return make_dataclass(name, [(n, object, field(default=None)) for n in names]), "\n".join(lines) + "\n"
+
+
+SHARED = (REPO / "packages/omni-rl/src/omni_rl/args.py").read_text("utf-8")
+CLASSES = [(SHARED, "RunArgs"), (SHARED, "ScoredArgs"), *((source, "Args") for source in APPS.values())]
+
+
+@pytest.mark.parametrize(("source", "name"), CLASSES, ids=["RunArgs", "ScoredArgs", *APPS])
+def test_every_setting_has_a_help_text_that_stands_alone(source: str, name: str):
+    cls, own = class_of(source, name)
+    assert len(field_notes(own)) >= 1
+    assert help_faults(cls, own) == []
+
+
+@pytest.mark.parametrize(
+    "comment",
+    ["", "# Engine's (auto: if exact), trainer's\n    # before its first update", "# Half of the", "# of what"],
+)
+def test_a_poor_help_text_is_found(comment: str):
+    cls, own = class_of(f"class Args:\n    # Run\n    a: int = 1  {comment}\n    b: int = 2  # Number of b\n", "Args")
+    assert help_faults(cls, own)
+
+
+def test_all_that_every_trainer_shares_is_in_one_class():
+    assert issubclass(ScoredArgs, RunArgs)
+    assert len(fields(RunArgs)) >= 45
