@@ -26,8 +26,6 @@ from omni_train.dist import Dist, gather_floats, gather_json, same_error
 from omni_train.lora import add_lora
 from omni_train.weights import named_weights
 
-from sample import score_label, write_sheet
-
 Pending = Future[list[Score]]
 
 
@@ -230,8 +228,6 @@ def evaluate(on: Rollouts, prompts: list[Prompt], params: SamplingParams, folder
     if on.watch:
         metrics["eval/watch"] = gather_rewards(on, collect(on, [submit(on.watch, batch) for batch in batches]))[:wanted]
     if on.dist.is_main:
-        images, labels = torch.cat([b.media for b in batches]), [score_label(s.value, s.details) for s in scores]
-        write_sheet(folder / "eval" / f"{step:06}.png", images, labels)
         write_eval(folder, step, *pictures(batches, scores))
     means = {name: rewards.nanmean().item() for name, rewards in metrics.items()}
     return means | {"eval/abstained_ratio": metrics["eval/reward"].isnan().float().mean().item()}

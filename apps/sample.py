@@ -7,17 +7,11 @@ The same seed gives the same noise whatever the weights, so two sheets show what
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from omni_rl.cli import check_least, flag, parse_cli, refuse
-
-if TYPE_CHECKING:
-    from PIL import Image
-    from torch import Tensor
-
 
 ROOT = Path(__file__).parents[1]
 
@@ -49,41 +43,6 @@ def check_args(args: Args) -> None:
         raise ValueError(f"--weights must be a folder that a trainer wrote, got {args.weights}")
 
 
-def contact_sheet(images: "Tensor", labels: list[str], *, columns: int = 8, margin: int = 4) -> "Image.Image":
-    """One picture of all `images`, uint8 [N, 3, H, W], in rows of `columns`, each with its label below.
-
-    Images narrower than 192 pixels are enlarged by a whole factor, so that labels fit and pixels stay sharp.
-    """
-    from PIL import Image, ImageDraw, ImageFont
-
-    factor = max(1, 192 // images.shape[-1])
-    height, width = (size * factor for size in images.shape[-2:])
-    columns = min(columns, len(images))
-    cell_width, cell_height = width + margin, height + margin + 16
-    rows = -(-len(images) // columns)
-    sheet = Image.new("RGB", (columns * cell_width + margin, rows * cell_height + margin), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
-    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
-        x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
-        picture = Image.fromarray(image.permute(1, 2, 0).cpu().numpy())
-        sheet.paste(picture.resize((width, height), Image.Resampling.NEAREST), (x, y))
-        draw.text((x, y + height), label[: width // 6], font=font, fill="black")
-    return sheet
-
-
-def write_sheet(path: Path, images: "Tensor", labels: list[str], *, limit: int = 64) -> None:
-    """Writes the contact sheet of the first `limit` images to `path`, whose folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    contact_sheet(images[:limit], labels[:limit]).save(path)
-
-
-def score_label(value: float | None, details: Mapping[str, object]) -> str:
-    """What stands below a scored image: what was wanted, what the scorer read, the score."""
-    if value is None:
-        return "no score"
-    return f"{details['target']} -> {details['read']}   {value:.2f}" if "target" in details else f"{value:.2f}"
-
-
 def main(args: Args) -> None:
     """Draws the images in batches and writes the sheet.
 
@@ -91,6 +50,7 @@ def main(args: Args) -> None:
         ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
     """
     import torch
+    from omni_rl.report.sheet import contact_sheet
     from omni_rollout import Prompt, SamplingParams
     from omni_rollout.diffusers_engine import DiffusersEngine
     from omni_rollout.models import qwen_image
@@ -116,7 +76,9 @@ def main(args: Args) -> None:
     prompts = [Prompt(r.text, i, sample_seed(args.seed, 0, i, 0), r.negative) for i, r in enumerate(drawn)]
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     images = torch.cat([engine.generate(batch, params).media for batch in batches])
-    write_sheet(Path(args.out), images, [prompt.text for prompt in prompts], limit=len(images))
+    sheet = contact_sheet(images.permute(0, 2, 3, 1).cpu().numpy(), [prompt.text for prompt in prompts])
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(args.out)
     print(f"{len(images)} images in {args.out}")
 
 

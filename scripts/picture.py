@@ -6,27 +6,39 @@ With --other also engines.svg: the curves of both runs, the other one's wide and
 """
 
 import argparse
+import json
 from pathlib import Path
 
+import numpy as np
+from omni_rl.report.folder import step_folders
+from omni_rl.report.sheet import contact_sheet, score_label
 from omni_train.log import load_metrics
 from PIL import Image, ImageDraw, ImageFont
 
-ROWS = 4  # of the evaluation's contact sheets
 WIDTH, HEIGHT, MARGIN = 640, 300, 44
 
 
 def before_and_after(run: Path) -> Image.Image:
-    """The first rows of the first and of the last evaluation's contact sheet, one above the other."""
-    sheets = sorted((run / "eval").glob("*.png"))
-    pictures = [Image.open(path).convert("RGB") for path in (sheets[0], sheets[-1])]
-    row = (64 + 4 + 16) * ROWS + 4  # as contact_sheet lays out signs of 32 x 96 pixels, enlarged twice
+    """The pictures that the first and the last evaluation have kept, one sheet above the other."""
+    stored = step_folders(run / "eval")
+    if len(stored) < 2:
+        raise ValueError(f"{run} must hold two evaluations or more, it holds {len(stored)}")
+    sheets = [sheet_of(folder) for _, folder in (stored[0], stored[-1])]
     title = 28
-    picture = Image.new("RGB", (pictures[0].width, 2 * (row + title)), "white")
-    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(size=18)
-    for i, (name, sheet) in enumerate(zip(("before", "after"), pictures, strict=True)):
-        draw.text((6, i * (row + title) + 4), name, font=font, fill="black")
-        picture.paste(sheet.crop((0, 0, sheet.width, row)), (0, i * (row + title) + title))
+    picture = Image.new("RGB", (sheets[0].width, sum(sheet.height + title for sheet in sheets)), "white")
+    draw, font, y = ImageDraw.Draw(picture), ImageFont.load_default(size=18), 0
+    for name, sheet in zip(("before", "after"), sheets, strict=True):
+        draw.text((6, y + 4), name, font=font, fill="black")
+        picture.paste(sheet, (0, y + title))
+        y += sheet.height + title
     return picture
+
+
+def sheet_of(evaluation: Path) -> Image.Image:
+    """A contact sheet of an evaluation's pictures, with their scores."""
+    rows = json.loads((evaluation / "rows.json").read_text())
+    images = [np.asarray(Image.open(evaluation / row["file"]).convert("RGB")) for row in rows]
+    return contact_sheet(np.stack(images), [score_label(row["reward"], row["details"]) for row in rows])
 
 
 def curve(run: Path, other: Path | None = None) -> str:
@@ -73,8 +85,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--other", type=Path)
     args = parser.parse_args()
+    try:
+        picture = before_and_after(args.run)
+    except ValueError as exc:
+        parser.error(str(exc))
     args.out.mkdir(parents=True, exist_ok=True)
-    before_and_after(args.run).save(args.out / "before_after.png", optimize=True)
+    picture.save(args.out / "before_after.png", optimize=True)
     (args.out / "curve.svg").write_text(curve(args.run))
     if args.other:
         (args.out / "engines.svg").write_text(curve(args.run, args.other))

@@ -112,7 +112,7 @@ def test_the_least_that_a_report_needs_is_a_log(tmp_path):
     assert path.name == "report.html"
     assert data["curves"]["loss"] == {"x": [1], "y": [0.5]}
     assert data["total"] is None
-    assert [data[name] for name in ("evals", "groups", "sheets", "alarms", "starts")] == [[]] * 5
+    assert [data[name] for name in ("evals", "groups", "prompts", "alarms", "starts")] == [[]] * 5
 
 
 def test_pictures_of_the_same_prompt_and_seed_stand_in_one_place(tmp_path):
@@ -160,18 +160,6 @@ def test_pictures_stay_within_their_budget(tmp_path, monkeypatch):
     assert len(steps) >= 8
     assert max(np.diff(steps)) <= 2 * min(np.diff(steps))
     assert sum(len(picture["src"]) for group in data["groups"] for picture in group["shown"]) <= 105_000
-
-
-def test_contact_sheets_show_where_there_are_no_single_pictures(tmp_path, monkeypatch):
-    from PIL import Image
-
-    write_metrics(tmp_path / "run", metrics(8))
-    (tmp_path / "run" / "eval").mkdir()
-    for step in (0, 4, 8):
-        Image.fromarray(images(1, seed=step)[0].transpose(1, 2, 0)).save(tmp_path / "run" / "eval" / f"{step:06}.png")
-    assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 4, 8]
-    monkeypatch.setattr("omni_rl.report.data.EVAL_BYTES", 30_000)
-    assert [sheet["step"] for sheet in run_data(tmp_path / "run")["sheets"]] == [0, 8]
 
 
 def test_a_row_cannot_show_a_file_from_elsewhere(tmp_path):

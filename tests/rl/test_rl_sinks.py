@@ -6,12 +6,14 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 from helpers import REPO
 from omni_rl import sinks
 from omni_train.log import RunLog
+from rl.report_runs import write_run
 
 EXTRAS = ("tensorboard", "wandb", "trackio")
 
@@ -92,6 +94,46 @@ def test_a_report_that_is_slow_to_write_is_written_less_often(tmp_path, monkeypa
     assert written == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]  # one second of every twenty
     sink.close()
     assert len(written) == 7
+
+
+DAMAGED = [  # a file that only the report needs, what a power cut or a hand left in it, what the message says
+    ("eval/000012/rows.json", b"", "not valid JSON"),
+    ("eval/000012/rows.json", b"\0" * 64, "not valid JSON"),
+    ("eval/000012/rows.json", b"[" * 100_000, "not valid JSON"),
+    ("eval/000012/rows.json", b"{}", "must be a list, got dict"),
+    ("eval/000012/rows.json", b"[1]", "entry 1: must be an object, got int"),
+    ("eval/000012/rows.json", b'[{"prompt": 5}]', "entry 1: prompt is 5"),
+    ("samples/000012/groups.json", b"", "not valid JSON"),
+    ("samples/000012/groups.json", b'[{"prompt": "a", "rewards": [], "shown": [7]}]', "must be an object, got int"),
+    ("alarms.jsonl", b'{"step": 1, "title": "a", "numbers": {}, "look": ""}\nx\n', "line 2: not valid JSON"),
+    ("alarms.jsonl", b'{"step": 1}\n', "line 1: title is None"),
+    ("versions.jsonl", b"[]\n", "line 1: must be a JSON object, got list"),
+    ("config.toml", b"\xff", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "message"), DAMAGED)
+def test_a_damaged_file_that_only_the_report_needs_is_named_once_and_stops_nothing(tmp_path, file, content, message):
+    folder = write_run(tmp_path / "run")
+    (folder / file).write_bytes(content)
+    with (
+        warnings.catch_warnings(record=True) as told,
+        RunLog(folder, is_main=True, total_steps=14, tty=False, sinks=[sinks.report(folder)]) as log,
+    ):
+        warnings.simplefilter("always")
+        log.log(13, {"reward/mean": 0.5})
+        log.log(14, {"reward/mean": 0.5})
+    (warning,) = told
+    assert f"{file}" in str(warning.message)
+    assert message in str(warning.message)
+
+
+def test_an_error_of_the_run_is_not_replaced_by_one_of_its_report(tmp_path):
+    folder = write_run(tmp_path / "run")
+    (folder / "config.toml").write_bytes(b"\xff")
+    log = RunLog(folder, is_main=True, total_steps=14, tty=False, sinks=[sinks.report(folder)])
+    with pytest.warns(UserWarning, match=r"config\.toml"), pytest.raises(RuntimeError, match="of the run"), log:
+        raise RuntimeError("of the run")
 
 
 def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):

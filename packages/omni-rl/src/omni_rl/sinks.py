@@ -29,14 +29,14 @@ class Sink:
 
 
 def report(folder: str | Path) -> Sink:
-    """Writes `folder`/report.html anew after a step, and when the log is closed.
+    """Write `folder`/report.html anew after a step, and when the log is closed.
 
     A step is left out where writing would take more than a twentieth of the time. A report that cannot be written, on a
-    full disk say, is a warning: the run goes on.
+    full disk or with a damaged file, is told once: the run goes on.
     """
     from omni_rl.report import write_report
 
-    due = 0.0
+    due, told = 0.0, set()
 
     def write(*_: object) -> None:
         nonlocal due
@@ -50,8 +50,10 @@ def report(folder: str | Path) -> Sink:
     def rewrite() -> None:
         try:
             write_report(folder)
-        except OSError as exc:
-            warnings.warn(f"the report of {folder} could not be written: {exc}", stacklevel=2)
+        except (OSError, ValueError) as exc:
+            if str(exc) not in told:
+                warnings.warn(f"the report of {folder} could not be written: {exc}", stacklevel=2)
+            told.add(str(exc))
 
     return Sink(write, rewrite)
 

@@ -6,10 +6,13 @@ Everything here is read from files, hence from outside: it stays data until the 
 import base64
 import json
 import math
+import reprlib
 import tomllib
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from omni_rl.alarms import find_alarms
@@ -24,6 +27,15 @@ MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_DETAILS = 6  # that a scorer gives with a score
 MAX_ALARMS = 50
 MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp"}
+REMEDY = "Only the report needs it: move it away"
+Kinds = Mapping[str, UnionType | type]
+ROW: Kinds = {
+    "prompt": str, "reward": int | float | None, "seed": int | None, "file": str, "size": list, "details": dict,
+    "abstained": str | None,
+}  # fmt: skip
+GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
+ALARM: Kinds = {"step": int | float, "title": str, "numbers": dict, "look": str}
+START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
 
 
@@ -72,7 +84,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps, config, starts = load_metrics(path), _config(folder), read_lines(folder / "versions.jsonl")
+    steps, config, starts = load_metrics(path), _config(folder), _entries(folder / "versions.jsonl", START)
     seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
     recent = seconds[-20:]
     step = int(steps[-1]["step"]) if steps else 0
@@ -146,51 +158,41 @@ def alarms(folder: Path, steps: Steps) -> list[dict[str, Any]]:
     """
     raised = [asdict(alarm) for alarm in find_alarms(steps)]
     known = {alarm["title"] for alarm in raised}
-    own = {(entry["step"], entry["title"]): entry for entry in read_lines(folder / "alarms.jsonl")}
+    own = {(entry["step"], entry["title"]): entry for entry in _entries(folder / "alarms.jsonl", ALARM)}
     return raised + [entry for entry in own.values() if entry["title"] not in known][-MAX_ALARMS:]
 
 
 def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
-    """The prompts of the last evaluation and their pictures at each evaluation; contact sheets where that is all.
+    """The prompts of the last evaluation and their pictures at each evaluation.
 
     Where all would exceed `budget` bytes, evaluations between the first and the last go, then prompts. What is of
     steps after `last` is left out: a resumed run has yet to come there again.
     """
     stored = []
     for step, path in step_folders(folder / "eval", last):
-        rows = json.loads((path / "rows.json").read_text(encoding="utf-8"))
+        rows = _entries(path / "rows.json", ROW)
         stored.append((step, {_key(row): (_file(path, row), row) for row in rows}))
-    if not stored:
-        return {"prompts": [], "evals": [], "sheets": sheets(folder, budget)}
-    keys = list(stored[-1][1])
+    keys = list(stored[-1][1]) if stored else []
     kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
     kept, keys = _within(kept, keys, budget)
     evals = [
         {"step": step, "pictures": [_picture(*rows[key]) if key in rows else None for key in keys]}
         for step, rows in kept
     ]
-    return {"prompts": [{"text": text[:MAX_TEXT], "seed": seed} for text, seed in keys], "evals": evals, "sheets": []}
-
-
-def sheets(folder: Path, budget: int) -> list[dict[str, Any]]:
-    """The contact sheets eval/STEP.png, as many as fit into `budget` bytes; the first and the last go last."""
-    found = sorted((int(path.stem), path) for path in (folder / "eval").glob("*.png") if path.stem.isdecimal())
-    count = len(found)
-    while count and sum(_size(path) for _, path in spread(found, count)) > budget:
-        count -= 1
-    return [{"step": step, "src": _data_uri(path)} for step, path in spread(found, count)]
+    return {"prompts": [{"text": text[:MAX_TEXT], "seed": seed} for text, seed in keys], "evals": evals}
 
 
 def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
     """Best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
-        for group in json.loads((path / "groups.json").read_text(encoding="utf-8")):
-            files = [_file(path, row) for row in group["shown"]]
+        for group in _entries(path / "groups.json", GROUP):
+            rows = [_checked(row, ROW, path / "groups.json") for row in group["shown"]]
+            files = [_file(path, row) for row in rows]
             budget -= sum(map(_size, files))
             if budget < 0 or len(shown) == MAX_GROUPS:
                 return shown
-            pictures = [_picture(file, row) for file, row in zip(files, group["shown"], strict=True)]
+            pictures = [_picture(file, row) for file, row in zip(files, rows, strict=True)]
             rewards = [_score(reward) for reward in group["rewards"]]
             shown.append({"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures})
     return shown
@@ -233,22 +235,26 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
 
 
 def _picture(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    details = [(str(name)[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
+    details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
     return {
         "src": _data_uri(file),
         "size": row["size"],
         "reward": _score(row["reward"]),
         "details": dict(details),
-        "abstained": row["abstained"] and row["abstained"][:MAX_TEXT],
+        "abstained": row["abstained"] and _text(row["abstained"]),
     }
 
 
 def _text(value: object) -> str:
-    return f"{value:.5g}" if isinstance(value, float) else str(value)[:MAX_TEXT]
+    """A number with five digits, or a text in the form that scorers compare, without what no font can draw."""
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    text = unicodedata.normalize("NFKC", str(value)[:MAX_TEXT])
+    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def _score(value: float | None) -> float | None:
-    return _short(value) if value is not None and math.isfinite(value) else None
+def _score(value: object) -> float | None:
+    return _short(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _short(value: float) -> float:
@@ -261,7 +267,10 @@ def _key(row: Mapping[str, Any]) -> tuple[str, int | None]:
 
 
 def _file(folder: Path, row: Mapping[str, Any]) -> Path:
-    return folder / Path(row["file"]).name  # never a file elsewhere, whatever the row says
+    file = folder / Path(row["file"]).name  # never a file elsewhere, whatever the row says
+    if file.suffix not in MEDIA_TYPES:
+        raise ValueError(f"{file} must be one of the kinds {', '.join(MEDIA_TYPES)}")
+    return file
 
 
 def _size(file: Path) -> int:
@@ -273,9 +282,36 @@ def _data_uri(file: Path) -> str:
     return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
+def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
+    """The objects of a JSON file that holds a list of them, or one a line; none if a file of lines is missing.
+
+    Raises:
+        ValueError: one of them is not what the functions of `omni_rl.report.folder` write.
+    """
+    if path.suffix == ".jsonl":
+        return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(read_lines(path), start=1)]
+    try:
+        entries = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
+    if not isinstance(entries, list):
+        raise ValueError(f"{path}: must be a list, got {type(entries).__name__}. {REMEDY}")
+    return [_checked(entry, kinds, f"{path}, entry {n}") for n, entry in enumerate(entries, start=1)]
+
+
+def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
+    """The entry, which is an object with a value of its kind for each name."""
+    if not isinstance(entry, dict):
+        raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
+    for name, kind in kinds.items():
+        if not isinstance(entry.get(name), kind):
+            raise ValueError(f"{place}: {name} is {reprlib.repr(entry.get(name))}. {REMEDY}")
+    return entry
+
+
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except tomllib.TOMLDecodeError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path}: not valid TOML: {exc}") from exc

@@ -6,10 +6,12 @@
       versions.jsonl     a line a start: command, commit, versions                 write_versions
       alarms.jsonl       a line an alarm: step, what, numbers, what to look at     write_alarm
       eval/000080/       the same prompts and seeds at every evaluation            write_eval
+      eval/000080.png    more of them on one sheet, with their scores              write_eval
       samples/000082/    best and worst of some groups, of the last steps          write_samples
       report.html        all of it in one page                                     write_report
 
 A folder of pictures appears whole or not at all, and a line torn by a crash is left out. One rank writes it all.
+Credentials in URLs are left out of every text.
 """
 
 import io
@@ -17,28 +19,39 @@ import json
 import math
 import os
 import platform
+import re
+import reprlib
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from omni_train.files import read_jsonl, write_atomically, write_folder_atomically
+
+from omni_rl.report.sheet import contact_sheet, score_label
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
 
 EXACT_SIDE = 128  # pixels; pictures no larger keep every bit, as PNG
 MAX_SIDE = 320  # pixels; larger pictures are reduced to this and stored as WebP
+MAX_SHEET = 64  # pictures on the sheet of an evaluation
+SHEET_SIDE = 256  # pixels; larger pictures are reduced to this on the sheet
 LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "pillow", "vllm", "triton")
 
 
 @dataclass(frozen=True)
 class Sample:
-    """What is known of a picture.
+    """A picture's prompt, score and origin.
 
     Args:
         prompt: what it was drawn from.
@@ -58,9 +71,15 @@ class Sample:
 
 
 def write_eval(
-    folder: str | Path, step: int, images: Any, samples: Sequence[Sample], *, limit: int = 16, keep: int = 48
+    folder: str | Path,
+    step: int,
+    images: "np.ndarray | Tensor",
+    samples: Sequence[Sample],
+    *,
+    limit: int = 16,
+    keep: int = 48,
 ) -> None:
-    """Keeps the first `limit` pictures of the evaluation after `step` steps. Needs pillow.
+    """Keep the first `limit` pictures of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
     images: uint8 [N, 3, H, W], RGB, an array or a tensor on any device, one for each of `samples`. keep: where there
     are more evaluations, those nearest to their neighbours go, never the first and the last.
@@ -72,18 +91,29 @@ def write_eval(
         raise ValueError(f"keep must be >= 2, got {keep}")
     pictures = _pictures(images, len(samples))
     rows, files = _rows(pictures, samples, range(min(limit, len(samples))))
+    labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
+    sheet = contact_sheet(pictures[:MAX_SHEET], labels, max_side=SHEET_SIDE)
     home = Path(folder) / "eval"
-    _write_folder(home / f"{step:06}", "rows.json", rows, files)
+    write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
+    write_atomically(home / f"{step:06}.png", _png(sheet))
     stored = step_folders(home)
     while len(stored) > keep:
         nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
-        shutil.rmtree(stored.pop(nearest)[1])
+        _, old = stored.pop(nearest)
+        old.with_suffix(".png").unlink(missing_ok=True)
+        shutil.rmtree(old)
 
 
 def write_samples(
-    folder: str | Path, step: int, images: Any, samples: Sequence[Sample], *, groups: int = 4, keep: int = 3
+    folder: str | Path,
+    step: int,
+    images: "np.ndarray | Tensor",
+    samples: Sequence[Sample],
+    *,
+    groups: int = 4,
+    keep: int = 3,
 ) -> None:
-    """Keeps best and worst sample of the step's first `groups` groups, and drops all but the last `keep` steps.
+    """Keep best and worst sample of the step's first `groups` groups, and drop all but the last `keep` steps.
 
     images: as `write_eval` takes them. A group without any score keeps its first sample. Needs pillow.
 
@@ -104,7 +134,7 @@ def write_samples(
         entries.append({"group": group, "prompt": samples[indices[0]].prompt, "rewards": rewards, "shown": shown})
         files |= drawn
     home = Path(folder) / "samples"
-    _write_folder(home / f"{step:06}", "groups.json", entries, files)
+    write_folder_atomically(home / f"{step:06}", {"groups.json": _json(entries), **files})
     for _, old in step_folders(home)[:-keep]:
         shutil.rmtree(old)
 
@@ -112,21 +142,27 @@ def write_samples(
 def write_alarm(
     folder: str | Path, step: int, title: str, *, numbers: Mapping[str, float] | None = None, look: str = ""
 ) -> None:
-    """Adds an alarm after `step` steps: what is wrong, the numbers that say so, and what to look at."""
+    """Add an alarm of the program's own after `step` steps: what is wrong, numbers, where to look."""
     entry = {"step": step, "title": title, "numbers": dict(numbers or {}), "look": look}
     _add_line(Path(folder) / "alarms.jsonl", entry)
 
 
 def write_versions(
-    folder: str | Path, *, argv: Sequence[str] | None = None, hide: Iterable[str] = (), facts: Mapping[str, Any] = {}
+    folder: str | Path,
+    *,
+    argv: Sequence[str] | None = None,
+    hide: Iterable[str] = (),
+    changed: Iterable[str] = (),
+    facts: Mapping[str, Any] = {},
 ) -> None:
-    """Adds a start of the run: its command, the commit of the program, the versions of what it uses.
+    """Add a start of the run: its command, the commit of the program, the versions of the libraries.
 
     Args:
         folder: the run folder.
         argv: the program and its arguments; None takes those of this process.
-        hide: flags whose values are left out, as `--scorer-url`.
-        facts: what else is worth knowing, as the number of ranks.
+        hide: flags whose values are left out, such as `--scorer-url`.
+        changed: settings of `config.toml` that differ from their defaults; the report shows them first.
+        facts: further facts to show, such as the number of ranks.
     """
     words = list(sys.argv if argv is None else argv)
     entry = {
@@ -135,33 +171,33 @@ def write_versions(
         "commit": _commit(Path(words[0]).resolve().parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "changed": list(changed),
         **facts,
     }
-    found = {dist.name.lower().replace("_", "-"): dist.version for dist in distributions()}
+    found = {dist.name.lower().replace("_", "-"): dist.version for dist in distributions() if dist.name}
     packages = {name: found[name] for name in sorted(found) if name.startswith(LIBRARIES)}
     _add_line(Path(folder) / "versions.jsonl", entry | {"packages": packages})
 
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
-    """The command as a shell takes it, with `...` for the values of the flags in `hide`."""
+    """Return the command in a shell's words, with `...` for the values of the flags in `hide`, however spelt."""
     hidden, words = set(hide), []
     for before, word in pairwise(("", *argv)):
         flag, equals, _ = word.partition("=")
-        if before in hidden:
+        if before.replace("_", "-") in hidden:
             words.append("...")
         else:
-            words.append(f"{flag}=..." if equals and flag in hidden else shlex.quote(word))
+            words.append(f"{flag}=..." if equals and flag.replace("_", "-") in hidden else shlex.quote(word))
     return " ".join(words)
 
 
 def encode(image: np.ndarray) -> tuple[bytes, str]:
-    """A picture, uint8 [3, H, W], as the bytes of a small file, and the suffix of its name."""
+    """A picture, uint8 [H, W, 3], as the bytes of a small file, and the suffix of its name."""
     from PIL import Image
 
-    picture, file = Image.fromarray(np.ascontiguousarray(image.transpose(1, 2, 0))), io.BytesIO()
+    picture, file = Image.fromarray(image), io.BytesIO()
     if max(picture.size) <= EXACT_SIDE:
-        picture.save(file, "PNG", optimize=True)
-        return file.getvalue(), ".png"
+        return _png(picture), ".png"
     picture.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
     picture.save(file, "WEBP", quality=82)
     return file.getvalue(), ".webp"
@@ -179,34 +215,30 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a file of JSON lines, without a last line torn by a crash; none if the file is missing.
 
     Raises:
-        ValueError: any other line is not valid JSON.
+        ValueError: any other line is no JSON object.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # what follows the last newline is empty or torn
-    try:
-        return [json.loads(line) for line in lines]
-    except json.JSONDecodeError as exc:
-        raise ValueError(f"{path}: not valid JSON: {exc}") from exc
+    return read_jsonl(path) if path.exists() else []
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Puts the file in its place at once: whoever opens it meanwhile sees the old one or the new one, whole."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(data)
-        scratch.replace(path)
-    finally:
-        scratch.unlink(missing_ok=True)
+def _png(picture: "Image.Image") -> bytes:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return file.getvalue()
 
 
-def _pictures(images: Any, count: int) -> np.ndarray:
-    array = np.asarray(images.cpu() if hasattr(images, "cpu") else images)
+def _json(document: object) -> str:
+    """JSON without the credentials of URLs: nobody who reads a report needs them."""
+    return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
+
+
+def _pictures(images: "np.ndarray | Tensor", count: int) -> np.ndarray:
+    """The images as an array, uint8 [N, H, W, 3]."""
+    array = images if isinstance(images, np.ndarray) else images.cpu().numpy()
     if array.dtype != np.uint8:
         raise ValueError(f"images must be uint8, got {array.dtype}")
     if array.ndim != 4 or array.shape[:2] != (count, 3):
         raise ValueError(f"images must have the shape ({count}, 3, H, W), one for each sample, got {array.shape}")
-    return array
+    return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
 
 
 def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
@@ -225,29 +257,23 @@ def _rows(
     rows, files = [], {}
     for i in indices:
         data, suffix = encode(pictures[i])
-        height, width = pictures.shape[2:]
-        rows.append(asdict(samples[i]) | {"file": f"{i:04}{suffix}", "size": [width, height]})
+        height, width = pictures.shape[1:3]
+        details = {str(name): _plain(value) for name, value in samples[i].details.items()}
+        rows.append(vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]})
         files[f"{i:04}{suffix}"] = data
     return rows, files
 
 
-def _write_folder(target: Path, name: str, document: object, files: Mapping[str, bytes]) -> None:
-    """Writes `document` as `name` and the files beside it; the folder replaces one that was there."""
-    scratch = target.with_name(f".{target.name}")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    (scratch / name).write_text(json.dumps(document, default=str), encoding="utf-8")
-    for file, data in files.items():
-        (scratch / file).write_bytes(data)
-    shutil.rmtree(target, ignore_errors=True)
-    scratch.rename(target)
+def _plain(value: object) -> object:
+    """What a scorer says in one text or number, however deeply it is nested."""
+    return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 
 
 def _add_line(path: Path, entry: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else b""
-    line = json.dumps(entry, default=str).encode() + b"\n"
-    write_whole(path, before[: before.rfind(b"\n") + 1] + line)  # what follows the last newline is torn
+    kept = before[: before.rfind(b"\n") + 1]  # what follows the last newline is torn
+    write_atomically(path, kept + _json(entry).encode() + b"\n")
 
 
 def _launcher() -> str:

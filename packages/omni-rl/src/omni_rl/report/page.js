@@ -306,7 +306,7 @@ function scoreHistory(prompt, step) {
 function pictureSection() {
   const steps = [...new Set(RUNS.flatMap((run) => run.evals.map((e) => e.step)))].sort((a, b) => a - b);
   const source = RUNS.find((run) => run.prompts.length);
-  if (!source) return sheetSection();
+  if (!source) return null;
   const cards = source.prompts.map((prompt) => {
     const body = el("div", { class: "panes" });
     const past = el("div", {});
@@ -335,17 +335,6 @@ function few(cards, picture) {
     button.remove();
   });
   return el("div", {}, grid, button);
-}
-
-function sheetSection() {
-  const run = RUNS.find((r) => r.sheets.length);
-  if (MANY || !run) return null;
-  const image = el("img", { class: "sheet" });
-  const control = evaluationSlider(run.sheets.map((sheet) => sheet.step), (step) => {
-    image.src = run.sheets.find((sheet) => sheet.step === step).src;
-    image.alt = `Contact sheet of the evaluation after ${plural(step, "step")}`;
-  });
-  return section("Pictures", "The same prompts and seeds at every evaluation.", control, image);
 }
 
 function evaluationSlider(steps, showStep) {

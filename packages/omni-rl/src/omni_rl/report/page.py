@@ -16,23 +16,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from omni_train.files import write_atomically
+
 from omni_rl.report.data import CHARTS, run_data
-from omni_rl.report.folder import write_whole
 
 
 def write_report(folder: str | Path) -> Path:
-    """Writes `folder`/report.html anew from what the run folder holds, and returns its path.
+    """Write `folder`/report.html anew from what the run folder holds, and return its path.
 
     Raises:
         ValueError: `folder` holds no metrics, or a file in it cannot be read.
     """
     path = Path(folder) / "report.html"
-    write_whole(path, page([run_data(Path(folder))]).encode())
+    write_atomically(path, page([run_data(Path(folder))]))
     return path
 
 
 def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Writes one page that lays the curves, pictures and settings of several runs beside each other.
+    """Write one page that lays the curves, pictures and settings of several runs beside each other.
 
     Raises:
         ValueError: fewer than two folders, two of one name, or one of them cannot be read.
@@ -41,7 +42,7 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
     names = [run["name"] for run in runs]
     if len(set(names)) < max(2, len(names)):
         raise ValueError(f"folders must be two or more of different names, got {names}")
-    write_whole(Path(path), page(runs).encode())
+    write_atomically(path, page(runs))
     return Path(path)
 
 
