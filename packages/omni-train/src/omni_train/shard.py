@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from omni_train.device import default_compute_dtype
+from omni_train.lora import factors, lora_layers
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -42,14 +43,15 @@ def shard(
     Add LoRA before: adapters that arrive later would not be sharded.
 
     Args:
-        module: parameters on this rank's device (`fsdp2` moves them); equal on every rank for `fsdp2`, while `ddp`
-            copies those of the first rank to the others.
+        module: parameters on this rank's device (`fsdp2` moves them, but for those on the meta device); equal on every
+            rank for `fsdp2`, while `ddp` copies those of the first rank to the others.
         mesh: 1-D, or None for a single process without a process group.
         mode: see the head of this file.
         block_names: class names of the modules that `fsdp2` gathers one at a time, such as "QwenImageTransformerBlock".
         compute_dtype: dtype that `fsdp2` gathers parameters in; gradients are summed in float32 and parameters stay as
-            they are. None is the device's default. Inputs are never cast: a timestep rounded to bfloat16 (999 becomes
-            1000) would give another log-probability than the rollout's.
+            they are. Under adapters it is the dtype that frozen weights are kept in, and adapters are gathered as they
+            are, as in the other modes. None is the device's default. Inputs are never cast: a timestep rounded to
+            bfloat16 (999 becomes 1000) would give another log-probability than the rollout's.
 
     Raises:
         ValueError: mode and mesh do not fit, a block name occurs nowhere, or `compute_dtype` is given without `fsdp2`.
@@ -107,7 +109,7 @@ def _fully_shard(
     missing = set(block_names) - {type(m).__name__ for m in blocks}
     if missing:
         raise ValueError(f"block_names must be class names of submodules, found none named {sorted(missing)}")
-    policy = _precision(mesh, compute_dtype)
+    policy = _precision(module, mesh, compute_dtype)
     for unit in [*blocks, module]:
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
@@ -118,11 +120,18 @@ def _fully_shard(
             unit.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
 
 
-def _precision(mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """The dtypes of a sharded module's gathers and sums; under adapters frozen weights take theirs at once."""
     dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
+    layers, as_they_are = lora_layers(module), MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == torch.float32 and compute_dtype is None:
-        return MixedPrecisionPolicy(cast_forward_inputs=False)
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        return as_they_are
+    if not layers:
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    adapters = {p for layer in layers.values() for name in layer.lora_A for p in factors(layer, name)}
+    for p in module.parameters():
+        p.data = p.data if p in adapters else p.data.to(dtype)
+    return as_they_are
 
 
 def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
