@@ -92,6 +92,8 @@ SIGNATURES = {
     "omni_train.dist.init_distributed": "**others",
     "omni_train.dist.tell_failure": "message, *, wait_s=...",
     "omni_train.shard.shard": "module, mesh, *, mode, **others",
+    "omni_train.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
+    "trainable=True, device='cpu'",
     "omni_train.lora.add_lora": "module, targets, *, rank, alpha, adapter='default', seed, dtype=..., init='default'",
     "omni_train.snapshot.Snapshot": "params, *, name='snapshot'",
     "omni_train.snapshot.Snapshot.applied": "self",

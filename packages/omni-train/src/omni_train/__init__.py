@@ -5,6 +5,7 @@ Import from the modules, in reading order:
 - `omni_train.device`: which device a rank uses, its memory, its process-group backend, its compute dtype
 - `omni_train.dist`: `init_distributed`, small gathers, `shutdown`
 - `omni_train.shard`: `shard(module, mesh, mode=...)` and `reduce_gradients`
+- `omni_train.load`: `load_sharded(net, files, mesh)`, each rank's rows alone read from safetensors files
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.ema`: a moving average of the weights, for evaluation

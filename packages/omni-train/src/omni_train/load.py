@@ -1,0 +1,118 @@
+"""Weights of real size: the net is built without any, sharded, and each rank's rows are read from the files.
+
+No rank ever holds a full copy, on its device or its host: the files are mapped, and one tensor's rows are on their way
+at a time.
+"""
+
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from omni_train.shard import shard
+from omni_train.state import local_rows
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@torch.no_grad()
+def load_sharded(
+    net: ModuleT,
+    files: Sequence[str | Path],
+    mesh: DeviceMesh | None,
+    *,
+    block_names: Collection[str] = (),
+    compute_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    trainable: bool = True,
+    device: torch.device | str = "cpu",
+) -> ModuleT:
+    """The same object with the files' weights, sharded over `mesh` (mode `fsdp2` of `shard`) or whole without one.
+
+    There is no collective in it, and ranks read different rows: call it inside `omni_train.dist.same_error`.
+
+    Args:
+        net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
+            include_buffers=False)` builds it. Without adapters.
+        files: safetensors files that together hold each parameter and persistent buffer once, under its name.
+        mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
+        block_names: as for `shard`.
+        compute_dtype: as for `shard`.
+        param_dtype: of the parameters; buffers keep theirs.
+        trainable: whether gradients are wanted; a frozen copy in bfloat16 is a reference for a net trained in float32.
+        device: of weights that are not sharded; a mesh has its own.
+
+    Raises:
+        ValueError: a file is damaged, lacks a tensor, has one too many or one of another shape, or holds NaN or
+            infinity; file and tensor are named. Or the net is not built that way.
+        OSError: a file cannot be read.
+    """
+    _check_built(net)
+    with ExitStack() as stack:
+        sources = _open(stack, files)
+        _check_fits(net, sources)
+        net.requires_grad_(trainable)
+        net._apply(lambda t: t.to(param_dtype) if t.is_meta else t)
+        if mesh is not None:
+            shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
+        place = torch.device(mesh.device_type) if mesh is not None else device
+        net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
+        for name, target in net.state_dict(keep_vars=True).items():
+            file, opened = sources[name]
+            local = _read_rows(opened, name, target)
+            if local.is_floating_point() and not local.isfinite().all():
+                raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
+    return net
+
+
+def _check_built(net: nn.Module) -> None:
+    real = [name for name, p in net.named_parameters() if not p.is_meta]
+    if real:
+        raise ValueError(f"net must have its parameters on the meta device, got a real {real[0]}")
+    for path, module in net.named_modules():
+        others = vars(module) | module._buffers
+        for name in [name for name, value in others.items() if isinstance(value, Tensor) and value.is_meta]:
+            raise ValueError(f"net must have real tensors besides its parameters, got {path}.{name} on the meta device")
+
+
+def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path, Any]]:
+    """The file, with its opened form, of each tensor's name."""
+    sources: dict[str, tuple[Path, Any]] = {}
+    for file in map(Path, files):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))  # mapped, not read
+        except SafetensorError as exc:
+            raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
+        for name in opened.keys():  # noqa: SIM118 - the file is no dict
+            if name in sources:
+                raise ValueError(f"files must hold each tensor once, but {name} is in {sources[name][0]} and {file}")
+            sources[name] = file, opened
+    return sources
+
+
+def _check_fits(net: nn.Module, sources: dict[str, tuple[Path, Any]]) -> None:
+    wanted, kind = net.state_dict(), type(net).__name__
+    if missing := wanted.keys() - sources.keys():
+        where = ", ".join(sorted({str(file.parent) for file, _ in sources.values()})) or "files"
+        raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
+    for name, (file, opened) in sources.items():
+        if name not in wanted:
+            raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
+        shape = opened.get_slice(name).get_shape()
+        if shape != list(wanted[name].shape):
+            raise ValueError(f"{file} does not fit {kind}: {name} is {shape}, must be {list(wanted[name].shape)}")
+
+
+def _read_rows(opened: Any, name: str, target: Tensor) -> Tensor:
+    """This rank's rows of `target`, filled from the file."""
+    local, first = local_rows(target)
+    if target.ndim == 0:
+        local.copy_(opened.get_tensor(name))
+    elif len(local):
+        local.copy_(opened.get_slice(name)[first : first + len(local)])
+    return local

@@ -1,0 +1,307 @@
+"""Weights of real size: each rank reads its own rows, and the net is the one that loading it whole would give."""
+
+import pytest
+import torch
+from accelerate import init_empty_weights
+from diffusers import QwenImageTransformer2DModel
+from omni_train.load import load_sharded
+from omni_train.optim import build_adamw, optimizer_step
+from omni_train.shard import shard
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def full(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def empty(config):
+    with init_empty_weights(include_buffers=False):
+        return QwenImageTransformer2DModel.from_config(config)
+
+
+@pytest.fixture
+def checkpoint(tiny_qwen, tmp_path):
+    """A tiny transformer in bfloat16 in several files, and its configuration."""
+    net = tiny_qwen.build().to(torch.bfloat16)
+    net.save_pretrained(tmp_path / "transformer", max_shard_size="100KB")
+    files = sorted((tmp_path / "transformer").glob("*.safetensors"))
+    assert len(files) > 2
+    return net.config, files
+
+
+class Net(nn.Module):
+    """Uneven rows, a persistent buffer, one that is not in the file, a number, and a plain tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+        self.register_buffer("table", torch.arange(4.0))
+        self.register_buffer("mask", torch.tensor([True, False]), persistent=False)
+        self.register_buffer("count", torch.tensor(7))
+        self.angles = torch.arange(3.0)
+
+    def forward(self, x):
+        return self.linear(x + self.angles) * self.mask[0] + self.table[1]
+
+
+def meta_net():
+    with init_empty_weights(include_buffers=False):
+        return Net()
+
+
+WEIGHTS = {
+    "linear.weight": torch.arange(15.0).view(5, 3),
+    "linear.bias": torch.arange(5.0),
+    "table": torch.tensor([9.0, 8.0, 7.0, 6.0]),
+    "count": torch.tensor(3),
+}
+
+
+def trained(net, tiny_qwen, dist, dtype=torch.float32):
+    """The weights, an output, and the weights after one step."""
+    before = [full(p).clone() for p in net.parameters()]
+    out = tiny_qwen.run(net, dtype=dtype).float()
+    out.square().sum().backward()
+    params = list(net.parameters())
+    optimizer_step(build_adamw(params, lr=0.01), params, lr=0.01, max_grad_norm=1.0, dist=dist)
+    return [*before, out.detach(), *(full(p) for p in params)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_read_their_rows_hold_and_train_the_weights_of_a_whole_load(run_ranks, tiny_qwen, checkpoint, dtype):
+    config, files = checkpoint
+
+    def work(dist):
+        options = {"block_names": tiny_qwen.block_names, "compute_dtype": dtype}
+        old = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16).float()
+        shard(old.requires_grad_(True), dist.mesh, mode="fsdp2", **options)
+        new = load_sharded(empty(config), files, dist.mesh, **options)
+        assert {type(p) for p in new.parameters()} == {type(p) for p in old.parameters()}
+        assert [name for name, _ in new.named_parameters()] == [name for name, _ in old.named_parameters()]
+        expected, got = trained(old, tiny_qwen, dist, dtype), trained(new, tiny_qwen, dist, dtype)
+        return [len(got), sum(map(torch.equal, expected, got))]
+
+    for num_tensors, num_equal in run_ranks(work):
+        assert num_tensors == num_equal > 100
+
+
+def test_without_a_mesh_the_net_is_that_of_a_whole_load(run_ranks, tiny_qwen, checkpoint):
+    config, files = checkpoint
+
+    def work(dist):
+        old = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16).float()
+        new = load_sharded(empty(config), files, None)
+        expected, got = trained(old.requires_grad_(True), tiny_qwen, dist), trained(new, tiny_qwen, dist)
+        assert all(map(torch.equal, expected, got))
+
+    run_ranks(work, world_size=1)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_frozen_copy_gives_the_output_of_a_whole_one_and_wants_no_gradient(
+    run_ranks, tiny_qwen, checkpoint, world_size
+):
+    config, files = checkpoint
+
+    def work(dist):
+        mesh = dist.mesh if world_size > 1 else None
+        options = {"block_names": tiny_qwen.block_names, "compute_dtype": torch.bfloat16} if mesh else {}
+        reference = load_sharded(empty(config), files, mesh, param_dtype=torch.bfloat16, trainable=False, **options)
+        with torch.no_grad():
+            out = tiny_qwen.run(reference, dtype=torch.bfloat16)
+        assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
+        assert not any(p.requires_grad or p.grad is not None for p in reference.parameters())
+        net = load_sharded(empty(config), files, mesh, **options)
+        params = list(net.parameters())
+        optimizer = build_adamw(params, lr=0.01)
+        tiny_qwen.run(net, dtype=torch.bfloat16 if mesh else torch.float32).float().sum().backward()
+        optimizer_step(optimizer, params, lr=0.01, max_grad_norm=1.0, dist=dist)
+        assert set(optimizer.state) <= set(params)
+        with torch.no_grad():  # training has left the reference alone
+            assert torch.equal(tiny_qwen.run(reference, dtype=torch.bfloat16), out)
+        return out.float().tolist()
+
+    whole = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = tiny_qwen.run(whole, dtype=torch.bfloat16).float()
+    for got in run_ranks(work, world_size):
+        assert torch.equal(torch.tensor(got), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_uneven_rows_buffers_and_plain_tensors_are_all_there(run_ranks, tmp_path, world_size):
+    save_file(WEIGHTS, tmp_path / "net.safetensors")
+    expected = Net()
+    expected.load_state_dict(WEIGHTS)
+    x = torch.tensor([[1.0, -2.0, 0.5]])
+
+    def work(dist):
+        net = load_sharded(meta_net(), [tmp_path / "net.safetensors"], dist.mesh)
+        state = {name: full(value) for name, value in net.state_dict().items()}
+        assert all(torch.equal(state[name], value) for name, value in WEIGHTS.items())
+        assert isinstance(net.linear.weight, DTensor)
+        return net(x).tolist()
+
+    for got in run_ranks(work, world_size):
+        torch.testing.assert_close(torch.tensor(got), expected(x).detach())
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors held at once while it was on; mapped files and the meta device are not memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak, self._bound, self._alive = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                self._see(tensor.untyped_storage())
+        return result
+
+    def _see(self, storage):
+        known = self._alive.get(storage._cdata)
+        if known and not known[0].expired():
+            return
+        small = storage.nbytes() < 2**17  # asking the system takes longer than it is worth
+        if small or not is_mapped(storage.data_ptr()):
+            self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self._bound += storage.nbytes()
+        if self._bound > self.peak:  # what has gone since then is looked for only where it can matter
+            self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
+            self._bound = sum(size for _, size in self._alive.values())
+            self.peak = max(self.peak, self._bound)
+
+
+def is_mapped(address):
+    """Whether a file of weights is mapped there, by the system's own account."""
+    with open("/proc/self/maps") as maps:
+        regions = [line.split()[0].split("-") for line in maps.read().splitlines() if line.endswith(".safetensors")]
+    return any(int(low, 16) <= address < int(high, 16) for low, high in regions)
+
+
+def load_whole(config, files, dist, options):
+    """The other way: everything in float32 on every rank, then shard."""
+    net = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16).float()
+    return shard(net, dist.mesh, mode="fsdp2", **options)
+
+
+def load_rows(config, files, dist, options):
+    return load_sharded(empty(config), files, dist.mesh, **options)
+
+
+@pytest.fixture(scope="module")
+def mid_size(tmp_path_factory):
+    """A transformer of 77 MB in float32: its configuration, its files in bfloat16, and the bytes of one of 8 blocks."""
+    torch.manual_seed(0)
+    net = QwenImageTransformer2DModel(
+        patch_size=2,
+        in_channels=64,
+        out_channels=16,
+        num_layers=8,
+        attention_head_dim=64,
+        num_attention_heads=4,
+        joint_attention_dim=256,
+        guidance_embeds=False,
+        axes_dims_rope=(8, 28, 28),
+    ).to(torch.bfloat16)
+    folder = tmp_path_factory.mktemp("mid-size")
+    net.save_pretrained(folder, max_shard_size="10MB")
+    block = 4 * sum(p.numel() for p in net.transformer_blocks[0].parameters())
+    return net.config, sorted(folder.glob("*.safetensors")), block
+
+
+def peaks(run_ranks, world_size, load, config, files):
+    """The most bytes alive while loading, and the bytes of the shard, by rank."""
+
+    def work(dist):
+        with PeakBytes() as memory:
+            net = load(config, files, dist, {"block_names": ("QwenImageTransformerBlock",)})
+        return [memory.peak, sum(p.to_local().nbytes for p in net.parameters())]
+
+    return run_ranks(work, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_rank_never_holds_much_more_than_its_shard(run_ranks, mid_size, world_size):
+    config, files, block = mid_size
+    for most, own in peaks(run_ranks, world_size, load_rows, config, files):
+        assert 77e6 < own * world_size < 85e6
+        assert own <= most <= 1.3 * own + block
+
+
+def test_loading_whole_and_sharding_then_would_hold_too_much(run_ranks, mid_size):
+    config, files, block = mid_size
+    for most, own in peaks(run_ranks, 2, load_whole, config, files):
+        assert most > 2 * own > 1.3 * own + block
+
+
+def test_the_count_of_bytes_sees_what_is_alive_at_once_and_no_mapped_file(tmp_path):
+    save_file({"x": torch.zeros(100000)}, tmp_path / "x.safetensors")
+    with PeakBytes() as memory:
+        for _ in range(3):
+            x = torch.zeros(100)
+            y = x + 1
+            del x, y
+    assert memory.peak == 800
+    with PeakBytes() as memory, safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        rows = file.get_slice("x")[:50000]
+        assert memory.peak < 100
+        rows + 1
+    assert 200000 <= memory.peak < 200100
+
+
+NAN, INF = {"linear.bias": torch.full((5,), torch.nan)}, {"linear.weight": torch.full((5, 3), -torch.inf)}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (NAN, r"net\.safetensors must be finite, got NaN or infinity in linear\.bias"),
+        (INF, r"net\.safetensors must be finite, got NaN or infinity in linear\.weight"),
+        ({"linear.bias": torch.full((5,), 1e39, dtype=torch.float64)}, "must be finite.*in linear.bias"),
+        ({"table": torch.tensor([1.0, 2.0, 3.0, torch.nan])}, "must be finite.*in table"),
+        ({"linear.bias": None}, "must hold all weights of Net, lacks 1 such as linear.bias"),
+        ({"extra": torch.zeros(1)}, r"net\.safetensors must hold weights of Net alone, got extra"),
+        ({"linear.bias": torch.zeros(6)}, r"net\.safetensors does not fit Net: linear\.bias is \[6\], must be \[5\]"),
+    ],
+)
+def test_what_does_not_fit_or_is_not_finite_is_named_with_its_file(tmp_path, change, message):
+    tensors = {name: value for name, value in (WEIGHTS | change).items() if value is not None}
+    save_file(tensors, tmp_path / "net.safetensors")
+    with pytest.raises(ValueError, match=message):
+        load_sharded(meta_net(), [tmp_path / "net.safetensors"], None)
+
+
+def test_files_that_are_cut_short_missing_or_overlap_are_errors(tmp_path):
+    file = tmp_path / "net.safetensors"
+    save_file(WEIGHTS, file)
+    copied = tmp_path / "copy.safetensors"
+    copied.write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"must hold each tensor once, but .* is in .*net\.safetensors and .*copy"):
+        load_sharded(meta_net(), [file, copied], None)
+    copied.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"copy\.safetensors is no whole safetensors file"):
+        load_sharded(meta_net(), [copied], None)
+    with pytest.raises(FileNotFoundError):
+        load_sharded(meta_net(), [tmp_path / "nowhere.safetensors"], None)
+    with pytest.raises(ValueError, match="files must hold all weights of Net, lacks 4"):
+        load_sharded(meta_net(), [], None)
+
+
+def test_a_net_must_be_built_without_weights_but_with_its_other_tensors(tmp_path):
+    save_file(WEIGHTS, tmp_path / "net.safetensors")
+    with pytest.raises(ValueError, match=r"parameters on the meta device, got a real linear\.weight"):
+        load_sharded(Net(), [tmp_path / "net.safetensors"], None)
+    for name in ("mask", "angles"):
+        net = meta_net()
+        setattr(net, name, getattr(net, name).to("meta"))
+        with pytest.raises(ValueError, match=f"real tensors besides its parameters, got .*{name} on the meta device"):
+            load_sharded(net, [tmp_path / "net.safetensors"], None)
