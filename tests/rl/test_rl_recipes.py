@@ -1,0 +1,87 @@
+"""Every recipe is a start that its trainer accepts, and says where its numbers are from and whether it has been run."""
+
+import importlib
+import re
+import tomllib
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from helpers import REPO
+from omni_rl.args import ScoredArgs
+from omni_rl.cli import from_toml, recipes
+
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
+ALL = [(app, name) for app in APPS for name in recipes(app)]
+# What the trainers have of their own, for as long as their Args do not say so themselves.
+OWN = {
+    "train_flowgrpo": {
+        *("algo", "noise_level", "window_size", "window_low", "window_high", "iters_per_window", "same_start_noise"),
+        *("compress_ratio", "clip_range", "kl_threshold", "adv_std", "adv_correction", "filter_groups"),
+        *("step_weights", "kl_coef"),
+    },
+    "train_nft": {
+        *("algo", "sample_with", "old_schedule", "old_decay_max", "old_every", "train_levels", "train_low"),
+        *("train_high", "nft_beta", "weighting", "clip_range", "adv_correction", "kl_coef", "old_kl_coef"),
+    },
+    "train_dpo": {"dpo_beta", "levels_per_pair", "level_shift"},
+    "train_srpo": {"reward", "reward_model", "threshold"},
+}
+
+
+@pytest.mark.parametrize(("app", "name"), ALL)
+def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(app: str, name: str):
+    lines = recipes(app)[name].splitlines()
+    head = [line for line in lines if line.startswith("#")]
+    assert head == lines[: len(head)]
+    assert lines[len(head)] == ""
+    assert re.fullmatch(r"# [A-Z].{20,90}[^.]", head[0]), "the first line is what --help shows"
+    assert sum(line.startswith("# Source: ") for line in head) == 1
+    assert sum(bool(re.match(r"# Run here: (yes, on|yes, \d seeds on|no, it needs) ", line)) for line in head) == 1
+    values = tomllib.loads(recipes(app)[name])
+    if not Path(REPO / values["prompts"]).exists():
+        assert any(line.startswith("# Prompts: bring ") for line in head)
+    if "Source: chosen here" not in recipes(app)[name]:
+        assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
+
+
+@pytest.mark.parametrize(("app", "name"), ALL)
+def test_a_recipe_sets_what_the_trainer_has(app: str, name: str):
+    values = tomllib.loads(recipes(app)[name])
+    assert set(values) <= {field.name for field in fields(ScoredArgs)} | OWN[app]
+    assert {"name", "model", "prompts", "eval_prompts", "height", "width", "lr"} <= set(values)
+    assert "scorer_url" not in values
+    if values["model"].startswith("stabilityai"):
+        assert "true_cfg_scale" not in values, "Qwen-Image's knob"
+    else:
+        assert "guidance_scale" not in values, "Qwen-Image's pipeline calls it true_cfg_scale"
+
+
+def test_no_two_recipes_of_a_trainer_write_to_one_folder():
+    for app in APPS:
+        names = [tomllib.loads(text)["name"] for text in recipes(app).values()]
+        assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(("app", "name"), ALL)
+def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = importlib.import_module(app)
+    if not issubclass(module.Args, ScoredArgs.__mro__[1]):
+        pytest.skip("the trainer's Args are not those that recipes are for")
+    args = module.Args(**from_toml(recipes(app)[name], module.Args, name))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f'a sign that says "{i}"\n' for i in range(128)))
+    changed = {"prompts": str(prompts), "eval_prompts": str(prompts), "scorer_url": "http://127.0.0.1:8100"}
+    changed = {key: value for key, value in changed.items() if hasattr(args, key)}
+    monkeypatch.setenv("RANK", "0")  # as under torchrun, which some recipes need
+    module.check_args(replace(args, **changed))
+
+
+def test_the_recipes_at_the_root_are_those_of_the_package():
+    assert (REPO / "recipes").is_symlink()
+    assert sorted(path.stem for path in (REPO / "recipes" / "train_nft").glob("*.toml")) == sorted(recipes("train_nft"))
+    assert {path.name for path in (REPO / "recipes").iterdir()} == set(APPS)
+
+
+def test_a_program_without_recipes_has_none():
+    assert recipes("no_such_program") == {}
