@@ -7,32 +7,34 @@ The trainers are read, not imported.
 """
 
 import ast
-import io
+import inspect
 import sys
-import tokenize
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
+
+from omni_rl import args
+from omni_rl.cli import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-`python scripts/configuration.py` writes this page from the trainers' sources; a test fails where it is not up to date.
+`python scripts/configuration.py` writes this page from the sources; a test fails where it is not up to date.
 
 A setting is a flag of the command line (`--batch-size 8`; switches are `--lr-decay` and `--no-lr-decay`) and a key of a
-TOML file (`batch_size = 8`, `lr_decay = true`). What counts is, in this order: the command line, the file given with
-`--config FILE.toml`, the preset given with `--preset NAME`, the default. An unknown flag or key is an error, and so is
-whatever does not fit together; it is told before any weight is loaded.
+TOML file (`batch_size = 8`, `lr_decay = true`). Precedence: the command line, the file given with `--config FILE.toml`,
+the recipe given with `--preset NAME`, the default. An unknown flag or key is an error, and so are settings that do not
+fit together, before any weight is loaded.
 
 ```
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
 ```
 
-prints all settings as they then are, as TOML, and what a training step will do and need. Each run writes the same to
-`runs/NAME/config.toml`, without what is not for others to read (URLs and token files); `--config` with that file
-repeats the run. `--help` lists the settings with their defaults.
+prints all settings as TOML, and what a training step will do and need. Each run writes the same to
+`runs/NAME/config.toml`, without what others must not read (URLs and token files); `--config` with that file repeats the
+run. `--help` lists the settings with their defaults, and the presets. A preset is a file of [recipes](../recipes), in
+the folder of its trainer.
 """
 
 
@@ -44,6 +46,7 @@ class Setting:
     kind: str
     default: str
     meaning: str
+    group: str
 
     def row(self) -> str:
         """Its line of a table."""
@@ -52,27 +55,26 @@ class Setting:
 
 
 def settings(source: str) -> list[Setting]:
-    """The settings of the dataclass Args in a trainer's source, in its order."""
-    body = next(node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "Args").body
-    fields = [node for node in body if isinstance(node, ast.AnnAssign)]
-    last = body[-1].end_lineno or 0
-    while source.splitlines()[last].lstrip().startswith("#"):  # a comment may go on below its field
-        last += 1
-    starts = [field.lineno for field in fields] + [last + 1]
-    comments = {
-        token.start[0]: token.string.split("# fmt:")[0].lstrip("# ").rstrip()
-        for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type == tokenize.COMMENT
-    }
-    return [
-        Setting(
-            ast.unparse(field.target),
-            kind_of(field.annotation),
-            default_of(field.value),
-            " ".join(comments[line] for line in range(start, end) if comments.get(line)),
-        )
-        for field, (start, end) in zip(fields, pairwise(starts), strict=True)
-    ]
+    """The settings of the dataclass Args in a trainer's source, those that all trainers share first."""
+    return list(fields_of("Args", [inspect.getsource(args), source]).values())
+
+
+def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
+    """The fields of a class in one of the sources by name, with those of its bases that are there too."""
+    found: dict[str, Setting] = {}
+    for source in sources:
+        for node in ast.parse(source).body:
+            if not isinstance(node, ast.ClassDef) or node.name != name:
+                continue
+            for base in node.bases:
+                found |= fields_of(ast.unparse(base), sources)
+            notes = field_notes("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n")
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign):
+                    key = ast.unparse(field.target)
+                    group, text = notes.get(key, Note("", ""))
+                    found[key] = Setting(key, kind_of(field.annotation), default_of(field.value), text, group)
+    return found
 
 
 def kind_of(annotation: ast.expr) -> str:
@@ -101,15 +103,16 @@ def table(rows: list[Setting]) -> str:
 
 
 def page() -> str:
-    """The whole page: what all trainers share, then what each has of its own or otherwise."""
+    """The whole page: what all trainers share, by group, then what each has of its own or otherwise."""
     sources = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "apps").glob("train_*.py"))}
-    found = {name: settings(source) for name, source in sources.items()}
-    first, *others = found.values()
-    shared = [setting for setting in first if all(setting in other for other in others)]
-    parts = [HEAD, "## All trainers\n", table(shared)]
-    for name, own in found.items():
-        title = (ast.get_docstring(ast.parse(sources[name])) or "").splitlines()[0]
-        parts += [f"\n## {name}\n", f"{title}\n", table([setting for setting in own if setting not in shared])]
+    shared = list(fields_of("RunArgs", [inspect.getsource(args)]).values())
+    parts = [HEAD, "## All trainers"]
+    for group in dict.fromkeys(setting.group for setting in shared):
+        parts += [f"\n### {group}\n", table([setting for setting in shared if setting.group == group])]
+    for name, source in sources.items():
+        title = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
+        own = [setting for setting in settings(source) if setting not in shared]
+        parts += [f"\n## {name}\n", f"{title}\n", table(own)]
     return "\n".join(parts) + "\n"
 
 

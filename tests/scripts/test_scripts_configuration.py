@@ -8,6 +8,7 @@ from dataclasses import fields
 import configuration
 import pytest
 from helpers import REPO
+from omni_rl.args import RunArgs
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 
@@ -41,10 +42,19 @@ def test_settings_are_those_of_the_dataclass(trainer):
         assert len(setting.meaning) > 3, setting
 
 
-def test_a_comment_may_have_several_lines_and_a_bar():
-    first = "    a: int | None = None  # One |x|\n    # and more\n"
-    second = '    b: Literal["u"] = "u"  # Two # fmt: skip\n'
-    source = f"class Args:\n{first}{second}\ny = 1"
+def test_a_comment_may_hold_a_bar():
+    source = (
+        'class Args:\n    # Run\n    a: int | None = None  # One |x|\n    b: Literal["u"] = "u"  # Two # fmt: skip\n'
+    )
     first, second = configuration.settings(source)
-    assert first.row() == r"| `a` | whole number or none | none | One \|x\| and more |"
+    assert first.row() == r"| `a` | whole number or none | none | One \|x\| |"
     assert second.row() == "| `b` | `u` | `u` | Two |"
+
+
+def test_what_all_trainers_share_comes_from_their_base_and_may_be_told_otherwise():
+    shared = configuration.settings("class Args(RunArgs):\n    # Run\n    lr: float = 1.0  # Another rate\n")
+    plain = configuration.settings("class Args(RunArgs):\n    pass\n")
+    assert [setting.name for setting in shared] == [field.name for field in fields(RunArgs)]
+    assert [a.name for a, b in zip(shared, plain, strict=True) if a != b] == ["lr"]
+    titles = {"Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Optimizer"}
+    assert {setting.group for setting in plain} == titles

@@ -39,7 +39,9 @@ class RunArgs:
 
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
+    dtype: Literal["float32", "bfloat16"] = (
+        "float32"  # Data type of frozen weights, and of computing where all weights train
+    )
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
