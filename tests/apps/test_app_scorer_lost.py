@@ -1,15 +1,15 @@
 """A scorer that goes away while the trainer runs: it comes back, or is gone for good."""
 
 import socket
-import subprocess
-import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import CHECKPOINT, REPO
+from omni_reward.testing import serving
 from omni_train.log import load_metrics
 
 import train_flowgrpo as app
@@ -43,22 +43,14 @@ def server(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    started = []
+    with ExitStack() as stack:
 
-    def start():
-        flags = ["--scorer", "python:bright.py:score", "--port", str(port), "--url-file", "url"]
-        (tmp_path / "url").unlink(missing_ok=True)
-        started.append(subprocess.Popen([sys.executable, "-m", "omni_reward.server", *flags]))
-        while not (tmp_path / "url").exists():
-            assert started[-1].poll() is None
-            time.sleep(0.05)
-        return started[-1]
+        def start():
+            serving_there = serving(f"python:{tmp_path}/bright.py:score", "--port", str(port))
+            return stack.enter_context(serving_there).process
 
-    start.url = f"http://127.0.0.1:{port}"
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
+        start.url = f"http://127.0.0.1:{port}"
+        yield start
 
 
 def settings(server, **changes):

@@ -41,6 +41,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     },
 }
 MAY_IMPORT_LAZILY = {  # inside a function
+    "omni_reward/testing.py": {"uvicorn"},
     "omni_train/log.py": {"rich"},
     "omni_rl/direct_rewards.py": {"transformers"},
     "omni_rl/sinks.py": {"wandb", "trackio"},

@@ -2,16 +2,13 @@
 
 import inspect
 import re
-import shlex
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from omni_reward import RewardClient, Score, Scorer
+from omni_reward.testing import serving
 from omni_reward.wire import decode_reply
 from reward.reward_helpers import draw_sign
 
@@ -46,19 +43,12 @@ def test_the_reply_of_the_protocol_page_is_one() -> None:
 
 
 @pytest.fixture(scope="module")
-def readme_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def readme_server() -> Iterator[str]:
     """URL of the scorer that the README's command starts, on a free port."""
-    url_file = tmp_path_factory.mktemp("readme") / "url"
     [command] = blocks(README, "bash")
-    arguments = shlex.split(command.replace("--port 8100", f"--port 0 --url-file {url_file}"))
-    assert arguments[0] == "python"
-    with subprocess.Popen([sys.executable, *arguments[1:]], stdout=subprocess.DEVNULL) as process:
-        try:
-            while not url_file.exists() and process.poll() is None:
-                time.sleep(0.01)
-            yield url_file.read_text()
-        finally:
-            process.terminate()
+    assert command == "python -m omni_reward.server --scorer ocr --port 8100\n"
+    with serving("ocr", "--port", "0") as server:
+        yield server.url
 
 
 def test_the_readme_asks_the_server_that_it_starts(readme_server: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,109 @@
+"""Reward servers that last as long as a block: in a process of their own, or in this one for tests.
+
+    python -m omni_reward.testing ocr -- python train.py ...
+
+runs a command with the flags of a scorer appended, and ends the scorer with it.
+"""
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from omni_reward.wire import ScoreFn
+
+
+@dataclass(frozen=True)
+class Server:
+    """A reward server in a process of its own."""
+
+    url: str
+    token_file: Path | None
+    process: subprocess.Popen[bytes]
+
+    @property
+    def flags(self) -> list[str]:
+        """Flags that name the server to a trainer."""
+        return ["--scorer-url", self.url, *(("--scorer-token-file", str(self.token_file)) if self.token_file else ())]
+
+
+@contextmanager
+def serving(
+    scorer: str,
+    *flags: str,
+    token: str | None = None,
+    python: str = sys.executable,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Server of a scorer, in a process that ends with the block; an interrupt from the keyboard does not reach it.
+
+    Args:
+        scorer: as of `python -m omni_reward.server --scorer`.
+        flags: further flags of that command.
+        token: bearer token that the server asks for.
+        python: interpreter of the environment that has the scorer.
+        env: environment variables in addition to this process's.
+
+    Raises:
+        RuntimeError: the server ended before it was ready; its own message is on stderr.
+    """
+    with TemporaryDirectory() as scratch:  # its owner's alone
+        url_file, token_file = Path(scratch) / "url", Path(scratch) / "token" if token else None
+        command = [python, "-m", "omni_reward.server", "--scorer", scorer, "--url-file", str(url_file), *flags]
+        if token_file is not None:
+            token_file.write_text(str(token))
+            command += ["--token-file", str(token_file)]
+        process = subprocess.Popen(command, env={**os.environ, **(env or {})}, start_new_session=True)
+        try:
+            while not url_file.exists():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the scorer {scorer!r} ended with exit code {process.returncode} at its start")
+                time.sleep(0.05)
+            yield Server(url_file.read_text(), token_file, process)
+        finally:
+            process.terminate()
+            process.wait()
+
+
+@contextmanager
+def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = None) -> Iterator[str]:
+    """URL of a server of a score function or Scorer, in a thread of this process."""
+    import uvicorn
+
+    from omni_reward.server import create_app
+
+    app = create_app(score_fn, name=name, token=token)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def main(argv: list[str]) -> int:
+    """Run a command beside a scorer; its exit code."""
+    if len(argv) < 3 or argv[1] != "--":
+        raise SystemExit("usage: python -m omni_reward.testing SCORER -- COMMAND")
+    with serving(argv[0], token=secrets.token_urlsafe(32)) as server:
+        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the command too, which decides
+        process = subprocess.Popen([*argv[2:], *server.flags])
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
