@@ -10,33 +10,41 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from omni_reward import RewardClient, RewardConnectError, Score
+from omni_reward import RewardClient, RewardConnectError, RewardHTTPError, Score
+from omni_reward.cli import public_name
 from omni_reward.server import main
 
-SLOW = """
+OWN = """
 import time
-from omni_reward import scorers, server
 
-def score(media, prompts, meta):
+def slow(media, prompts, meta):
     print("scoring", flush=True)
     time.sleep(0.5)
     return [1.0] * len(prompts)
 
-scorers.SCORERS["slow"] = lambda threads: score
-server.main()
+def hangs(media, prompts, meta):
+    print("scoring", flush=True)
+    time.sleep(1000)
+
+def fails(media, prompts, meta):
+    return [m["target"] for m in meta]
 """
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
-    """Function of a command line that starts a server and returns it with its URL, once it has one."""
+    """Function of a function's name in OWN and of flags that starts a server and returns it with its URL."""
+    (tmp_path / "own.py").write_text(OWN)
     with ExitStack() as stack:
 
-        def start(*command: str) -> tuple[subprocess.Popen[str], str]:
+        def start(name: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
             url_file = tmp_path / "url"
             process = stack.enter_context(
                 subprocess.Popen(
-                    [sys.executable, *command, "--port", "0", "--url-file", str(url_file)],
+                    [
+                        *(sys.executable, "-m", "omni_reward.server", "--scorer", f"python:{tmp_path}/own.py:{name}"),
+                        *(*flags, "--port", "0", "--url-file", str(url_file)),
+                    ],
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -55,7 +63,7 @@ def test_sigterm_finishes_the_accepted_requests(
     launch: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path
 ) -> None:
     (tmp_path / "token").write_text("s3cret\n")
-    process, url = launch("-c", SLOW, "--scorer", "slow", "--token-file", str(tmp_path / "token"))
+    process, url = launch("slow", "--token-file", str(tmp_path / "token"))
     with RewardClient(url, token="s3cret", timeout_s=10) as client:
         client.info()
         accepted = client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"])
@@ -68,9 +76,62 @@ def test_sigterm_finishes_the_accepted_requests(
     assert process.communicate()[1] == ""
 
 
+def test_a_scorer_that_hangs_does_not_keep_the_server(launch: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
+    process, url = launch("hangs", "--shutdown-timeout-s", "1")
+    with RewardClient(url, timeout_s=30) as client:
+        future = client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"])
+        assert [process.stdout.readline() for _ in range(2)] == [f"scorer ready at {url}\n", "scoring\n"]
+        process.terminate()
+        assert process.wait(20) == 1
+        client._timeout_s = 0.1
+        assert future.exception(40)
+    assert "in hangs" in process.communicate()[1]  # where it hangs
+
+
+def test_replies_name_no_folder_and_tell_a_neighbour_what_was_raised(
+    launch: Callable[..., tuple[subprocess.Popen[str], str]], tmp_path: Path
+) -> None:
+    _, url = launch("fails")
+    with RewardClient(url) as client:
+        assert client.info()["scorer"] == "python:own.py:fails"
+        with pytest.raises(RewardHTTPError, match="500 scorer_failed the scorer raised KeyError: 'target'; the server"):
+            client.check()
+        assert client.check(prompts=["a"], meta=[{"target": 3}])[0][0].value == 3.0
+    assert public_name(f"0.7*ocr + python:{tmp_path}/a.py:f if clip >= 0 else 1").startswith("0.7*ocr + python:a.py:f")
+
+
+def test_an_address_has_so_many_connections_and_no_more(
+    launch: Callable[..., tuple[subprocess.Popen[str], str]],
+) -> None:
+    _, url = launch("slow", "--max-connections", "3")
+    with ExitStack() as stack:
+        conns = [stack.enter_context(socket.create_connection(("127.0.0.1", int(url[-5:])))) for _ in range(5)]
+        for conn in conns:
+            conn.settimeout(5)
+        for conn in conns[3:]:
+            assert conn.recv(1) == b""
+        conns[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert conns[0].recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_without_its_libraries_the_server_says_which_and_has_help() -> None:
+    code = (
+        "import runpy, sys\nsys.modules['uvicorn'] = None\nrunpy.run_module('omni_reward.server', run_name='__main__')"
+    )
+
+    def run(*flags: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True)
+
+    assert "--token-file" in run("--help").stdout
+    done = run("--scorer", "ocr")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert done.stderr == "omni_reward.server: error: needs uvicorn: install omni-reward[server]\n"
+    assert "--scorer" in run().stderr
+
+
 def test_the_command_line_sets_the_limits(launch: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
     flags = ["--batch-size", "3", "--max-body-mb", "5", "--max-batch", "7", "--max-waiting", "9"]
-    _, url = launch("-c", SLOW, "--scorer", "slow", *flags)
+    _, url = launch("slow", *flags)
     with RewardClient(url) as client:
         info = client.info()
     limits = info["limits"]

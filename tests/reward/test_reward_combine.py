@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from omni_reward import RewardClient, Score, Scorer, scorers
 from omni_reward.combine import Recipe, combine, parse, stack_parts
-from omni_reward.scorers import load_scorer
+from omni_reward.scorers import find_loader, load_scorer
 from omni_reward.scorers.jpeg import num_kilobytes
 
 IMAGES = {"image": np.zeros((3, 8, 8, 3), np.uint8)}
@@ -211,13 +211,13 @@ def test_parts_stack_into_a_table_for_per_reward_advantages() -> None:
 def test_options_reach_the_scorer_that_they_name(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
 
-    def load(threads: int, *, low: str = "", **options: str) -> Scorer:
-        seen[low] = (threads, options)
+    def load(*, threads: int, low: str = "", x: str = "") -> Scorer:
+        seen[low] = (threads, x)
         return fixed(0.0)
 
-    monkeypatch.setitem(scorers.SCORERS, "fake", load)
+    monkeypatch.setattr(scorers, "find_loader", lambda name: load if name == "fake" else find_loader(name))
     load_scorer("fake as a + fake as b", threads=3, options={"a.low": "1", "b.low": "2", "b.x": "a=b"})
-    assert seen == {"1": (3, {}), "2": (3, {"x": "a=b"})}
+    assert seen == {"1": (3, ""), "2": (3, "a=b")}
 
 
 @pytest.mark.parametrize("key", ["mode", "ocr.mode", "jpeg.", ".mode", "jpeg"])
@@ -236,7 +236,7 @@ def test_a_missing_library_is_named_with_the_extra_that_brings_it(monkeypatch: p
     def load(threads: int) -> Scorer:
         raise ModuleNotFoundError("No module named 'lib'", name="lib")
 
-    monkeypatch.setitem(scorers.SCORERS, "fake", load)
+    monkeypatch.setattr(scorers, "find_loader", lambda name: load if name == "fake" else find_loader(name))
     with pytest.raises(ImportError, match=r"scorer fake needs lib: install omni-reward\[fake\]"):
         load_scorer("jpeg + fake")
 

@@ -112,22 +112,26 @@ def test_connections_that_bring_no_request_are_closed() -> None:
     closed = []
 
     class Connection:
-        def __init__(self, name: str, cycle: object) -> None:
+        def __init__(self, name: str, cycle: object, received: bytes = b"") -> None:
             self.cycle = cycle
+            self.conn = SimpleNamespace(trailing_data=(received, False))
             self.transport = SimpleNamespace(close=lambda: closed.append(name))
 
     at_work, done = (SimpleNamespace(response_complete=is_done) for is_done in (False, True))
     ours = server._Server(uvicorn.Config(server.create_app(halves, name="h"), log_config=None), None)
     silent, idle, busy = Connection("silent", None), Connection("idle", done), Connection("busy", at_work)
-    ours.server_state.connections = {silent, idle, busy}  # type: ignore[assignment]
+    half = Connection("half", done, b"POST /score HTT")
+    ours.server_state.connections = {silent, idle, busy, half}  # type: ignore[assignment]
+    waits = {(silent, server.HEAD_S), (idle, server.IDLE_S), (half, server.HEAD_S)}
     asyncio.run(ours.on_tick(1))
-    assert ours._idle_since.keys() == {silent, idle}
+    assert ours._waits_since.keys() == waits
     idle.cycle = at_work  # it brings a request
     asyncio.run(ours.on_tick(1))
     idle.cycle = done
     asyncio.run(ours.on_tick(1))
-    assert ours._idle_since[silent] < ours._idle_since[idle]
-    ours._idle_since[silent] -= server.IDLE_S
+    assert ours._waits_since[silent, server.HEAD_S] < ours._waits_since[idle, server.IDLE_S]
+    for wait in waits:
+        ours._waits_since[wait] -= server.HEAD_S
     assert not closed
     asyncio.run(ours.on_tick(1))
-    assert closed == ["silent"]
+    assert sorted(closed) == ["half", "silent"]

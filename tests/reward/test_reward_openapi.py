@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import requests
-from omni_reward.openapi import ERRORS, document
+from omni_reward.media import MEDIA_KINDS
+from omni_reward.wire import MAX_ID_CHARS, PROTOCOL
 from reward.reward_helpers import halves
 
 TESTS = Path(__file__).parents[1]
@@ -39,7 +40,17 @@ def test_a_scorer_that_fails_is_found(serve: Callable[..., str], tmp_path: Path)
 
 def test_the_document_and_the_protocol_page_name_the_same_errors(serve: Callable[..., str]) -> None:
     rows = re.findall(r"^\| ([\d, ]+) \| `", PROTOCOL_PAGE, re.MULTILINE)
-    assert {int(status) for row in rows for status in row.split(", ")} == {*ERRORS, 404, 405}
-    responses = document(has_token=True)["paths"]["/score"]["post"]["responses"]
-    assert responses.keys() == {"200", *map(str, ERRORS)}
-    assert requests.get(serve(halves) + "/openapi.json", timeout=10).json() == document(has_token=False)
+    document = requests.get(serve(halves, token="s3cret") + "/openapi.json", timeout=10).json()
+    responses = document["paths"]["/score"]["post"]["responses"]
+    assert {status for row in rows for status in row.split(", ")} == {*responses, "404", "405"} - {"200"}
+
+
+def test_the_document_has_the_bounds_and_kinds_of_the_code(serve: Callable[..., str]) -> None:
+    schemas = requests.get(serve(halves) + "/openapi.json", timeout=10).json()["components"]["schemas"]
+    info, reply = schemas["Info"]["properties"], schemas["Reply"]["properties"]
+    assert info["protocol"]["const"] == reply["protocol"]["const"] == PROTOCOL
+    assert info["media"]["items"]["enum"] == sorted(MEDIA_KINDS)
+    assert reply["request_id"]["maxLength"] == MAX_ID_CHARS
+    live = requests.get(serve(halves) + "/info", timeout=10).json()
+    assert live.keys() == info.keys()
+    assert live["limits"].keys() == info["limits"]["properties"].keys()

@@ -94,6 +94,26 @@ def test_one_who_gives_up_takes_no_reply_from_another() -> None:
     assert make.num_calls == 1
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_work_that_nobody_waits_for_is_dropped_unless_it_has_begun(has_begun: bool) -> None:
+    make = Maker()
+
+    async def main() -> None:
+        replies = Replies()
+        asked = [asyncio.ensure_future(replies.get("a", b"body", make, lambda: not has_begun)) for _ in range(2)]
+        while not make.num_calls:
+            await asyncio.sleep(0)
+        asked[0].cancel()
+        await asyncio.sleep(0)
+        assert not asked[1].done()  # somebody waits still
+        asked[1].cancel()
+        await asyncio.wait(asked)
+        assert await replies.get("a", b"body", make) == (b"\1" if has_begun else b"\2")
+        assert make.num_calls == (1 if has_begun else 2)
+
+    run(main)
+
+
 @pytest.mark.parametrize(("bounds", "num_kept"), [({"max_replies": 3}, 3), ({"max_bytes": 250}, 2)])
 def test_the_oldest_replies_are_forgotten(bounds: dict[str, int], num_kept: int) -> None:
     make = Maker(size=100)

@@ -104,7 +104,7 @@ def test_half_precision_is_near(tiny: Path) -> None:
 def test_a_ribbon_abstains(tiny: Path) -> None:
     scorer = load_scorer("clip", options={"model": str(tiny / "clip")})
     ribbon = np.zeros((2, 1, 201, 3), np.uint8)
-    reason = "the image is more than 200 times as long as wide"
+    reason = "the image has an aspect ratio above 200"
     assert scorer({"image": ribbon}, ["a", "b"], [{}, {}]) == [Score(None, abstained=reason)] * 2
     assert scorer({"image": ribbon[:, :, :200]}, ["a", "b"], [{}, {}])[0].value is not None
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from omni_reward import Scorer
 from omni_reward.combine import parse
-from omni_reward.scorers import SCORERS
+from omni_reward.scorers import SCORERS, find_loader
 from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.hpsv3 import load_hpsv3
@@ -60,7 +60,7 @@ def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
 @pytest.mark.parametrize("name", ["jpeg", "video", "vlm"])
 def test_the_page_has_a_row_for_every_option(name: str) -> None:
     named = {row[0].strip("`") for row in rows(after=f"## {name}\n") if len(row) == 3}
-    parameters = inspect.signature(SCORERS[name]).parameters.keys() - {"threads"}
+    parameters = inspect.signature(find_loader(name)).parameters.keys() - {"threads"}
     assert parameters <= named
     assert set(TASKS) <= named or name != "vlm"
 

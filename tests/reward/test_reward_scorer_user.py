@@ -67,8 +67,18 @@ def test_it_takes_no_options(own: Path) -> None:
 
 def test_a_library_that_the_file_lacks_is_named(own: Path) -> None:
     own.write_text("import no_such_library")
-    with pytest.raises(ModuleNotFoundError, match="no_such_library"):
+    with pytest.raises(ImportError, match=f"^{own}: No module named 'no_such_library'$"):
         load_scorer(f"python:{own}:red")
+
+
+@pytest.mark.parametrize("function", ["def red(media, prompts): ...", "def red(media, prompts, meta, more): ..."])
+def test_a_function_of_other_arguments_is_refused_at_the_start(own: Path, function: str) -> None:
+    own.write_text(function)
+    command = [sys.executable, "-m", "omni_reward.server", "--scorer", f"python:{own}:red"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    got = function.removeprefix("def ").removesuffix(": ...")
+    assert done.stderr == f"omni_reward.server: error: a scorer must take (media, prompts, meta), got {got}\n"
 
 
 def test_the_command_line_serves_it_or_says_why_not(own: Path) -> None:

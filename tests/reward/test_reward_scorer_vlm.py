@@ -208,8 +208,7 @@ def test_when_nothing_is_answered_the_scorer_fails(endpoint: Callable[..., FakeE
     assert score(scorer, "says nothing")[0].abstained == "the prompt has no text between double quotes"
 
 
-def test_a_busy_endpoint_is_asked_again(endpoint: Callable[..., FakeEndpoint], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "FIRST_PAUSE_S", 0.01)
+def test_a_busy_endpoint_is_asked_again(endpoint: Callable[..., FakeEndpoint]) -> None:
     replies: list[str | tuple[int, bytes]] = [(503, b""), (429, b""), GOOD["alignment"]]
     fake = endpoint(lambda request: replies.pop(0))
     assert score(load_vlm(fake.url, task="alignment"), "a cube")[0].value == 0.75
@@ -238,10 +237,7 @@ def test_a_question_ends_at_its_deadline(endpoint: Callable[..., FakeEndpoint]) 
     release.set()
 
 
-def test_an_endless_503_ends_at_the_deadline(
-    endpoint: Callable[..., FakeEndpoint], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chat, "FIRST_PAUSE_S", 0.02)
+def test_an_endless_503_ends_at_the_deadline(endpoint: Callable[..., FakeEndpoint]) -> None:
     scorer = load_vlm(endpoint(lambda request: (503, b"")).url, task="alignment", timeout_s=0.3)
     with pytest.raises(RewardHTTPError, match="503"):
         score(scorer, "a cube")

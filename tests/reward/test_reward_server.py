@@ -1,5 +1,6 @@
 """The server over real sockets: what it refuses and how, and that it stays up while a scorer works."""
 
+import asyncio
 import math
 import socket
 import threading
@@ -228,6 +229,110 @@ def test_a_scorer_that_raises_is_500_without_internals_and_logs_why(
         assert "secret" not in response.text
     assert "KeyError: '/secret/weights.bin'" in caplog.text
     assert "request 'r'" in caplog.text
+
+
+def test_the_log_has_the_scorer_s_own_traceback_and_no_other(
+    serve: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        return [float(str(meta[0]["target"]))]
+
+    assert_refused(post(serve(fail), pack()), 500, "scorer_failed")
+    lines = caplog.text.splitlines()
+    assert lines[-1] == "KeyError: 'target'"
+    assert sum(line.startswith("Traceback") for line in lines) == 1
+    assert [line.split(", line")[0].strip() for line in lines if "  File " in line] == [f'File "{__file__}"']
+
+
+def test_a_server_of_one_s_own_tells_what_the_scorer_raised(serve: Callable[..., str]) -> None:
+    def fail(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        raise KeyError("target\ud800" if prompts == ["a"] else "x" * 9999)
+
+    url = serve(fail, show_errors=True)
+    message = assert_refused(post(url, pack(1)), 500, "scorer_failed")
+    assert message.startswith("the scorer raised KeyError: 'target")
+    assert message.endswith("; the server's log says where")
+    assert len(assert_refused(post(url, pack(2)), 500, "scorer_failed")) < 400
+
+
+class Panic(BaseException):
+    """As a Rust extension raises it."""
+
+
+@pytest.mark.parametrize("kind", [Panic, asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_whatever_a_scorer_raises_is_answered_and_its_place_is_free(
+    serve: Callable[..., str], kind: type[BaseException]
+) -> None:
+    def fail(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        raise kind
+
+    url = serve(fail, max_waiting=0)
+    for _ in range(3):
+        assert_refused(post(url, pack()), 500, "scorer_failed")
+
+
+def test_requests_of_clients_that_have_gone_are_not_scored(serve: Callable[..., str]) -> None:
+    scored: list[int] = []
+    started, go_on = threading.Event(), threading.Event()
+
+    def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        scored.append(len(prompts))
+        started.set()
+        assert go_on.wait(10)
+        return [0.5] * len(prompts)
+
+    url = serve(slow, max_waiting=5)
+    port = int(url.rpartition(":")[2])
+    first = threading.Thread(target=post, args=(url, pack(1)))
+    first.start()
+    assert started.wait(10)
+    for _ in range(4):  # five at a time would be too many
+        gone = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(5)]
+        for conn in gone:
+            body = pack(3)
+            head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\n"
+            conn.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        time.sleep(0.3)
+        for conn in gone:
+            conn.close()
+        time.sleep(0.3)
+    honest = threading.Thread(target=lambda: replies.append(post(url, pack(2))))
+    replies: list[requests.Response] = []
+    honest.start()
+    time.sleep(0.3)
+    go_on.set()
+    honest.join(10)
+    first.join(10)
+    assert replies[0].status_code == 200
+    assert scored == [1, 2]
+
+
+def test_two_ways_to_say_how_long_a_body_is_are_refused(serve: Callable[..., str]) -> None:
+    port = int(serve(halves).rpartition(":")[2])
+    body = pack()
+    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\n"
+    framing = f"Content-Length: {len(body)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as conn:
+        conn.sendall((head + framing).encode() + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
+        reply = b""
+        while chunk := conn.recv(1000):  # until the server hangs up
+            reply += chunk
+    assert reply.startswith(b"HTTP/1.1 400 ")
+    assert b"Content-Length and Transfer-Encoding must not come together" in reply
+    assert reply.count(b"HTTP/1.1") == 1
+
+
+def test_bodies_that_trickle_keep_nobody_out(serve: Callable[..., str]) -> None:
+    url = serve(halves, max_waiting=1)
+    port = int(url.rpartition(":")[2])
+    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\nContent-Length: 99\r\n\r\n"
+    slow = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(20)]
+    for conn in slow:
+        conn.sendall(head.encode() + b"x")
+    time.sleep(0.3)
+    assert post(url, pack()).status_code == 200
+    for conn in slow:
+        conn.close()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import TracebackType
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from omni_reward.wire import Score, Scorer, ScoreRequest
 
 
 class ScorerFailedError(Exception):
-    """The scorer raised, or returned something else than scores; the cause says what."""
+    """The scorer raised, or returned something else than scores: the cause."""
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class _Job:
         return len(self.request.prompts) - self.num_taken
 
     def fits(self, other: "_Job") -> bool:
-        """Whether samples of both can be put into one array: of each kind the same shape and dtype."""
+        """True when samples of both can be put into one array: of each kind the same shape and dtype."""
         mine, theirs = self.request.media, other.request.media
         return mine.keys() == theirs.keys() and all(
             mine[kind].shape[1:] == theirs[kind].shape[1:] and mine[kind].dtype == theirs[kind].dtype for kind in mine
@@ -73,8 +74,15 @@ class Batcher:
             self._feeding = asyncio.create_task(self._feed())
         return await job.done
 
+    def drop(self, request: ScoreRequest) -> bool:
+        """Take a request off the queue, unless its scoring has begun; True when it was there."""
+        jobs = [job for job in self._queue if job.request is request and not job.num_taken]
+        for job in jobs:
+            self._queue.remove(job)
+        return bool(jobs)
+
     async def _feed(self) -> None:
-        """Runs until the queue is empty."""
+        """Call the scorer until the queue is empty."""
         loop = asyncio.get_running_loop()
         while self._queue:
             pieces = self._take()
@@ -118,11 +126,11 @@ class Batcher:
         """Scores of each piece, or how the scorer failed on it; runs in the worker."""
         try:
             scores = self._call(pieces)
-        except (Exception, SystemExit) as exc:  # a scorer may raise anything
+        except BaseException as exc:  # a scorer may raise anything, even a panic of Rust
             if len(pieces) > 1:  # one client's samples must not fail another's
                 return [self._score_pieces([piece])[0] for piece in pieces]
             failure = ScorerFailedError()
-            failure.__cause__ = exc
+            failure.__cause__ = exc.with_traceback(_skip_ours(exc.__traceback__))
             return [failure]
         ends = np.cumsum([piece.samples.stop - piece.samples.start for piece in pieces]).tolist()
         return [scores[start:end] for start, end in zip([0, *ends], ends, strict=False)]
@@ -136,6 +144,13 @@ class Batcher:
         if len(results) != len(prompts):
             raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
+
+
+def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
+    """The traceback from the scorer's first line on."""
+    while traceback and traceback.tb_next and traceback.tb_frame.f_globals.get("__package__") == "omni_reward":
+        traceback = traceback.tb_next
+    return traceback
 
 
 def _join(arrays: list[np.ndarray]) -> np.ndarray:

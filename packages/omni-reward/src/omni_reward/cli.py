@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import socket
 from pathlib import Path
 from typing import NoReturn
@@ -44,8 +45,24 @@ def build_parser() -> Parser:
     parser.add_argument("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
     parser.add_argument("--max-body-mb", type=int, default=256, help="largest request, in MiB")
     parser.add_argument("--max-batch", type=int, default=1024, help="most samples in a request")
+    parser.add_argument("--max-connections", type=int, default=128, help="most connections of one address")
+    parser.add_argument(
+        "--shutdown-timeout-s", type=float, default=60, help="seconds that SIGTERM leaves for the accepted requests"
+    )
     parser.add_argument("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
     return parser
+
+
+def refuse_without(exc: ImportError) -> NoReturn:
+    """End a process that lacks the server's libraries, after an answer to --help and to wrong flags."""
+    parser = build_parser()
+    parser.parse_args()
+    parser.error(f"needs {exc.name}: install omni-reward[server]")
+
+
+def public_name(scorer: str) -> str:
+    """The text of --scorer without the folders of files."""
+    return re.sub(r"python:[^\s*]*/", "python:", scorer)
 
 
 def read_options(items: list[str]) -> dict[str, str]:

@@ -12,7 +12,6 @@ What can happen to a sample: it gets a value; it gets none, and `Score.abstained
 Letters: N samples, H height, W width.
 """
 
-import itertools
 import math
 import threading
 import time
@@ -26,8 +25,8 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from omni_reward import wire
-from omni_reward.endpoints import Endpoints, is_worth_a_retry
-from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError
+from omni_reward.endpoints import Endpoints
+from omni_reward.errors import RewardError, RewardFormatError
 from omni_reward.media import canary
 from omni_reward.transport import Proxy, Transport
 from omni_reward.wire import MismatchError, Score, ScoreRequest
@@ -226,23 +225,7 @@ class RewardClient:
     def _exchange(self, endpoints: Endpoints, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
         """Scores of one request, after as many attempts as it takes and the deadline allows."""
         body = wire.encode_request(header, request.media)
-        error: RewardError | None = None
-        for attempt in itertools.count(1):
-            endpoint = endpoints.take(deadline)
-            if endpoint is None:
-                break
-            started, failure = time.monotonic(), None
-            try:
-                return self._attempt(endpoint.url, request, body, deadline)
-            except RewardError as exc:
-                error = failure = exc
-            finally:
-                endpoints.give_back(endpoint, failure, started=started)
-            error.num_attempts = attempt
-            if not is_worth_a_retry(error):
-                break
-        none = f"no server could be asked within {self._timeout_s} s; the last failure was: {endpoints.last_failure}"
-        raise error or RewardConnectError(none)
+        return endpoints.call(lambda url: self._attempt(url, request, body, deadline), deadline)
 
     def _attempt(
         self, url: str, request: ScoreRequest, body: Sequence[bytes | memoryview], deadline: float

@@ -5,11 +5,13 @@ times in a row then gets a single request on trial, and the rest follow once tha
 no server is free waits, at most until its deadline.
 """
 
+import itertools
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError, RewardTimeoutError
 
@@ -20,6 +22,7 @@ LAST_TRY_S = 0.5  # before the deadline: nothing is given up before a last attem
 LEAST_TRY_S = 0.05  # an attempt with less time than this could only end in a timeout
 NUM_FAILURES_TO_TRIAL = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
+T = TypeVar("T")
 
 
 def is_worth_a_retry(error: RewardError) -> bool:
@@ -67,6 +70,29 @@ class Endpoints:
         self._endpoints = [Endpoint(url) for url in urls]
         self._changed = threading.Condition()
         self.last_failure = "none yet"
+
+    def call(self, attempt: Callable[[str], T], deadline: float) -> T:
+        """Result of the first attempt that succeeds, each at the URL of a server, until one fails for good.
+
+        Raises:
+            RewardError: that of the last attempt.
+        """
+        error: RewardError | None = None
+        for number in itertools.count(1):
+            endpoint = self.take(deadline)
+            if endpoint is None:
+                break
+            started, failure = time.monotonic(), None
+            try:
+                return attempt(endpoint.url)
+            except RewardError as exc:
+                error = failure = exc
+            finally:
+                self.give_back(endpoint, failure, started=started)
+            error.num_attempts = number
+            if not is_worth_a_retry(error):
+                break
+        raise error or RewardConnectError(f"no server could be asked in time; last failure: {self.last_failure}")
 
     def take(self, deadline: float) -> Endpoint | None:
         """The server for one attempt, which must be given back; None when none can take it before the deadline."""

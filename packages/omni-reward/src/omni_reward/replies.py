@@ -8,6 +8,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 
 MAX_REPLIES = 1024
 MAX_BYTES = 64 * 2**20
@@ -17,10 +18,12 @@ class IdReusedError(Exception):
     """A request id came back with another body."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Entry:
     digest: asyncio.Future[bytes]
     reply: asyncio.Future[bytes]
+    drop: Callable[[], bool]
+    num_waiting: int = 0
 
 
 class Replies:
@@ -37,8 +40,20 @@ class Replies:
         self._finished: dict[str, int] = {}  # id -> bytes of its reply, the latest last
         self._num_bytes = 0
 
-    async def get(self, request_id: str, body: bytes, make: Callable[[], Coroutine[None, None, bytes]]) -> bytes:
-        """The reply to the request, made unless it is there already; raises what `make` raises.
+    async def get(
+        self,
+        request_id: str,
+        body: bytes,
+        make: Callable[[], Coroutine[None, None, bytes]],
+        drop: Callable[[], bool] = lambda: False,
+    ) -> bytes:
+        """The reply to the request, made unless it is there already.
+
+        Args:
+            request_id: the request's name.
+            body: its bytes.
+            make: makes the reply; its exceptions go to all who wait for it.
+            drop: called when all who waited have been cancelled; True when the work had not begun and never will.
 
         Raises:
             IdReusedError: the id belongs to a request with another body.
@@ -46,18 +61,27 @@ class Replies:
         # In a thread, at the same time as the scorer: the digest is needed only once the id comes again.
         digest = asyncio.ensure_future(asyncio.to_thread(_digest, body))
         entry = self._entries.get(request_id)
-        if entry is not None:
-            if await entry.digest != await digest:
+        if entry is None:
+            entry = self._entries[request_id] = _Entry(digest, asyncio.ensure_future(make()), drop)
+            entry.reply.add_done_callback(partial(self._settle, request_id))
+        entry.num_waiting += 1
+        try:
+            if entry.digest is not digest and await asyncio.shield(entry.digest) != await digest:
                 raise IdReusedError(request_id)
             return await asyncio.shield(entry.reply)
-        entry = self._entries[request_id] = _Entry(digest, asyncio.ensure_future(make()))
-        try:
-            reply = await asyncio.shield(entry.reply)
-        except BaseException:
+        finally:
+            entry.num_waiting -= 1
+            if not entry.num_waiting and not entry.reply.done() and entry.drop():
+                entry.reply.cancel()
+                del self._entries[request_id]
+
+    def _settle(self, request_id: str, reply: asyncio.Future[bytes]) -> None:
+        if reply.cancelled():
+            return
+        if reply.exception():
             del self._entries[request_id]
-            raise
-        self._keep(request_id, len(reply))
-        return reply
+        else:
+            self._keep(request_id, len(reply.result()))
 
     def _keep(self, request_id: str, size: int) -> None:
         self._finished[request_id] = size

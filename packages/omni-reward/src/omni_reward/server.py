@@ -8,35 +8,47 @@ bytes; beyond either, the answer is 503. A request that comes again gets the rep
 """
 
 import asyncio
+import faulthandler
 import hmac
 import logging
 import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
+from types import FrameType
 from typing import Any, cast
-
-import uvicorn
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from omni_reward import cli, wire
 from omni_reward.batching import Batcher, ScorerFailedError
-from omni_reward.openapi import document
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
+from omni_reward.transport import is_loopback
 from omni_reward.wire import ScoreFn, Scorer, ScoreRequest
 
+try:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.concurrency import run_in_threadpool
+    from starlette.exceptions import HTTPException
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import Response
+    from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ImportError as missing:
+    if __name__ == "__main__":
+        cli.refuse_without(missing)
+    raise
+
 MB = 2**20
+HEAD_S = 10  # longest that the head of a request may take to arrive
 IDLE_S = 150  # a trainer calls once per step; its connection should live from one step to the next
 
 logger = logging.getLogger("omni_reward.server")
@@ -57,32 +69,16 @@ _CODES = {
 
 @dataclass(frozen=True)
 class _Limits:
-    max_body_mb: int
+    """The limits as clients are told them."""
+
+    max_body_bytes: int
     max_batch: int
     max_waiting: int
-    max_waiting_mb: int
+    max_waiting_bytes: int
     receive_timeout_s: float
 
-    def __post_init__(self) -> None:
-        least = {"max_body_mb": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_mb": self.max_body_mb}
-        for argument, bound in least.items():
-            if getattr(self, argument) < bound:
-                raise ValueError(f"{argument} must be >= {bound}, got {getattr(self, argument)}")
-        if not self.receive_timeout_s > 0:
-            raise ValueError(f"receive_timeout_s must be > 0, got {self.receive_timeout_s}")
 
-    def public(self) -> dict[str, float]:
-        """The limits as clients need them."""
-        return {
-            "max_body_bytes": self.max_body_mb * MB,
-            "max_batch": self.max_batch,
-            "max_waiting": self.max_waiting,
-            "max_waiting_bytes": self.max_waiting_mb * MB,
-            "receive_timeout_s": self.receive_timeout_s,
-        }
-
-
-def create_app(
+def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a limit or a name of its own
     score_fn: ScoreFn,
     *,
     name: str,
@@ -92,6 +88,7 @@ def create_app(
     max_waiting: int = 64,
     max_waiting_mb: int = 1024,
     receive_timeout_s: float = 60.0,
+    show_errors: bool = False,
 ) -> Starlette:
     """ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
 
@@ -108,14 +105,25 @@ def create_app(
         max_waiting: most requests that wait while one is scored.
         max_waiting_mb: most MiB of bodies that are held at a time, of the requests that wait and are scored together.
         receive_timeout_s: longest that a body may take to arrive.
+        show_errors: tells clients the type and message of what the scorer raises; the log has them in any case.
 
     Raises:
         ValueError: an argument breaks its rule.
     """
     wire.check_token(token)
-    limits = _Limits(max_body_mb, max_batch, max_waiting, max_waiting_mb, receive_timeout_s)
+    for argument, value, least in (
+        ("max_body_mb", max_body_mb, 1),
+        ("max_batch", max_batch, 1),
+        ("max_waiting", max_waiting, 0),
+        ("max_waiting_mb", max_waiting_mb, max_body_mb),
+    ):
+        if value < least:
+            raise ValueError(f"{argument} must be >= {least}, got {value}")
+    if not receive_timeout_s > 0:
+        raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
+    limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
     scorer = score_fn if isinstance(score_fn, Scorer) else Scorer(score_fn)
-    service = _Service(scorer, name, token, limits)
+    service = _Service(scorer, name, token, limits, show_errors)
     return Starlette(
         routes=[
             Route("/healthz", service.health, methods=["GET"]),
@@ -130,9 +138,11 @@ def create_app(
 class _Service:
     """The endpoints and what they share."""
 
-    def __init__(self, scorer: Scorer, name: str, token: str | None, limits: _Limits) -> None:
+    def __init__(self, scorer: Scorer, name: str, token: str | None, limits: _Limits, show_errors: bool) -> None:
         self._scorer = scorer
         self._name = name
+        self._show_errors = show_errors
+        self._document = (files("omni_reward") / "openapi.json").read_bytes()
         self._credentials = f"Bearer {token}".encode() if token is not None else None
         self._limits = limits
         self._intake = _Intake(limits)
@@ -143,7 +153,7 @@ class _Service:
         return _json_reply({"status": "ok"})
 
     async def openapi(self, request: Request) -> Response:
-        return _json_reply(document(has_token=self._credentials is not None))
+        return Response(self._document, media_type="application/json")
 
     async def info(self, request: Request) -> Response:
         self._check_token(request)
@@ -155,24 +165,28 @@ class _Service:
                 "version": version("omni-reward"),
                 "media": sorted(self._scorer.media),
                 "batch_size": self._scorer.batch_size,
-                "limits": self._limits.public(),
+                "limits": asdict(self._limits),
             }
         )
 
     async def score(self, request: Request) -> Response:
         self._check_token(request)
+        if {"content-length", "transfer-encoding"} <= set(request.headers):
+            message = "Content-Length and Transfer-Encoding must not come together"
+            raise HTTPException(400, message, headers={"Connection": "close"})
         if _media_type(request) != "application/octet-stream":
             raise HTTPException(415, "Content-Type must be application/octet-stream")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise HTTPException(415, "Content-Encoding must be left out")
         async with self._intake.receive(request) as body:
             parsed = await self._parse(body)
+            answer, drop = partial(self._answer, parsed), partial(self._batcher.drop, parsed)
             try:
-                reply = await self._replies.get(parsed.request_id, body, lambda: self._answer(parsed))
+                reply = await _unless_gone(request, self._replies.get(parsed.request_id, body, answer, drop))
             except IdReusedError as exc:
                 raise HTTPException(409, "request_id is that of an earlier request with another body") from exc
             except ScorerFailedError as exc:
-                raise HTTPException(500, "the scorer failed; the server's log says why") from exc
+                raise HTTPException(500, self._failure(exc)) from exc
         return Response(reply, media_type="application/json")
 
     async def _parse(self, body: bytes) -> ScoreRequest:
@@ -188,14 +202,16 @@ class _Service:
         """Body of the reply, once the scorer has had its turn at the request."""
         try:
             scores = await self._batcher.score(request)
-        except ScorerFailedError:  # what it raised is for the server's owner only
-            logger.exception("scorer %r failed on request %r", self._name, request.request_id)
+        except ScorerFailedError as exc:
+            logger.error("scorer %r failed on request %r", self._name, request.request_id, exc_info=exc.__cause__)
             raise
-        try:
-            return wire.encode_reply(request.request_id, request.ids, self._name, scores)
-        except (TypeError, ValueError, RecursionError) as exc:
-            logger.exception("scorer %r gave details that are not JSON to request %r", self._name, request.request_id)
-            raise ScorerFailedError from exc
+        return wire.encode_reply(request.request_id, request.ids, self._name, scores)
+
+    def _failure(self, error: ScorerFailedError) -> str:
+        if not self._show_errors:
+            return "the scorer failed; the server's log says why"
+        cause = "".join(traceback.format_exception_only(error.__cause__)).strip()
+        return f"the scorer raised {wire.clean(cause, 300)}; the server's log says where"
 
     def _check_token(self, request: Request) -> None:
         if self._credentials is None:
@@ -219,17 +235,23 @@ class _Intake:
     @asynccontextmanager
     async def receive(self, request: Request) -> AsyncIterator[bytes]:
         """Body of a request, which counts as long as the `with` lasts."""
-        if self._num_requests > self._limits.max_waiting:
-            raise _busy("too many requests are waiting")
-        self._num_requests += 1
+        self._check_room()
         chunks: list[bytes] = []
         try:
             await self._collect_in_time(request, chunks)
             chunks[:] = [b"".join(chunks)]
-            yield chunks[0]
+            self._check_room()  # bodies that trickle take nobody's place
+            self._num_requests += 1
+            try:
+                yield chunks[0]
+            finally:
+                self._num_requests -= 1
         finally:
-            self._num_requests -= 1
             self._num_bytes -= sum(map(len, chunks))
+
+    def _check_room(self) -> None:
+        if self._num_requests > self._limits.max_waiting:
+            raise _busy("too many requests are waiting")
 
     async def _collect_in_time(self, request: Request, chunks: list[bytes]) -> None:
         try:
@@ -239,7 +261,7 @@ class _Intake:
 
     async def _collect(self, request: Request, chunks: list[bytes]) -> None:
         """Fills chunks with the body, which is refused as soon as it is too long, whatever its Content-Length says."""
-        left = self._limits.max_body_mb * MB
+        left = self._limits.max_body_bytes
         too_large = HTTPException(413, f"the body must be at most {left} bytes")
         declared = request.headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > left:
@@ -250,8 +272,27 @@ class _Intake:
             left -= len(chunk)
             if left < 0:
                 raise too_large
-            if self._num_bytes > self._limits.max_waiting_mb * MB:
+            if self._num_bytes > self._limits.max_waiting_bytes:
                 raise _busy("too many bytes are waiting")
+
+
+async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
+    """Result of the work, which is cancelled when the client hangs up."""
+    reply, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
+    try:
+        await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not reply.done():
+            raise ClientDisconnect
+        return reply.result()
+    finally:
+        gone.cancel()
+        reply.cancel()
+
+
+async def _hang_up(request: Request) -> None:
+    """Return when the client of a request with a whole body hangs up."""
+    if (await request.receive())["type"] != "http.disconnect":
+        await asyncio.Event().wait()  # a server that does not tell
 
 
 def _busy(message: str) -> HTTPException:
@@ -277,7 +318,7 @@ async def _no_reply(request: Request, exc: Exception) -> Response:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serves one scorer until SIGTERM or SIGINT, then finishes the requests that it has accepted."""
+    """Serve one scorer until SIGTERM or SIGINT, then finish the accepted requests."""
     parser = cli.build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -292,22 +333,50 @@ def main(argv: list[str] | None = None) -> None:
         if args.batch_size is not None:
             scorer = replace(scorer, batch_size=args.batch_size)
         limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
-        app = create_app(scorer, name=args.scorer, token=token, **limits)
+        name, show_errors = cli.public_name(args.scorer), is_loopback(sock.getsockname()[0])
+        app = create_app(scorer, name=name, token=token, show_errors=show_errors, **limits)
     except (ImportError, ValueError, OSError) as exc:
         parser.error(str(exc))
     config = uvicorn.Config(
-        app, http="h11", ws="none", log_config=None, log_level="warning", access_log=False, timeout_keep_alive=IDLE_S
+        app,
+        http=partial(_Protocol, max_connections=args.max_connections),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        timeout_keep_alive=IDLE_S,
+        backlog=128,  # asyncio logs a line for each when it runs out of descriptors
     )
-    _Server(config, args.url_file).run(sockets=[sock])
+    _Server(config, args.url_file, shutdown_timeout_s=args.shutdown_timeout_s).run(sockets=[sock])
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's connection, refused to an address that has too many."""
+
+    def __init__(self, *, max_connections: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._max_connections = max_connections
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        hosts = [peer.client[0] for peer in cast("set[H11Protocol]", self.connections) if peer.client]
+        if self.client and hosts.count(self.client[0]) > self._max_connections:
+            transport.abort()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which says where it answers, and leaves no connection open for ever."""
+    """uvicorn's server, which announces its URL, leaves no connection open for ever, and ends in time."""
 
-    def __init__(self, config: uvicorn.Config, url_file: Path | None) -> None:
+    def __init__(self, config: uvicorn.Config, url_file: Path | None, *, shutdown_timeout_s: float = 60) -> None:
         super().__init__(config)
         self._url_file = url_file
-        self._idle_since: dict[Any, float] = {}
+        self._shutdown_timeout_s = shutdown_timeout_s
+        self._waits_since: dict[tuple[Any, float], float] = {}  # (connection, seconds it may wait) -> since when
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:  # a scorer that hangs would keep the process: then its stack is printed, and all ends
+            faulthandler.dump_traceback_later(self._shutdown_timeout_s, exit=True)
+        super().handle_exit(sig, frame)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -315,12 +384,13 @@ class _Server(uvicorn.Server):
         cli.announce_url(self._url_file, sockets[0])
 
     async def on_tick(self, counter: int) -> bool:
-        """Closes connections that have brought no request for too long; uvicorn lets a head trickle in for ever."""
+        """Close connections that have brought no request, or half a head, for too long."""
         now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
         idle = {conn for conn in connections if conn.cycle is None or conn.cycle.response_complete}
-        self._idle_since = {conn: self._idle_since.get(conn, now) for conn in idle}
-        for connection, since in self._idle_since.items():
-            if now - since > IDLE_S:
+        waits = {(conn, HEAD_S if conn.cycle is None or conn.conn.trailing_data[0] else IDLE_S) for conn in idle}
+        self._waits_since = {wait: self._waits_since.get(wait, now) for wait in waits}
+        for (connection, longest_s), since in self._waits_since.items():
+            if now - since > longest_s:
                 connection.transport.close()
         return await super().on_tick(counter)
 

@@ -58,11 +58,13 @@ class Transport:
         token: sent as a bearer token when set.
         proxy: `none` talks to the server directly. `env` takes the proxy that HTTP_PROXY and its relatives name, which
             then sees all that is sent over http; none can reach our own loopback.
+        content_type: of the bodies.
     """
 
-    def __init__(self, url: str, token: str | None, *, proxy: Proxy = "none") -> None:
-        self._url = url
-        self._token = token
+    def __init__(
+        self, url: str, token: str | None, *, proxy: Proxy = "none", content_type: str = "application/octet-stream"
+    ) -> None:
+        self._url, self._token, self._content_type = url, token, content_type
         self._is_direct = proxy == "none" or is_loopback(urlsplit(url).hostname or "")
         self._adapter = _Adapter(pool_connections=1, pool_maxsize=1)
         self._session = requests.Session()
@@ -110,7 +112,7 @@ class Transport:
         headers = {"Accept-Encoding": "identity"}  # a packed reply could unpack to far more than the cap
         data: Any = None if body is None else _Body(body)
         if body is not None:
-            headers["Content-Type"] = "application/octet-stream"
+            headers["Content-Type"] = self._content_type
         with self._session.request(
             method,
             self._url + path,

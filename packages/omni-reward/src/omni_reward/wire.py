@@ -7,6 +7,7 @@ rules; every broken rule is a `ValueError` that names the field, the rule and th
 Letters: N samples. The page for people who write a client or a scorer is docs/reward-protocol.md.
 """
 
+import inspect
 import json
 import math
 import re
@@ -115,6 +116,15 @@ class Scorer:
             media_kind(kind)
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
+        try:
+            signature = inspect.signature(self.score_fn)
+        except (TypeError, ValueError):  # a function of C has none
+            return
+        try:
+            signature.bind({}, [], [])
+        except TypeError as exc:
+            name = getattr(self.score_fn, "__name__", "score_fn")
+            raise ValueError(f"a scorer must take (media, prompts, meta), got {name}{signature}") from exc
 
     def __call__(
         self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]

@@ -1,8 +1,4 @@
-"""Scorers by name: what a server can be told to serve, alone or combined (omni_reward/combine.py).
-
-Each module has `load_...` functions, which return a score function or a Scorer. The functions here hand them the
-options of the command line, so that the libraries of a scorer are imported only where it is asked for.
-"""
+"""Scorers by name: what a server can be told to serve, alone or combined (omni_reward/combine.py)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,97 +7,46 @@ from omni_reward import combine
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
-
-def _load_ocr(threads: int) -> ScoreFn:
-    from omni_reward.scorers.ocr import load_ocr
-
-    return load_ocr(threads=threads)
+SCORERS = ("aesthetic", "clip", "hpsv3", "imagereward", "jpeg", "ocr", "pickscore", "video", "vlm")
 
 
-def _load_jpeg(threads: int, *, mode: str = "compressibility") -> ScoreFn:
-    from omni_reward.scorers.jpeg import load_jpeg
+def find_loader(name: str) -> Callable[..., ScoreFn]:
+    """The `load_...` function of a scorer, whose libraries are imported here and nowhere else.
 
-    return load_jpeg(mode=mode)
-
-
-def _load_video(threads: int, *, measure: str = "mean") -> ScoreFn:
-    from omni_reward.scorers.video import load_video
-
-    return load_video(measure=measure)
-
-
-def _load_vlm(
-    threads: int,
-    *,
-    url: str,
-    task: str,
-    model: str = "",
-    token_file: str = "",
-    timeout_s: str = "60",
-    max_in_flight: str = "8",
-    seed: str = "0",
-) -> ScoreFn:
-    from omni_reward.scorers.vlm import load_vlm
-
-    return load_vlm(
-        url,
-        task=task,
-        model=model or None,
-        token_file=token_file or None,
-        timeout_s=_number("timeout_s", timeout_s),
-        max_in_flight=_integer("max_in_flight", max_in_flight),
-        seed=_integer("seed", seed),
-    )
-
-
-def _load_clip(threads: int, **options: str) -> ScoreFn:
-    from omni_reward.scorers.clip import load_clip
-
-    return _call("clip", load_clip, threads=threads, **options)
-
-
-def _load_pickscore(threads: int, **options: str) -> ScoreFn:
-    from omni_reward.scorers.clip import load_pickscore
-
-    return _call("pickscore", load_pickscore, threads=threads, **options)
-
-
-def _load_aesthetic(threads: int, **options: str) -> ScoreFn:
-    from omni_reward.scorers.aesthetic import load_aesthetic
-
-    return _call("aesthetic", load_aesthetic, threads=threads, **options)
-
-
-def _load_imagereward(threads: int, **options: str) -> ScoreFn:
-    from omni_reward.scorers.imagereward import load_imagereward
-
-    return _call("imagereward", load_imagereward, threads=threads, **options)
-
-
-def _load_hpsv3(threads: int, **options: str) -> ScoreFn:
-    from omni_reward.scorers.hpsv3 import load_hpsv3
-
-    return _call("hpsv3", load_hpsv3, threads=threads, **options)
-
-
-SCORERS: dict[str, Callable[..., ScoreFn]] = {  # name -> function of the number of threads and of named options (str)
-    "aesthetic": _load_aesthetic,
-    "clip": _load_clip,
-    "hpsv3": _load_hpsv3,
-    "imagereward": _load_imagereward,
-    "jpeg": _load_jpeg,
-    "ocr": _load_ocr,
-    "pickscore": _load_pickscore,
-    "video": _load_video,
-    "vlm": _load_vlm,
-}
+    Raises:
+        ValueError: there is no such scorer.
+        ImportError: it needs a library that is not installed.
+    """
+    load: Callable[..., ScoreFn]
+    match name:
+        case "aesthetic":
+            from omni_reward.scorers.aesthetic import load_aesthetic as load
+        case "clip":
+            from omni_reward.scorers.clip import load_clip as load
+        case "hpsv3":
+            from omni_reward.scorers.hpsv3 import load_hpsv3 as load
+        case "imagereward":
+            from omni_reward.scorers.imagereward import load_imagereward as load
+        case "jpeg":
+            from omni_reward.scorers.jpeg import load_jpeg as load
+        case "ocr":
+            from omni_reward.scorers.ocr import load_ocr as load
+        case "pickscore":
+            from omni_reward.scorers.clip import load_pickscore as load
+        case "video":
+            from omni_reward.scorers.video import load_video as load
+        case "vlm":
+            from omni_reward.scorers.vlm import load_vlm as load
+        case _:
+            raise ValueError(f"scorer must be one of {list(SCORERS)} or {PREFIX}FILE.py:FUNCTION, got {name!r}")
+    return load
 
 
 def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> ScoreFn:
     """The scorer of that name, ready to score; a `wire.Scorer` where it has more to say of itself than its function.
 
     Args:
-        name: a key of SCORERS, `python:path/to/file.py:function`, or a combination as in `omni_reward.combine`.
+        name: one of SCORERS, `python:path/to/file.py:function`, or a combination as in `omni_reward.combine`.
         threads: cores that the scorer may use.
         options: settings by name; of a combination, by the scorer's name, a dot and the setting's.
 
@@ -128,31 +73,25 @@ def _load(spec: str, threads: int, options: Mapping[str, str]) -> ScoreFn:
         if options:
             raise ValueError(f"options must be left out for {spec}, got {sorted(options)}")
         return load_user(spec)
-    if spec not in SCORERS:
-        raise ValueError(f"scorer must be one of {sorted(SCORERS)} or {PREFIX}FILE.py:FUNCTION, got {spec!r}")
     try:
-        return _call(spec, SCORERS[spec], threads, **options)
+        load = find_loader(spec)
+        signature = inspect.signature(load)
+        given = {name: _convert(name, text, signature) for name, text in options.items()}
+        own = {"threads": threads} if "threads" in signature.parameters else {}
+        try:
+            signature.bind(**own, **given)
+        except TypeError as exc:
+            raise ValueError(f"options of {spec} must fit it: {exc}") from exc
+        return load(**own, **given)
     except ImportError as exc:
         raise ImportError(f"scorer {spec} needs {exc.name}: install omni-reward[{spec}]", name=exc.name) from exc
 
 
-def _call(name: str, load: Callable[..., ScoreFn], *args: int, **options: object) -> ScoreFn:
+def _convert(name: str, text: str, signature: inspect.Signature) -> str | float:
+    """The option as a number, where its default is one."""
+    parameter = signature.parameters.get(name)
+    kind = {int: int, float: float}.get(type(parameter.default)) if parameter else None
     try:
-        inspect.signature(load).bind(*args, **options)
-    except TypeError as exc:
-        raise ValueError(f"options of {name} must fit it: {exc}") from exc
-    return load(*args, **options)
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
+        return kind(text) if kind else text
     except ValueError as exc:
-        raise ValueError(f"{name} must be a number, got {text!r:.80}") from exc
-
-
-def _integer(name: str, text: str) -> int:
-    try:
-        return int(text)
-    except ValueError as exc:
-        raise ValueError(f"{name} must be a whole number, got {text!r:.80}") from exc
+        raise ValueError(f"{name} must be a {'whole ' if kind is int else ''}number, got {text!r:.80}") from exc

@@ -8,23 +8,20 @@ schema, and some ignore it without a word.
 import base64
 import io
 import json
-import random
 import time
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
-import requests
 from PIL import Image
 
-from omni_reward.endpoints import is_worth_a_retry
-from omni_reward.errors import RewardError, RewardFormatError, RewardHTTPError
+from omni_reward.endpoints import Endpoints
+from omni_reward.errors import RewardFormatError
 from omni_reward.transport import Transport
 
 MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
 MAX_TOKENS = 1024  # that the model may write
-FIRST_PAUSE_S = 0.5
 
 
 class UnansweredError(Exception):
@@ -55,7 +52,7 @@ class Connection:
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._transport = _JsonTransport(endpoint.url, endpoint.token)
+        self._transport = Transport(endpoint.url, endpoint.token, content_type="application/json")
 
     def ask(self, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
         """Text of the answer to a question about an image [H, W, 3], uint8, RGB.
@@ -85,18 +82,12 @@ class Connection:
     def _post(self, body: bytes) -> bytes:
         """The reply, after further tries where a moment may help."""
         deadline = time.monotonic() + self._endpoint.timeout_s
-        pause_s = FIRST_PAUSE_S
-        while True:
+
+        def post(url: str) -> bytes:
             left_s = max(0.01, deadline - time.monotonic())
-            try:
-                return self._transport.exchange("POST", "/chat/completions", body=[body], timeout_s=left_s)
-            except RewardError as exc:
-                asked_s = exc.retry_after_s if isinstance(exc, RewardHTTPError) else 0.0
-                wait_s = max(asked_s, pause_s * random.uniform(0.5, 1.0))
-                if not is_worth_a_retry(exc) or time.monotonic() + wait_s >= deadline:
-                    raise
-            time.sleep(wait_s)
-            pause_s *= 2
+            return self._transport.exchange("POST", "/chat/completions", body=[body], timeout_s=left_s)
+
+        return Endpoints([self._endpoint.url]).call(post, deadline)
 
 
 def check_url(url: str) -> str:
@@ -109,15 +100,6 @@ def check_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"url must start with http:// or https:// and a host, got {url!r:.200}")
     return url.rstrip("/")
-
-
-class _JsonTransport(Transport):
-    """Transport whose bodies are JSON."""
-
-    def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        request = super()._authorize(request)
-        request.headers["Content-Type"] = "application/json"
-        return request
 
 
 def _data_uri(image: np.ndarray) -> str:

@@ -41,7 +41,7 @@ def image_scorer(
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         images = media["image"]
         if max(images.shape[1:3]) > MAX_ASPECT * min(images.shape[1:3]):
-            return [Score(None, abstained=f"the image is more than {MAX_ASPECT} times as long as wide")] * len(prompts)
+            return [Score(None, abstained=f"the image has an aspect ratio above {MAX_ASPECT}")] * len(prompts)
         reasons = [decline(prompt) for prompt in prompts]
         read = [i for i, reason in enumerate(reasons) if reason is None]
         with torch.inference_mode():

@@ -14,7 +14,7 @@ from rapidocr import RapidOCR
 from omni_reward.scorers.text import agreement, wanted_text
 from omni_reward.wire import Score, ScoreFn
 
-MAX_ASPECT = 40  # width / height; the recogniser's work grows with it
+MAX_ASPECT = 40  # the recogniser's work grows with the width, and it fails on what is very high
 
 
 def load_ocr(*, threads: int = 1) -> ScoreFn:
@@ -52,8 +52,7 @@ def _score_image(engine: Any, image: np.ndarray, prompt: str) -> Score:
     target = wanted_text(prompt)
     if isinstance(target, Score):
         return target
-    height, width = image.shape[:2]
-    if width > MAX_ASPECT * height:
-        return Score(None, abstained=f"the image is more than {MAX_ASPECT} times as wide as high")
+    if max(image.shape[:2]) > MAX_ASPECT * min(image.shape[:2]):
+        return Score(None, abstained=f"the image has an aspect ratio above {MAX_ASPECT}")
     bgr = np.ascontiguousarray(image[..., ::-1])
     return agreement(target, "".join(engine(bgr).txts or ()))

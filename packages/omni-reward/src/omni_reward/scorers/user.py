@@ -29,7 +29,10 @@ def load_user(spec: str) -> ScoreFn:
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # dataclasses look their own module up
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except ImportError as exc:
+        raise ImportError(f"{path}: {exc}", name=exc.name) from exc
     found = getattr(module, name, None)
     if not callable(found):
         raise ValueError(f"{path} must have a function {name!r}, got {found!r:.80}")
