@@ -62,7 +62,8 @@ def lines(home):
 
 def outcome(home):
     """The bytes of all tensors of the last checkpoint, and of the exported weights."""
-    files = [*home.glob(f"runs/run/checkpoints/step-{STEPS:08}/*.safetensors"), *home.glob("runs/run/weights/*.saf*")]
+    saved, exported = f"runs/run/checkpoints/step-{STEPS:08}/*.safetensors", "runs/run/weights/**/*.safetensors"
+    files = [*home.glob(saved), *home.glob(exported)]
     assert len(files) >= 2
     return {path.relative_to(home): path.read_bytes() for path in files}
 

@@ -143,7 +143,7 @@ def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo
     lines = train(bright_url, algo=algo, noise_level=0.5, window_size=2)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
-    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
 
 
 def test_training_raises_a_reward_that_can_be_raised(in_tmp, bright_url):

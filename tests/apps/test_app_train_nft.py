@@ -44,7 +44,7 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, algo):
     args = replace(TINY, scorer_url=bright_url, algo=algo, group_size=8, batch_size=8, lr=3e-4, steps=10, eval_every=10)
     lines = train(app, args)
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.02
-    assert (here / "runs" / args.name / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    assert (here / "runs" / args.name / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
 
 
 def points_of(run):

@@ -59,7 +59,7 @@ def test_training_raises_its_reward_and_that_of_a_scorer_that_only_watches(here,
     lines = train(app, replace(args, prompts_per_step=16, steps=24, eval_every=24, lr=2e-4))
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.15
     assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
-    assert (here / "runs" / args.name / "weights" / "diffusion_pytorch_model.safetensors").exists()
+    assert (here / "runs" / args.name / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
     settings = (here / "runs" / args.name / "config.toml").read_text()
     assert url not in settings
     assert token not in settings

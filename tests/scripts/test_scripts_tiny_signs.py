@@ -30,7 +30,7 @@ def test_the_score_script_scores_the_base_and_trained_weights_alike_when_they_ar
     command = [sys.executable, str(REPO / "scripts" / "score.py"), "--prompts", str(prompts)]
     outputs = [
         subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout
-        for more in ([], ["--weights", str(CHECKPOINT / "transformer")])
+        for more in ([], ["--weights", str(CHECKPOINT)])
     ]
     assert outputs[0] == outputs[1]
     assert 0 <= float(outputs[0].split()[1]) <= 1

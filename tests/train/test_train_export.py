@@ -95,7 +95,7 @@ def test_the_stock_transformer_draws_our_image_with_the_adapter(base, pipe, tmp_
 
 def test_the_stock_transformer_of_the_full_weights_draws_our_image(base, pipe, tmp_path):
     image = exported(base, tmp_path / "weights", "full")
-    pipe.transformer = QwenImageTransformer2DModel.from_pretrained(tmp_path / "weights")
+    pipe.transformer = QwenImageTransformer2DModel.from_pretrained(tmp_path / "weights", subfolder="transformer")
     same(stock_image(pipe), image)
 
 
@@ -104,7 +104,7 @@ def test_a_pipeline_folder_with_the_full_weights_in_place_draws_our_image(base, 
     whole = tmp_path / "pipeline"
     whole.mkdir()
     for path in CHECKPOINT.iterdir():
-        (whole / path.name).symlink_to(tmp_path / "weights" if path.name == "transformer" else path)
+        (whole / path.name).symlink_to(tmp_path / "weights" / path.name if path.name == "transformer" else path)
     same(stock_image(open_pipe(whole)), image)
 
 
@@ -125,7 +125,7 @@ def test_the_code_on_the_card_draws_our_image(base, tmp_path, kind):
 )
 def test_no_file_is_empty(base, tmp_path, kind, files):
     exported(base, tmp_path / "weights", kind)
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "weights").iterdir()}
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "weights").rglob("*.*")}
     assert set(sizes) == files
     assert min(sizes.values()) > 100
 

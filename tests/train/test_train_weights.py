@@ -1,13 +1,16 @@
 """Weights that leave the trainer mean the same to whoever reads them."""
 
 import json
+import os
 
 import pytest
 import torch
+from helpers import CHECKPOINT
 from omni_train.dist import init_distributed
+from omni_train.lora import adapter as use_adapter
 from omni_train.lora import adapter_params, add_lora, reference
 from omni_train.shard import shard
-from omni_train.weights import check_weights, load_weights, named_adapter, named_weights, save_weights
+from omni_train.weights import check_weights, load_adapter, load_weights, named_adapter, named_weights, save_weights
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -96,7 +99,7 @@ def test_a_stock_pipeline_opens_a_saved_adapter(tiny_qwen, tmp_path, alone):
 
 @pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
 def test_diffusers_opens_a_saved_model(run_ranks, tiny_qwen, tmp_path, mode):
-    folder = tmp_path / "transformer"
+    folder = tmp_path / "weights"
 
     def work(dist):
         model = shard(tiny_qwen.build(), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
@@ -104,10 +107,11 @@ def test_diffusers_opens_a_saved_model(run_ranks, tiny_qwen, tmp_path, mode):
 
     run_ranks(work, 1 if mode == "none" else 2)
     plain = tiny_qwen.build()
-    opened = type(plain).from_pretrained(folder)
+    opened = type(plain).from_pretrained(folder, subfolder="transformer")
     assert opened.config.num_layers == 2
     assert torch.equal(tiny_qwen.run(opened), tiny_qwen.run(plain))
-    assert json.loads((folder / "config.json").read_text())["_class_name"] == "QwenImageTransformer2DModel"
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    assert config["_class_name"] == "QwenImageTransformer2DModel"
 
 
 def test_saved_weights_load_into_a_fresh_model(tiny_qwen, tmp_path, alone):
@@ -123,13 +127,17 @@ def test_saved_weights_load_into_a_fresh_model(tiny_qwen, tmp_path, alone):
 
 def test_folders_without_fitting_weights_are_errors(tiny_qwen, tmp_path, alone):
     save_weights(tiny_qwen.build(), tmp_path / "full", alone)
-    with pytest.raises(ValueError, match=r"must hold pytorch_lora_weights\.safetensors or"):
-        load_weights(tiny_qwen.build(), tmp_path)
-    with pytest.raises(ValueError, match="must hold weights of Linear"):
+    for part in ("transformer", "transformer_2"):
+        match = rf"must hold pytorch_lora_weights\.safetensors or {part}/diffusion_pytorch_model\.safetensors"
+        with pytest.raises(ValueError, match=match):
+            load_weights(tiny_qwen.build(), tmp_path / ("full" if part != "transformer" else ""), part=part)
+    with pytest.raises(ValueError, match="must hold all weights of Linear, lacks 2 such as bias"):
         load_weights(nn.Linear(2, 2), tmp_path / "full")
-    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
-    with pytest.raises(ValueError, match=r"load_lora_adapter\(\).*got Linear"):
-        load_weights(nn.Linear(2, 2), tmp_path / "adapter")
+    net = nn.Sequential(nn.Linear(2, 2))
+    add_lora(net, ["0"], rank=1, alpha=1, seed=0)
+    save_weights(net, tmp_path / "adapter", alone)
+    with pytest.raises(ValueError, match=r"load_lora_adapter\(\).*got Sequential"):
+        load_weights(nn.Sequential(nn.Linear(2, 2)), tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["adapter", "full"])
@@ -138,12 +146,12 @@ def test_weights_are_checked_without_reading_one(tiny_qwen, tmp_path, alone, kin
     with torch.device("meta"):
         model = tiny_qwen.build()
     check_weights(model, tmp_path / kind)
-    (file,) = (tmp_path / kind).glob("*.safetensors")
+    (file,) = (tmp_path / kind).rglob("*.safetensors")
     tensors = load_file(file)
     name = next(name for name in tensors if "to_q" in name and "lora_A" not in name)
     for other in ({name: torch.zeros(5, 64)}, {name.replace("to_q", "to_z"): tensors[name].clone()}):
         save_file(tensors | other, file)
-        with pytest.raises(ValueError, match=r"does not fit QwenImageTransformer2DModel: \d+ of \d+ tensors, such"):
+        with pytest.raises(ValueError, match=rf"{file.name} (does not fit|must hold weights of) QwenImageTransf.*to_"):
             check_weights(model, tmp_path / kind)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(ValueError, match=f"{file.name} is no whole safetensors file"):
@@ -174,7 +182,7 @@ def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(run_ranks, t
     monkeypatch.setattr("omni_train.weights.save_file", full_disk)
 
     def work(dist):
-        with pytest.raises(OSError, match="rank 0 could not write"):
+        with pytest.raises(OSError, match=r"rank 0: .*adapter could not be written: .*No space left on device"):
             save_weights(shard(with_lora(tiny_qwen), dist.mesh, mode="ddp"), folder, dist)
 
     run_ranks(work)
@@ -197,3 +205,118 @@ def test_an_adapter_comes_out_scaled(tiny_qwen):
     assert name_b == "transformer_blocks.0.attn.to_q.lora_B.weight"
     assert torch.equal(a, down)
     assert torch.equal(b, 2 * up)
+
+
+@pytest.mark.parametrize("part", ["transformer", "unet"])
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_weights_lie_where_a_pipeline_looks_for_the_part(tiny_qwen, tmp_path, alone, kind, part):
+    model = with_lora(tiny_qwen) if kind == "adapter" else tiny_qwen.build(seed=1)
+    save_weights(model, tmp_path / kind, alone, part=part)
+    names = {str(path.relative_to(tmp_path / kind)) for path in (tmp_path / kind).rglob("*.*")}
+    if kind == "adapter":
+        assert names == {"pytorch_lora_weights.safetensors"}
+        assert all(name.startswith(f"{part}.") for name in load_file(tmp_path / kind / min(names)))
+    else:
+        assert names == {f"{part}/config.json", f"{part}/diffusion_pytorch_model.safetensors"}
+    other = tiny_qwen.build()
+    check_weights(other, tmp_path / kind, part=part)
+    load_weights(other, tmp_path / kind, part=part)
+    torch.testing.assert_close(tiny_qwen.run(other), tiny_qwen.run(model), rtol=1e-5, atol=1e-5)
+
+
+def test_the_folder_of_a_pipeline_is_a_folder_of_full_weights(tiny_qwen, tmp_path, alone):
+    """Also one whose transformer is in several files, as large ones are."""
+    tiny_qwen.build(seed=1).save_pretrained(tmp_path / "transformer", max_shard_size="100KB")
+    model = tiny_qwen.build()
+    load_weights(model, tmp_path)
+    assert torch.equal(tiny_qwen.run(model), tiny_qwen.run(tiny_qwen.build(seed=1)))
+    assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 2
+
+
+def test_a_stock_pipeline_takes_the_full_weights_of_the_folder(tiny_qwen, tmp_path, alone):
+    from diffusers import QwenImagePipeline
+
+    save_weights(tiny_qwen.build(seed=1), tmp_path / "weights", alone)
+    transformer = type(tiny_qwen.build()).from_pretrained(tmp_path / "weights", subfolder="transformer")
+    pipe = QwenImagePipeline.from_pretrained(CHECKPOINT, transformer=transformer)
+    assert torch.equal(tiny_qwen.run(pipe.transformer), tiny_qwen.run(tiny_qwen.build(seed=1)))
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_files_may_be_read_by_whom_the_umask_lets(tiny_qwen, tmp_path, alone, umask, kind):
+    before = os.umask(umask)
+    try:
+        save_weights(with_lora(tiny_qwen) if kind == "adapter" else tiny_qwen.build(), tmp_path / kind, alone)
+    finally:
+        os.umask(before)
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / kind).rglob("*.*")}
+    assert modes == {0o666 & ~umask}
+
+
+def fresh(tiny_qwen, *, rank=4, alpha=8.0, targets=None, name="default"):
+    model = tiny_qwen.build()
+    add_lora(model, targets or tiny_qwen.targets, rank=rank, alpha=alpha, adapter=name, seed=9)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["none", "fsdp2"])
+def test_an_adapter_goes_on_from_the_one_that_was_saved(run_ranks, tiny_qwen, tmp_path, alone, mode):
+    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
+    expected = [p.tolist() for p in adapter_params(with_lora(tiny_qwen), "default")]
+
+    def work(dist):
+        model = shard(fresh(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
+        load_adapter(model, tmp_path / "adapter")
+        assert all(p.requires_grad for p in adapter_params(model, "default"))
+        return [(p.full_tensor() if mode == "fsdp2" else p).tolist() for p in adapter_params(model, "default")]
+
+    for got in run_ranks(work, 1 if mode == "none" else 2):
+        assert got == expected  # alpha / rank is 2, so that dividing it out rounds nothing
+
+
+def test_an_adapter_goes_on_with_the_same_product_under_another_alpha(tiny_qwen, tmp_path, alone):
+    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
+    model = fresh(tiny_qwen, alpha=3.0)
+    add_lora(model, tiny_qwen.targets, rank=4, alpha=5.0, adapter="old", seed=1)
+    for name in ("default", "old"):
+        load_adapter(model, tmp_path / "adapter", adapter=name)
+    for name in ("default", "old"):
+        with use_adapter(model, name):
+            out = tiny_qwen.run(model)
+        torch.testing.assert_close(out, tiny_qwen.run(with_lora(tiny_qwen)), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_that_does_not_fit_changes_nothing_and_says_why(tiny_qwen, tmp_path, alone):
+    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
+    file = tmp_path / "adapter" / "pytorch_lora_weights.safetensors"
+    model = fresh(tiny_qwen, rank=2)
+    before = [p.clone() for p in adapter_params(model, "default")]
+    with pytest.raises(
+        ValueError, match=rf"{file.name} must be an adapter of the same rank, but .* is \(4, 64\), not \(2"
+    ):
+        load_adapter(model, tmp_path / "adapter")
+    assert all(map(torch.equal, before, adapter_params(model, "default")))
+    with pytest.raises(ValueError, match=r"on the same layers, differs in 4 such as .*to_out\.0\.lora_A\.weight"):
+        load_adapter(fresh(tiny_qwen, targets=["to_q", "to_k", "to_v"]), tmp_path / "adapter")
+    with pytest.raises(ValueError, match="on the same layers, differs in 32 such as transformer"):
+        load_adapter(fresh(tiny_qwen), tmp_path / "adapter", part="transformer_2")
+    with pytest.raises(ValueError, match=r"adapter must be one of \['default'\], got 'old'"):
+        load_adapter(fresh(tiny_qwen), tmp_path / "adapter", adapter="old")
+    with pytest.raises(ValueError, match=r"folder must hold pytorch_lora_weights\.safetensors, got"):
+        load_adapter(fresh(tiny_qwen), tmp_path)
+    tensors = load_file(file)
+    tensors[min(tensors)][0, 0] = torch.nan
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=rf"{file.name} must be finite, got NaN or infinity in transformer\."):
+        load_adapter(fresh(tiny_qwen), tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("kind", ["adapter", "full"])
+def test_a_pickle_in_place_of_weights_is_never_opened(tiny_qwen, tmp_path, kind):
+    name = "pytorch_lora_weights.bin" if kind == "adapter" else "transformer/diffusion_pytorch_model.bin"
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    torch.save({}, tmp_path / name)
+    for load in (load_weights, check_weights):
+        with pytest.raises(ValueError, match="folder must hold"):
+            load(tiny_qwen.build(), tmp_path)

@@ -4,7 +4,7 @@ No rank ever holds a full copy, on its device or its host: the files are mapped,
 at a time.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ from omni_train.state import local_rows
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-@torch.no_grad()
 def load_sharded(
     net: ModuleT,
     files: Sequence[str | Path],
@@ -53,21 +52,62 @@ def load_sharded(
         OSError: a file cannot be read.
     """
     _check_built(net)
+    check_files(net, files)
+    net.requires_grad_(trainable)
+    net._apply(lambda t: t.to(param_dtype) if t.is_meta else t)
+    if mesh is not None:
+        shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
+    place = torch.device(mesh.device_type) if mesh is not None else device
+    net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
+    read_tensors(net.state_dict(keep_vars=True), files)
+    return net
+
+
+def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
+    """Raises ValueError unless the files hold the net's parameters and persistent buffers, no more; reads none."""
+    wanted, kind = net.state_dict(), type(net).__name__
     with ExitStack() as stack:
         sources = _open(stack, files)
-        _check_fits(net, sources)
-        net.requires_grad_(trainable)
-        net._apply(lambda t: t.to(param_dtype) if t.is_meta else t)
-        if mesh is not None:
-            shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
-        place = torch.device(mesh.device_type) if mesh is not None else device
-        net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
-        for name, target in net.state_dict(keep_vars=True).items():
+        if missing := wanted.keys() - sources.keys():
+            where = ", ".join(sorted({str(file.parent) for file, _ in sources.values()})) or "files"
+            raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
+        for name, (file, opened) in sources.items():
+            if name not in wanted:
+                raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
+            found, shape = opened.get_slice(name).get_shape(), list(wanted[name].shape)
+            if found != shape:
+                raise ValueError(f"{file} does not fit {kind}: {name} is {found}, must be {shape}")
+
+
+def read_shapes(file: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    with ExitStack() as stack:
+        sources = _open(stack, [file])
+        return {name: tuple(opened.get_slice(name).get_shape()) for name, (_, opened) in sources.items()}
+
+
+@torch.no_grad()
+def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> None:
+    """Fill each target, or this rank's rows of it, with the files' tensor of that name and shape.
+
+    Raises:
+        ValueError: one holds NaN or infinity; file and tensor are named.
+    """
+    with ExitStack() as stack:
+        sources = _open(stack, files)
+        for name, target in targets.items():
             file, opened = sources[name]
-            local = _read_rows(opened, name, target)
+            local, first = local_rows(target)
+            if target.ndim == 0:
+                local.copy_(opened.get_tensor(name))
+            elif len(local):
+                local.copy_(opened.get_slice(name)[first : first + len(local)])
             if local.is_floating_point() and not local.isfinite().all():
                 raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
-    return net
 
 
 def _check_built(net: nn.Module) -> None:
@@ -93,26 +133,3 @@ def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path
                 raise ValueError(f"files must hold each tensor once, but {name} is in {sources[name][0]} and {file}")
             sources[name] = file, opened
     return sources
-
-
-def _check_fits(net: nn.Module, sources: dict[str, tuple[Path, Any]]) -> None:
-    wanted, kind = net.state_dict(), type(net).__name__
-    if missing := wanted.keys() - sources.keys():
-        where = ", ".join(sorted({str(file.parent) for file, _ in sources.values()})) or "files"
-        raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
-    for name, (file, opened) in sources.items():
-        if name not in wanted:
-            raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
-        shape = opened.get_slice(name).get_shape()
-        if shape != list(wanted[name].shape):
-            raise ValueError(f"{file} does not fit {kind}: {name} is {shape}, must be {list(wanted[name].shape)}")
-
-
-def _read_rows(opened: Any, name: str, target: Tensor) -> Tensor:
-    """This rank's rows of `target`, filled from the file."""
-    local, first = local_rows(target)
-    if target.ndim == 0:
-        local.copy_(opened.get_tensor(name))
-    elif len(local):
-        local.copy_(opened.get_slice(name)[first : first + len(local)])
-    return local

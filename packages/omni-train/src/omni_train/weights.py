@@ -5,20 +5,22 @@ Sharded tensors are gathered one at a time, and every rank has to take part.
 
 import json
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from omni_train.dist import Dist, any_rank
+from omni_train.dist import Dist, same_error
 from omni_train.export import CARD_FILE, model_card
 from omni_train.files import write_folder_atomically
+from omni_train.load import check_files, read_shapes, read_tensors
 from omni_train.lora import adapter_params, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
@@ -68,20 +70,22 @@ def save_weights(
     folder: str | Path,
     dist: Dist,
     *,
+    part: str = "transformer",
     adapter: str = "default",
     card: Mapping[str, Any] | None = None,
 ) -> None:
     """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
 
     With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` and
-    `transformer.load_lora_adapter(folder, weight_name=..., prefix="transformer")` open. Without:
-    `diffusion_pytorch_model.safetensors` and `config.json`, which `ModelClass.from_pretrained(folder)` opens. A folder
-    that exists is replaced.
+    `net.load_lora_adapter(folder, weight_name=..., prefix=part)` open. Without: `diffusion_pytorch_model.safetensors`
+    and `config.json` in the subfolder `part`, which `ModelClass.from_pretrained(folder, subfolder=part)` opens. A
+    folder that exists is replaced.
 
     Args:
         module: a diffusers model, sharded or not; one with adapters may be any module.
         folder: where to write.
         dist: rank 0 holds all the weights in host memory while it writes.
+        part: the module's name in its pipeline.
         adapter: which adapter to save.
         card: facts for a model card, README.md, as `omni_train.export.model_card` takes them; None writes none.
 
@@ -91,69 +95,102 @@ def save_weights(
         OSError: rank 0 could not write; the other ranks raise it as well.
     """
     is_lora = bool(lora_layers(module))
-    texts = {} if is_lora else {"config.json": _config(module)}
+    texts = {} if is_lora else {f"{part}/config.json": _config(module)}
     if card is not None:
-        texts[CARD_FILE] = model_card(card, is_lora=is_lora)
-    file, prefix = (LORA_FILE, "transformer.") if is_lora else (FULL_FILE, "")
+        texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part)
+    file, prefix = (LORA_FILE, f"{part}.") if is_lora else (f"{part}/{FULL_FILE}", "")
     weights = named_adapter(module, adapter) if is_lora else named_weights(module)
     tensors = _on_main(((prefix + name, tensor) for name, tensor in weights), dist)
-    error = _write(Path(folder), file, tensors, texts) if dist.is_main else None
-    if any_rank(dist, error is not None):
-        raise OSError(f"rank 0 could not write {folder}: {error}") from error
+    with same_error(dist):
+        if dist.is_main:
+            try:
+                write_folder_atomically(folder, partial(_write, file=file, tensors=tensors, texts=texts))
+            except (OSError, SafetensorError) as exc:
+                raise OSError(f"{folder} could not be written: {exc}") from exc
 
 
-def check_weights(module: nn.Module, folder: str | Path) -> None:
+def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
+    """The files of full weights that `save_weights` or a pipeline's folder has for `part`; empty for an adapter's.
+
+    Raises:
+        ValueError: the folder holds neither.
+    """
+    full = sorted((Path(folder) / part).glob("*.safetensors"))
+    if not full and not (Path(folder) / LORA_FILE).is_file():
+        raise ValueError(f"folder must hold {LORA_FILE} or {part}/{FULL_FILE}, got {folder}")
+    return full
+
+
+def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
     """Returns when `load_weights` would fit; reads no weight, and the module may be on the meta device.
 
     Raises:
-        ValueError: the folder does not hold what `save_weights` wrote for such a module; the tensor is named.
+        ValueError: the folder does not hold what `save_weights` wrote for such a module; file and tensor are named.
     """
-    lora, full = Path(folder) / LORA_FILE, Path(folder) / FULL_FILE
-    file = lora if lora.is_file() else full
-    if not file.is_file():
-        raise ValueError(f"folder must hold {LORA_FILE} or {FULL_FILE}, got {folder}")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except SafetensorError as exc:
-        raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
-    weights = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    if file == full:
-        wrong = [name for name in weights.keys() | shapes.keys() if weights.get(name) != shapes.get(name)]
-    else:
-        wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights)]
+    if files := saved_files(folder, part=part):
+        check_files(module, files)
+        return
+    file = Path(folder) / LORA_FILE
+    shapes, weights = read_shapes(file), {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights, part)]
     if wrong or not shapes:
         such = f", such as {min(wrong)}" if wrong else ""
         raise ValueError(f"{file} does not fit {type(module).__name__}: {len(wrong)} of {len(shapes)} tensors{such}")
 
 
-@torch.no_grad()
-def load_weights(module: nn.Module, folder: str | Path) -> None:
-    """Puts what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a LoRA adapter.
+def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
+    """Put what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a new LoRA adapter.
 
     Raises:
-        ValueError: the folder holds neither, or weights that do not fit the module; or the module takes no adapters.
+        ValueError: the folder holds neither, or weights that do not fit the module or are not finite; or the module
+            takes no adapters.
     """
-    lora, full = Path(folder) / LORA_FILE, Path(folder) / FULL_FILE
-    if lora.is_file():
-        load_adapter = getattr(module, "load_lora_adapter", None)
-        if load_adapter is None:
-            raise ValueError(
-                f"module must have load_lora_adapter(), as diffusers models do, got {type(module).__name__}"
-            )
-        load_adapter(str(folder), weight_name=LORA_FILE, prefix="transformer")
+    check_weights(module, folder, part=part)
+    if files := saved_files(folder, part=part):
+        read_tensors(module.state_dict(keep_vars=True), files)
         return
-    if not full.is_file():
-        raise ValueError(f"folder must hold {LORA_FILE} or {FULL_FILE}, got {folder}")
-    try:
-        module.load_state_dict(load_file(full), strict=True)
-    except (RuntimeError, SafetensorError) as exc:
-        raise ValueError(f"folder must hold weights of {type(module).__name__}, got {folder}: {exc}") from exc
+    load_lora_adapter = getattr(module, "load_lora_adapter", None)
+    if load_lora_adapter is None:
+        raise ValueError(f"module must have load_lora_adapter(), as diffusers models do, got {type(module).__name__}")
+    load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix=part, use_safetensors=True)
 
 
-def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]]) -> bool:
+@torch.no_grad()
+def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer") -> None:
+    """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
+
+    The file's B is multiplied by its alpha / rank; it is divided by that of `adapter`, whose product is then the
+    file's whatever the two alphas are.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one of another rank, on other layers, or that is not finite.
+    """
+    file = Path(folder) / LORA_FILE
+    if not file.is_file():
+        raise ValueError(f"folder must hold {LORA_FILE}, got {folder}")
+    adapter_params(module, adapter)
+    layers = {name: layer for name, layer in lora_layers(module).items() if adapter in layer.lora_A}
+    targets = {
+        f"{part}.{name}.lora_{which}.weight": factor
+        for name, layer in layers.items()
+        for which, factor in zip("AB", factors(layer, adapter), strict=True)
+    }
+    shapes = read_shapes(file)
+    if other := targets.keys() ^ shapes.keys():
+        raise ValueError(f"{file} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
+    for name, target in targets.items():
+        if shapes[name] != tuple(target.shape):
+            raise ValueError(
+                f"{file} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
+            )
+    read_tensors(targets, [file])
+    for layer in layers.values():
+        factors(layer, adapter)[1].div_(layer.scaling[adapter])
+
+
+def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
     """Whether a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
-    layer, _, factor = name.removeprefix("transformer.").partition(".lora_")
+    layer, _, factor = name.removeprefix(f"{part}.").partition(".lora_")
     side = {"A.weight": 1, "B.weight": 0}.get(factor)
     out_in = weights.get(f"{layer}.weight", ())
     return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
@@ -195,16 +232,8 @@ def _config(module: nn.Module) -> str:
     return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
 
 
-def _write(folder: Path, file: str, tensors: dict[str, Tensor], texts: dict[str, str]) -> Exception | None:
-    """Write the folder; the error, if any, is for the caller to share."""
-
-    def write(temporary: Path) -> None:
-        save_file(tensors, temporary / file, metadata={"format": "pt"})
-        for name, text in texts.items():
-            (temporary / name).write_text(text, encoding="utf-8")
-
-    try:
-        write_folder_atomically(folder, write)
-    except (OSError, SafetensorError) as exc:
-        return exc
-    return None
+def _write(folder: Path, *, file: str, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    save_file(tensors, folder / file, metadata={"format": "pt"})
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
