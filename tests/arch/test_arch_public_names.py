@@ -127,8 +127,10 @@ SIGNATURES = {
     "omni_rl.report.write_comparison": "folders, path",
     "omni_rl.sinks.report": "folder",
     "omni_rl.sinks.tensorboard": "folder",
-    "omni_rl.sinks.wandb": "project, **others",
-    "omni_rl.sinks.trackio": "project, **others",
+    "omni_rl.sinks.wandb": "project, folder",
+    "omni_rl.sinks.trackio": "project, folder",
+    "omni_rl.sinks.tracker": "kind, folder, project",
+    "omni_rl.sinks.check_tracker": "kind, project",
 }
 CHOICES = {  # of a parameter that takes one of several words
     "omni_sched.sde_window.strategy": {"all", "fixed", "random", "sliding"},

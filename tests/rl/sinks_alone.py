@@ -13,18 +13,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from omni_rl.sinks import tensorboard, trackio, wandb
+import numpy as np
+from omni_rl.report import Sample, write_eval
+from omni_rl.sinks import tracker
 from omni_train.log import RunLog
 
 LINES = [(0, {"eval/reward": 0.5}), (1, {"loss": 0.25, "bad": math.nan}), (5, {"loss": -1.5, "bad": math.inf})]
 
 
-def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """{name: [(step, value)]} of the event files."""
+def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, Any]]]:
+    """{name: [(step, value)]} of the event files, and of pictures their sizes."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()
-    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    scalars = {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
+    return scalars | {n: [(e.step, [e.width, e.height]) for e in events.Images(n)] for n in events.Tags()["images"]}
 
 
 def records(data: bytes) -> Iterator[bytes]:
@@ -63,23 +66,21 @@ def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
     """(step, metrics) of the one project in the folder."""
     (path,) = folder.glob("*.db")
     with sqlite3.connect(path) as connection:
-        rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = 'try' ORDER BY step").fetchall()
+        rows = connection.execute("SELECT step, metrics FROM metrics WHERE run_name = 'run' ORDER BY step").fetchall()
     return [(step, json.loads(metrics)) for step, metrics in rows]
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    sinks = [
-        tensorboard(folder / "tensorboard"),
-        wandb("project", dir=folder, name="try", config={"lr": 1e-4}),
-        trackio("project", name="try", config={"lr": 1e-4}),
-    ]
-    with RunLog(folder / "run", is_main=True, total_steps=5, sinks=sinks, tty=False) as log:
+    run = folder / "run"
+    sinks = [sink for kind in ("tensorboard", "wandb", "trackio") for sink in tracker(kind, run, "project")]
+    with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False) as log:
+        write_eval(run, 0, np.zeros((2, 3, 32, 96), np.uint8), [Sample("a cat", 0.5)] * 2)
         for step, metrics in LINES:
             log.log(step, metrics)
     stored = {
-        "tensorboard": read_tensorboard(folder / "tensorboard"),
-        "wandb": read_wandb(folder),
+        "tensorboard": read_tensorboard(run / "tensorboard"),
+        "wandb": read_wandb(run),
         "trackio": read_trackio(Path(os.environ["TRACKIO_DIR"])),
     }
     (folder / "stored.json").write_text(json.dumps(stored))

@@ -42,12 +42,14 @@ def test_tensorboard_stores_every_number(stored):
     assert [step for step, _ in found["time/step_s"]] == [0, 1, 5]
     assert math.isnan(found["bad"][0][1])
     assert found["bad"][1] == [5, math.inf]
+    assert found["eval/pictures"] == [[0, [2 * 196 + 4, 84 + 4]]]
 
 
 def test_wandb_stores_every_number_without_a_network(stored):
     found = dict(stored["wandb"])
     assert list(found) == [0, 1, 5]
     assert found[0]["eval/reward"] == 0.5
+    assert any(name.startswith("eval/pictures") for name in found[0])
     assert set(found[1]) == {"loss", "bad", "time/step_s"}
     assert math.isnan(found[1]["bad"])
     assert (found[5]["loss"], found[5]["bad"]) == (-1.5, math.inf)
@@ -57,6 +59,7 @@ def test_trackio_stores_every_number_in_its_database(stored):
     found = dict(stored["trackio"])
     assert list(found) == [0, 1, 5]
     assert found[0]["eval/reward"] == 0.5
+    assert "eval/pictures" in found[0]
     assert found[1] == {"loss": 0.25, "bad": "NaN", "time/step_s": found[1]["time/step_s"]}
     assert found[5]["loss"] == -1.5
 
@@ -146,8 +149,17 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypa
         sink(1, {})
 
 
-@pytest.mark.parametrize("make", [sinks.wandb, sinks.trackio])
-def test_a_library_that_is_missing_is_an_error_at_once(make, monkeypatch):
-    monkeypatch.setitem(sys.modules, make.__name__, None)
-    with pytest.raises(ImportError):
-        make("project")
+@pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
+def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, kind, None)
+    with pytest.raises(ValueError, match=rf"track must be .*, got '{kind}': pip install 'omni-rl\[{kind}\]'"):
+        sinks.tracker(kind, tmp_path, "project")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("project", ["", "a\nb"])
+def test_a_project_needs_a_name_that_can_be_printed(project, monkeypatch, tmp_path):
+    monkeypatch.setattr(sinks, "find_spec", lambda name: True)
+    with pytest.raises(ValueError, match="project must be a printable name with wandb, got"):
+        sinks.tracker("wandb", tmp_path, project)
+    assert sinks.tracker("none", tmp_path, project) == []

@@ -84,7 +84,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps, config, starts = load_metrics(path), _config(folder), _entries(folder / "versions.jsonl", START)
+    steps, config, starts = load_metrics(path), read_config(folder), _entries(folder / "versions.jsonl", START)
     seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
     recent = seconds[-20:]
     step = int(steps[-1]["step"]) if steps else 0
@@ -309,7 +309,12 @@ def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
     return entry
 
 
-def _config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """The settings of a run; none without its config.toml.
+
+    Raises:
+        ValueError: the file is not valid TOML.
+    """
     path = folder / "config.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
