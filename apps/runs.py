@@ -31,6 +31,7 @@ from omni_train.data import PromptSampler, load_prompts
 from omni_train.device import memory
 from omni_train.dist import Dist, gather_json, init_distributed, mean_metrics, same_error, shutdown
 from omni_train.ema import Ema
+from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder, load_metrics
 from omni_train.lora import unadapted_params
 from omni_train.optim import StepResult, build_adamw
@@ -93,9 +94,8 @@ def start(
     """A new run, or the one that runs/NAME holds where it stopped; None with --dry-run, which prints the plan.
 
     num_forwards: forwards of `batch_size` samples that a rank computes in a training step, by what they are for.
-    connect: returns who scores, the client of a reward server or something with its methods. frozen_adapters: names of
-    further adapters with LoRA, which start as the trained one does. keep_copy: whether to keep a copy of the weights as
-    they were given, without LoRA.
+    connect: returns who scores. frozen_adapters: names of further adapters with LoRA, which start as the trained one
+    does. keep_copy: whether to keep a copy of the weights as they were given, without LoRA.
 
     Raises:
         ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -121,6 +121,9 @@ def start(
     with same_error(dist):
         client = connect(args, dist)
         watch = connect_to(args.watch_scorer_url, args, dist) if args.watch_scorer_url else None
+    RunLock(folder, dist)
+    if checkpoints.latest() != saved:
+        raise ValueError(f"{folder} has got another checkpoint from a run that has ended meanwhile: start again")
     claim_folder(dist, folder, has_checkpoint=saved is not None)
     engine, net = load(args, dist, mode, frozen_adapters)
     params = [p for p in net.parameters() if p.requires_grad]
@@ -131,8 +134,7 @@ def start(
         checkpoints.load(saved, net, optimizer, (ema, copy))
     done = saved.step if saved else -1  # the step of the last line that stays in the log
     rollouts.sync(engine, net, version=max(done, 0))
-    forwards = rollouts.count_forwards(engine, net)
-    on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch, forwards)
+    on = rollouts.Rollouts(dist, engine, client, args.batch_size, watch, rollouts.count_forwards(engine, net))
     log = open_log(args, dist, folder, resume_step=done)
     return Run(
         args, on, sampler, eval_prompts, net, mode, params, optimizer, ema, copy, folder, log, checkpoints, done + 1
@@ -243,7 +245,7 @@ def loop(run: Run, train_step: Callable[[Run, int], dict[str, float]]) -> None:
     """
     args, dist = run.args, run.on.dist
     lines = load_metrics(run.folder / "metrics.jsonl") if dist.is_main else []
-    with run.log, catch_stop() as stop, broken_runs(run):
+    with catch_stop() as stop, run.log, broken_runs(run):
         for step in range(run.first_step, args.steps + 1):  # line n of the log speaks of n finished steps
             busy_s = run.on.client.busy_s
             run.on.forwards.clear()

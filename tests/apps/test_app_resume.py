@@ -101,7 +101,7 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, kin
     killed = enter("killed")
     rng = random.Random(kind)
     for most in (12, 4):  # inside a save, in which the first rank changes much, any other one file
-        victim = rng.randrange(ranks)
+        victim = rng.randrange(ranks if kind == "fsdp2" else 1)  # otherwise the first rank writes all
         before = kill_in_save(victim, rng.randint(1, most // 4 if victim else most))
         life = lives.train(killed, args, ranks=ranks, before=before)
         while not life.has_ended(victim):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from omni_train.dist import Dist, barrier, init_distributed
+from omni_train.dist import Dist, init_distributed
 
 torch.set_num_threads(1)
 
@@ -20,7 +20,7 @@ def _rank_main(rank: int, work: Callable[[Dist], object], world_size: int, folde
     result = json.dumps(work(dist))
     (folder / f"{rank}.json").write_text(result)
     if torch.distributed.is_initialized():
-        barrier(dist)
+        torch.distributed.barrier()
     os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
 
 

@@ -27,6 +27,23 @@ def test_sigterm_is_remembered_and_nothing_else_happens(alone):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_ctrl_c_asks_once_and_ends_the_second_time(alone, capfd):
+    handler = signal.getsignal(signal.SIGINT)
+
+    def train():
+        with catch_stop() as stop:
+            os.kill(os.getpid(), signal.SIGTERM)  # a SIGTERM before it does not count
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.requested(alone)
+            assert "Ctrl-C once more ends at once" in capfd.readouterr().err
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("it went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        train()
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
 def test_the_old_handlers_return_after_an_error():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
 

@@ -2,13 +2,15 @@
 
 import math
 import os
+import signal
+import threading
 import time
 
 import pytest
 import torch
 from omni_train.dist import (
     any_rank,
-    barrier,
+    gather_by_index,
     gather_floats,
     gather_json,
     init_distributed,
@@ -27,7 +29,6 @@ def alone():
 def test_without_torchrun_there_is_one_rank_and_no_group(alone):
     assert (alone.rank, alone.world_size, alone.mesh, alone.is_main) == (0, 1, None, True)
     assert not torch.distributed.is_initialized()
-    barrier(alone)
     shutdown(alone)
 
 
@@ -63,6 +64,47 @@ def test_different_lengths_are_an_error_on_every_rank(run_ranks):
 def test_values_must_be_flat(alone):
     with pytest.raises(ValueError, match=r"1-D, got shape \(2, 2\)"):
         gather_floats(alone, torch.zeros(2, 2))
+
+
+PLACES = [[3, 0, 4], [1], []]  # of each rank's values
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
+def test_values_go_to_their_places_however_they_were_dealt(run_ranks, order):
+    def work(dist):
+        places = PLACES[order[dist.rank]]
+        values = torch.tensor([math.nan if place == 3 else place / 2 for place in places], dtype=torch.float64)
+        whole = gather_by_index(dist, torch.tensor(places, dtype=torch.int64), values, 6, missing=math.inf)
+        return [repr(whole.tolist()), str(whole.dtype)]
+
+    assert run_ranks(work, 3) == [["[0.0, 0.5, inf, nan, 2.0, inf]", "torch.float32"]] * 3
+
+
+@pytest.mark.parametrize(
+    ("places", "message"),
+    [
+        ([[0, 1], [1, 2]], "every index must come once, got 1 2 times"),
+        ([[0], [2]], "every index must come once, no rank has 1"),
+        ([[0, 1], [3]], "indices must be from 0 to 2, got 3"),
+        ([[0, 1], [-1]], "indices must be from 0 to 2, got -1"),
+        ([[0, 1, 2], []], r"must have one length, got \[3, 0\] and \[3, 1\] in rank order"),
+    ],
+)
+def test_an_index_that_is_not_once_somewhere_is_named_on_every_rank(run_ranks, places, message):
+    def work(dist):
+        mine = torch.tensor(places[dist.rank], dtype=torch.int64)
+        with pytest.raises(ValueError, match=message):
+            gather_by_index(dist, mine, torch.zeros(len(mine) or 1), 3)
+
+    run_ranks(work)
+
+
+def test_one_rank_sorts_its_values_by_index(alone):
+    values = torch.tensor([1.0, 2.0, 3.0])
+    assert gather_by_index(alone, torch.tensor([2, 0, 1]), values, 3).tolist() == [2.0, 3.0, 1.0]
+    with pytest.raises(ValueError, match="no rank has 3"):
+        gather_by_index(alone, torch.tensor([2, 0, 1]), values, 4)
+    assert gather_by_index(alone, torch.tensor([], dtype=torch.int64), values[:0], 0).shape == (0,)
 
 
 def test_json_values_may_differ_in_length_and_type(run_ranks, alone):
@@ -125,6 +167,29 @@ def test_a_rank_that_says_nothing_is_waited_for_no_longer_than_asked(run_ranks, 
     assert run_ranks(work) == [[[0], True], [[], True]]
 
 
+def test_torchruns_sigterm_does_not_cut_a_message_short(run_ranks, store):
+    """As torchrun sends it: while the ranks that are left wait for the one that was killed, and again."""
+
+    def work(dist):
+        if dist.rank == 0:
+            return None  # the one that tells nothing
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        told = tell_failure("broken", wait_s=1.0)
+        os.kill(os.getpid(), signal.SIGTERM)  # the message is still to be printed
+        return told[1]
+
+    assert run_ranks(work) == [None, "broken"]
+
+
+@pytest.fixture
+def sigterm():
+    """The handler of SIGTERM, put back at the end."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
 def test_a_rank_whose_store_is_gone_hears_nobody(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "1")
@@ -137,11 +202,11 @@ def test_a_rank_whose_store_is_gone_hears_nobody(monkeypatch):
 
 def test_the_errors_of_a_lost_rank_are_known(run_ranks):
     def work(dist):
-        barrier(dist)  # both have met
+        torch.distributed.barrier()  # both have met
         if dist.rank:
             os._exit(0)
         with pytest.raises(RuntimeError) as caught:
-            barrier(dist)
+            torch.distributed.barrier()
         assert is_lost_rank(caught.value)
         os._exit(0)  # there is nobody to meet at the end
 

@@ -15,7 +15,8 @@ Import from the modules, in reading order:
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
 - `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)
-- `omni_train.signals`: SIGTERM as a step that all ranks finish
+- `omni_train.lock`: one writer per run folder
+- `omni_train.signals`: SIGTERM and Ctrl-C as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights
 - `omni_rl.report`: one page that shows a run, and the files that it is drawn from
 - `omni_rl.sinks`: the report, TensorBoard, Weights & Biases and Trackio as sinks of the log

@@ -10,6 +10,9 @@ Work that runs beside training (an asynchronous save, for example) must make its
 import gc
 import json
 import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,12 +46,16 @@ class Dist:
 def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
     """The ranks that torchrun started, joined in one process group; or a single rank when torchrun did not start us.
 
+    A rank ends itself when its torchrun has ended without it, lest it write beside the run that is started next.
+
     Args:
         timeout_s: seconds after which a collective that some rank never joined is an error.
         init_method: rendezvous of `torch.distributed.init_process_group`; torchrun needs the default.
     """
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        threading.Thread(target=_end_without, args=(os.getppid(),), daemon=True).start()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
@@ -76,12 +83,6 @@ def shutdown(dist: Dist) -> None:
     torch_dist.destroy_process_group()
 
 
-def barrier(dist: Dist) -> None:
-    """Wait for every rank."""
-    if dist.mesh is not None:
-        torch_dist.barrier()
-
-
 def gather_floats(dist: Dist, values: Tensor) -> Tensor:
     """All ranks' values in rank order, [W * n], float32 on the device of `values`; NaN passes through.
 
@@ -93,24 +94,49 @@ def gather_floats(dist: Dist, values: Tensor) -> Tensor:
     """
     if values.ndim != 1:
         raise ValueError(f"values must be 1-D, got shape {tuple(values.shape)}")
-    local = values.detach().to(dist.device, torch.float32).contiguous()
-    if dist.mesh is None:
-        return local.to(values.device)
-    lengths = _gather(dist, torch.tensor([len(local)], device=dist.device)).tolist()
-    if len(set(lengths)) != 1:
+    rows = _gather_rows(dist, values.detach().to(dist.device, torch.float32))
+    if len({len(row) for row in rows}) != 1:
+        lengths = [len(row) for row in rows]
         raise ValueError(f"values must have the same length on every rank, got {lengths} in rank order")
-    return _gather(dist, local).to(values.device)
+    return torch.cat(rows).to(values.device)
+
+
+def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int, *, missing: float | None = None) -> Tensor:
+    """All ranks' values, each at its place, [total] float32 on the device of `values`, however they were dealt.
+
+    Args:
+        indices: [n] integers, the places of this rank's values in 0 ... total - 1; n may differ between ranks.
+        values: [n]; NaN passes through.
+        total: places to fill.
+        missing: stands where no rank has a value; None makes that an error.
+
+    Raises:
+        ValueError: a place lies outside, is taken twice or, without `missing`, by none; it is named (on every rank).
+    """
+    places, found = (
+        _gather_rows(dist, tensor.detach().to(dist.device, dtype))
+        for tensor, dtype in ((indices, torch.int64), (values, torch.float32))
+    )
+    lengths = [[len(row) for row in rows] for rows in (places, found)]
+    if lengths[0] != lengths[1]:
+        raise ValueError(f"indices and values must have one length, got {lengths[0]} and {lengths[1]} in rank order")
+    place = torch.cat(places)
+    if outside := place[(place < 0) | (place >= total)].tolist():
+        raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
+    counts = torch.bincount(place, minlength=total)
+    if (counts > 1).any():
+        raise ValueError(f"every index must come once, got {int(counts.argmax())} {int(counts.max())} times")
+    if missing is None and (counts == 0).any():
+        raise ValueError(f"every index must come once, no rank has {int(counts.argmin())}")
+    whole = place.new_full((total,), missing or 0.0, dtype=torch.float32)
+    whole[place] = torch.cat(found)
+    return whole.to(values.device)
 
 
 def gather_json(dist: Dist, value: object) -> list[object]:
     """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
-    data = json.dumps(value).encode()
-    if dist.mesh is None:
-        return [json.loads(data)]
-    lengths = _gather(dist, torch.tensor([len(data)], device=dist.device)).tolist()
-    padded = torch.frombuffer(bytearray(data.ljust(max(lengths))), dtype=torch.uint8).to(dist.device)
-    rows = _gather(dist, padded).view(dist.world_size, -1).cpu()
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(dist.device)
+    return [json.loads(bytes(row.tolist())) for row in _gather_rows(dist, data)]
 
 
 def mean_metrics(
@@ -141,8 +167,6 @@ def mean_metrics(
 
 def any_rank(dist: Dist, flag: bool) -> bool:
     """Whether `flag` holds on at least one rank; the same answer on every rank."""
-    if dist.mesh is None:
-        return flag
     return bool(_gather(dist, torch.tensor([int(flag)], device=dist.device)).any())
 
 
@@ -175,7 +199,9 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     """What each rank that ends in failure has to say, by rank; for a rank that is about to end.
 
     Waits until all ranks have told, at most `wait_s`: those that are missing run on, hang or were killed. It asks the
-    store that the ranks met at, so it works where their collectives no longer do.
+    store that the ranks met at, so it works where their collectives no longer do. From here on SIGTERM is ignored:
+    torchrun sends it as soon as one rank has ended, and what was told is still to be printed. Call it from the main
+    thread.
 
     Args:
         message: "" where another rank is the cause.
@@ -185,6 +211,7 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     told = {rank: message}
     if world_size == 1 or "MASTER_PORT" not in os.environ:  # alone, or met without a store
         return told
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     place, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=wait_s)
     key = f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
     deadline = time.monotonic() + wait_s
@@ -201,7 +228,31 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     return told
 
 
+def end_process(message: str) -> None:
+    """End this process at once, from any of its threads, with exit code 1 and a last word."""
+    try:
+        print(message, file=sys.stderr, flush=True)
+    finally:
+        os._exit(1)
+
+
+def _gather_rows(dist: Dist, values: Tensor) -> list[Tensor]:
+    """Every rank's 1-D values, in rank order, whatever their numbers."""
+    lengths = _gather(dist, torch.tensor([len(values)], device=dist.device)).tolist()
+    rows = _gather(dist, torch.cat([values, values.new_zeros(max(lengths) - len(values))]))
+    return [row[:length] for row, length in zip(rows.view(dist.world_size, max(lengths)), lengths, strict=True)]
+
+
 def _gather(dist: Dist, values: Tensor) -> Tensor:
+    """Every rank's 1-D values, of which each has as many, one after another."""
+    if dist.mesh is None:
+        return values
     rows = values.new_empty(dist.world_size, len(values))
-    torch_dist.all_gather(list(rows.unbind()), values)
+    torch_dist.all_gather(list(rows.unbind()), values.contiguous())
     return rows.flatten()
+
+
+def _end_without(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    end_process(f"torchrun (pid {parent}) has ended: its rank with pid {os.getpid()} ends too")

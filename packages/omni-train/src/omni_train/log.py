@@ -4,7 +4,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,8 +191,8 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}"
 
 
-def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> Path:
-    """The folder of a run, made by the first rank; one that holds another run is refused on every rank.
+def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> None:
+    """Refuse, on every rank, the folder of another run; after `omni_train.lock.RunLock`, which keeps it to this one.
 
     Args:
         dist: every rank calls it.
@@ -204,7 +203,6 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
 
     Raises:
         ValueError: `folder` has metrics, which the run would continue as if they were its own.
-        OSError: it cannot be written to.
     """
     with same_error(dist):
         if dist.is_main:
@@ -212,18 +210,6 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
             lines = load_metrics(path) if path.exists() and not has_checkpoint else []
             if any(line["step"] > 0 or has_checkpoint is None for line in lines):
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
-            _try_to_write(folder)
-    return folder
-
-
-def _try_to_write(folder: Path) -> None:
-    """Make the folder, and see that files can be made in it, before hours are spent."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as exc:
-        raise OSError(f"--name must name a folder that can be written to, got {folder}: {exc}") from exc
 
 
 def load_metrics(path: str | Path) -> list[dict[str, float]]:

@@ -24,16 +24,24 @@ class Stop:
 
 
 @contextmanager
-def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM,)) -> Iterator[Stop]:
+def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[Stop]:
     """Within the `with` block these signals are remembered instead of ending the program.
 
     Repeated ones change nothing: torchrun, a terminal or a scheduler may each send its own, and the save that follows
-    the first must not be cut short. Call it from the main thread.
+    the first must not be cut short. Only a second SIGINT, from someone who presses Ctrl-C again, raises
+    KeyboardInterrupt at once. Call it from the main thread.
     """
     stop = Stop()
+    interrupts = 0
 
     def remember(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupts
         stop.asked = True
+        interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and interrupts > 1:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(), which may be under way
+            os.write(2, b"\nstopping after this step; Ctrl-C once more ends at once\n")
 
     before = {number: signal.signal(number, remember) for number in numbers}
     try:
