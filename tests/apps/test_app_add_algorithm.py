@@ -7,9 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
-from arch.test_arch_sizes import MAX_CODE_LINES, docstring_faults, size_faults
+from arch.test_arch_sizes import docstring_faults
 from helpers import REPO
 
 PAGE = (REPO / "docs" / "contributing.md").read_text("utf-8")
@@ -71,8 +70,6 @@ def test_its_changes_apply_and_keep_the_rules(tmp_path):
     follow(tmp_path)
     for path in CHANGED:
         before, after = ((root / path).read_text("utf-8") for root in (REPO, tmp_path))
-        limit = MAX_CODE_LINES[Path(path).parts[0]]
-        assert size_faults(after, limit) == size_faults(before, limit)  # which is the business of tests/arch
         assert docstring_faults(after) == docstring_faults(before)
     python(tmp_path, "-m", "ruff", "check", *CHANGED, TEST)
     python(tmp_path, "-m", "ruff", "format", "--check", *CHANGED, TEST)

@@ -1,38 +1,13 @@
-"""Short functions, short files, and a docstring on whatever others may use."""
+"""What counts as a line of code, and a docstring on whatever others may use."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import count_lines
 import pytest
-from helpers import REPO
 
-MAX_FILE_LINES = 400
-MAX_CODE_LINES = {"packages": 40, "apps": 60}
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-
-
-def num_code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef, source: str) -> int:
-    """Lines of a function from `def` on, without its docstring, blank lines and lines that are only a comment."""
-    first = function.body[0]
-    has_docstring = ast.get_docstring(function) is not None
-    docstring = range(first.lineno, (first.end_lineno or 0) + 1) if has_docstring else range(0)
-    lines = source.splitlines()
-    kept = (lines[n - 1].strip() for n in range(function.lineno, (function.end_lineno or 0) + 1) if n not in docstring)
-    return sum(1 for line in kept if line and not line.startswith("#"))
-
-
-def size_faults(source: str, max_code_lines: int) -> list[str]:
-    """Functions with more code lines than allowed, and a file with more lines than allowed."""
-    faults = [
-        f"{node.name} has {count} code lines, {max_code_lines} allowed"
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        and (count := num_code_lines(node, source)) > max_code_lines
-    ]
-    if (count := len(source.splitlines())) > MAX_FILE_LINES:
-        faults.append(f"the file has {count} lines, {MAX_FILE_LINES} allowed")
-    return faults
 
 
 def public(node: Documented, name: str) -> Iterator[tuple[Documented, str]]:
@@ -49,43 +24,24 @@ def docstring_faults(source: str) -> list[str]:
     return [f"{name} has no docstring" for node, name in public(ast.parse(source), "it") if not ast.get_docstring(node)]
 
 
-def sources(*patterns: str) -> list[Path]:
-    return sorted(path for pattern in patterns for path in REPO.glob(pattern))
+def folders() -> list[Path]:
+    found = count_lines.programs()
+    assert {"apps", "omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train", "omni_rl"} <= {
+        folder.name for folder in found
+    }
+    return found
 
 
-@pytest.mark.parametrize("folder", MAX_CODE_LINES)
-def test_functions_and_files_are_short(folder: str):
-    found = sources(f"{folder}/**/*.py")
-    assert found
-    limit = MAX_CODE_LINES[folder]
-    assert [f"{path}: {fault}" for path in found for fault in size_faults(path.read_text("utf-8"), limit)] == []
-
-
-def test_scripts_and_tests_are_short_files():
-    found = sources("scripts/*.py", "tests/**/*.py")
-    assert [f"{path}: {n}" for path in found if (n := len(path.read_text("utf-8").splitlines())) > MAX_FILE_LINES] == []
+def test_only_lines_of_code_count():
+    function = '@cache\ndef f(\n    x,\n):\n    """A."""\n    # why\n    return x + (  # what\n        1\n    )\n'
+    assert count_lines.code_lines(function) == {1, 2, 3, 4, 7, 8, 9}
+    text = '"""M.\n\nN."""\n\nTEXT = """\na\n\nb"""\n"loose"\n\nclass C:\n    """C."""\n'
+    assert count_lines.code_lines(text) == {5, 6, 7, 8, 9, 11}
 
 
 def test_public_names_have_docstrings():
-    found = sources("packages/*/src/**/*.py")
+    found = [path for folder in folders() if folder.name != "apps" for path in count_lines.sources(folder)]
     assert [f"{path}: {fault}" for path in found for fault in docstring_faults(path.read_text("utf-8"))] == []
-
-
-def test_only_code_lines_count():
-    source = '@cache\ndef f(\n    x,\n):\n    """A.\n\n    B.\n    """\n\n    # why\n    return x  # what\n'
-    (function,) = ast.parse(source).body
-    assert isinstance(function, ast.FunctionDef)
-    assert num_code_lines(function, source) == 4
-
-
-def test_a_long_function_and_a_long_file_are_faults():
-    body = "    x = 1\n" * 39
-    assert size_faults(f"def f():\n{body}", 40) == []
-    assert size_faults(f"def f():\n{body}    return x\n", 40) == ["f has 41 code lines, 40 allowed"]
-    method = "class C:\n    async def f():\n" + "        x = 1\n" * 40
-    assert size_faults(method, 40) == ["f has 41 code lines, 40 allowed"]
-    assert size_faults("x = 1\n" * 400, 40) == []
-    assert size_faults("x = 1\n" * 401, 40) == ["the file has 401 lines, 400 allowed"]
 
 
 @pytest.mark.parametrize(

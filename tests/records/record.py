@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -183,7 +183,7 @@ def run(case: Case, repo: Path, url: str) -> dict[str, Any]:
         write_data(folder)
         last = case.settings["train_steps"]
         for steps in (last, last + 1) if case.resumes else (last,):
-            _train(case.app, flags(case, repo, url) | {"train_steps": steps}, repo, folder, case.ranks)
+            train(case.app, flags(case, repo, url) | {"train_steps": steps}, repo, folder, ranks=case.ranks)
         text = (folder / "runs/run/metrics.jsonl").read_text()
         return {"metrics": [_timeless(json.loads(line)) for line in text.splitlines()], "weights": digest(folder)}
 
@@ -214,7 +214,16 @@ def _timeless(line: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in line.items() if not k.startswith(("time/", "perf/")) and k != "reward/busy_s"}
 
 
-def _train(app: str, settings: Mapping[str, Any], repo: Path, folder: Path, ranks: int) -> None:
+def train(
+    app: str,
+    settings: Mapping[str, Any],
+    repo: Path,
+    folder: Path,
+    *,
+    ranks: int = 1,
+    before: Callable[[], None] = lambda: None,
+) -> None:
+    """Run a trainer in that folder as a program, on forked ranks that call `before` first, to its end."""
     _import_all()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -226,7 +235,7 @@ def _train(app: str, settings: Mapping[str, Any], repo: Path, folder: Path, rank
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
             os.environ |= {name: str(value) for name, value in place.items()} if ranks > 1 else {}
-            _program(repo / f"apps/{app}.py", command_line(settings, repo), folder, folder / f"out-{rank}.txt")
+            _program(repo / f"apps/{app}.py", command_line(settings, repo), folder, folder / f"out-{rank}.txt", before)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         texts = "\n".join((folder / f"out-{rank}.txt").read_text() for rank in range(ranks))
@@ -243,7 +252,7 @@ def command_line(settings: Mapping[str, Any], repo: Path) -> list[str]:
     return result
 
 
-def _program(script: Path, argv: list[str], folder: Path, output: Path) -> None:
+def _program(script: Path, argv: list[str], folder: Path, output: Path, before: Callable[[], None]) -> None:
     """Run a program in this forked process to its end, with one thread."""
     code = 0
     sys.stdout = sys.stderr = output.open("w", buffering=1)
@@ -255,6 +264,7 @@ def _program(script: Path, argv: list[str], folder: Path, output: Path) -> None:
         torch.set_num_threads(1)  # sums in another order would be other numbers
         sys.argv = [str(script), *argv]
         sys.path.insert(0, str(script.parent))
+        before()
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as exc:
         code = exc.code if isinstance(exc.code, int) else 1

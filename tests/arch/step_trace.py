@@ -1,0 +1,147 @@
+"""Trace one training step of a real run: which functions of this tree run, and in which frames the loss is computed.
+
+python tests/arch/step_trace.py [SETTING=VALUE ...]       prints the files, functions and code lines of a FlowGRPO step
+"""
+
+import ast
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import count_lines
+import torch
+from omni_train.log import RunLog
+from records import record
+
+REPO = Path(__file__).parents[2]
+Function = tuple[str, str, int]
+STEP = {"train_steps": 1, "eval_every": 100, "num_inference_steps": 4, "batch_size": 4}
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step, of the first `rollout` phase to the end of `sync`.
+
+    loop: (file, name, first line) of each function that ran on the thread of the loop. others: the same of the threads
+    that send images to the scorer. chain: names from the outermost frame of this tree to the one that takes the maximum
+    of a clipped and an unclipped loss.
+    """
+
+    loop: set[Function]
+    others: set[Function]
+    chain: list[str]
+
+    def frames(self, name: str) -> int:
+        """Calls between the loop, in the function of that name, and the arithmetic of the loss."""
+        return len(self.chain) - 1 - self.chain.index(name)
+
+
+def code_lines(functions: set[Function], repo: Path = REPO) -> dict[str, int]:
+    """Lines of code of these functions, of each of their files."""
+    counts = {}
+    for file in sorted({file for file, _, _ in functions}):
+        source = (repo / file).read_text("utf-8")
+        starts = {line for name, _, line in functions if name == file}
+        spans = [
+            range(node.lineno, (node.end_lineno or 0) + 1)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            and min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) in starts
+        ]
+        counts[file] = len(count_lines.code_lines(source) & {line for span in spans for line in span})
+    return counts
+
+
+def trace(url: str, repo: Path = REPO, **settings: Any) -> Trace:
+    """Train FlowGRPO for one step with these settings, in a forked process, and follow it."""
+    case = record.grpo(**(STEP | settings))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        record.write_data(folder)
+        follower = _Follower(repo, folder / "trace.json")
+        record.train(case.app, record.flags(case, repo, url), repo, folder, before=follower.install)
+        text = json.loads((folder / "trace.json").read_text())
+    loop, others = ({(file, name, line) for file, name, line in text[where]} for where in ("loop", "others"))
+    return Trace(loop, others, text["chain"])
+
+
+class _Follower:
+    """Notes each call in the tree between the phases `rollout` and `sync` of the log."""
+
+    def __init__(self, repo: Path, out: Path) -> None:
+        self._roots = tuple(f"{repo}/{name}/" for name in ("apps", "packages"))
+        self._repo, self._out = repo, out
+        self._active = False
+        self._functions: dict[str, set[Function]] = {"loop": set(), "others": set()}
+        self._chain: list[str] = []
+
+    def install(self) -> None:
+        """Follow this thread and those that it will start."""
+        self._thread = threading.get_ident()
+        threading.setprofile(self._see)
+        phase, follower = RunLog.phase, self
+
+        @contextmanager
+        def followed(log: RunLog, name: str) -> Iterator[None]:
+            if name == "rollout":
+                follower._active = True
+                sys.setprofile(follower._see)
+            with phase(log, name):
+                yield
+            if name == "sync" and follower._active:
+                follower._end()
+
+        RunLog.phase = followed  # type: ignore[method-assign]
+
+    def _see(self, frame: FrameType, event: str, arg: object) -> None:
+        if not self._active:
+            return
+        if event == "call" and self._is_ours(frame):
+            code = frame.f_code
+            file = os.path.relpath(code.co_filename, self._repo)
+            where = "loop" if threading.get_ident() == self._thread else "others"
+            self._functions[where].add((file, code.co_qualname, code.co_firstlineno))
+        if event == "c_call" and arg is torch.maximum and not self._chain and self._is_ours(frame):
+            self._chain = self._names(frame)
+
+    def _is_ours(self, frame: FrameType) -> bool:
+        return frame.f_code.co_filename.startswith(self._roots)
+
+    def _names(self, frame: FrameType | None) -> list[str]:
+        """The tree's functions that are being run, outermost first."""
+        names: list[str] = []
+        while frame:
+            names += [frame.f_code.co_name] if self._is_ours(frame) else []
+            frame = frame.f_back
+        return names[::-1]
+
+    def _end(self) -> None:
+        self._active = False
+        sys.setprofile(None)
+        functions = {where: sorted(found) for where, found in self._functions.items()}
+        self._out.write_text(json.dumps(functions | {"chain": self._chain}))
+
+
+def main() -> None:
+    repo = Path(os.environ.get("REPO", REPO)).resolve()
+    with record.scoring() as url:
+        followed = trace(url, repo, **dict(word.split("=") for word in sys.argv[1:]))
+    counts = code_lines(followed.loop | followed.others, repo)
+    for file, count in counts.items():
+        print(f"{count:5}  {file}")
+    on_loop = code_lines(followed.loop, repo)
+    print(f"{len(counts)} files, {sum(counts.values())} code lines")
+    print(f"{len(on_loop)} files, {sum(on_loop.values())} code lines on the loop's thread")
+    print(" > ".join(followed.chain))
+
+
+if __name__ == "__main__":
+    main()
