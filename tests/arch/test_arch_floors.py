@@ -31,9 +31,9 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/hpsv3.py": {"torch", "transformers"},
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
-    "omni_rollout/diffusers_engine.py": {"diffusers", "transformers"},
-    "omni_rollout/vllm_omni_worker.py": {"setproctitle"},  # only to put the title back
-    "omni_rollout/vllm_omni_*": {"vllm", "vllm_omni"},  # the engine, its worker, its models, the platform for the CPU
+    "omni_rollout/engines/diffusers.py": {"diffusers", "transformers"},
+    "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
+    "omni_rollout/engines/vllm_omni/worker.py": {"setproctitle"},  # only to put the title back
     "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
@@ -42,6 +42,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
 }
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/testing.py": {"uvicorn"},
+    "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
     "omni_train/log.py": {"rich"},
     "omni_rl/direct_rewards.py": {"transformers"},
     "omni_rl/sinks.py": {"wandb", "trackio"},
@@ -50,10 +51,11 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_reward/*": ("safetensors.torch",),
     "omni_sched/*": ("torch.distributed",),
     "omni_losses/*": ("torch.distributed",),
-    "omni_rollout/[!v]*": ("torch.distributed",),
-    "omni_rollout/vllm_omni_[!w]*": ("torch.distributed",),  # its worker alone meets the process group
+    "omni_rollout/[!e]*": ("torch.distributed",),
+    "omni_rollout/engines/[!v]*": ("torch.distributed",),
+    "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker alone meets the process group
 }
-MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/vllm_omni_engine.py")
+MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/engines/vllm_omni/engine.py")
 DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -224,8 +226,8 @@ BAD = [
     (floor_faults, "omni_reward/scorers/clip.py", "import rapidocr"),
     (floor_faults, "omni_rollout/types.py", "if TYPE_CHECKING:\n    import diffusers"),
     (floor_faults, "omni_rollout/models/qwen_image.py", "import vllm_omni"),
-    (floor_faults, "omni_rollout/diffusers_engine.py", "from omni_train.device import memory"),
-    (floor_faults, "omni_rollout/diffusers_engine.py", "from omni_reward import Score"),
+    (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_train.device import memory"),
+    (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_reward import Score"),
     (floor_faults, "omni_train/weights.py", "from omni_rollout import Engine"),
     (floor_faults, "omni_train/lora.py", "import diffusers"),
     (floor_faults, "omni_rl/cli.py", "import tyro"),

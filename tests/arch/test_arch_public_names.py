@@ -62,17 +62,36 @@ SIGNATURES = {
     "omni_losses.distill_kl_loss": "mean, teacher_mean, std, *, weights=None",
     "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
     "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
-    "omni_rollout.Prompt": "text, group, seed, negative='', image=None, meta=..., initial_seed=None",
-    "omni_rollout.SamplingParams": "num_steps, height, width, num_frames=1, guidance_scale=..., step=..., "
-    "noise_level=..., sde_steps=..., **others",
-    "omni_rollout.Trajectory": "x, x_next, sde_steps, sigmas, rollout_log_prob, rollout_mean, cond, x0, media, "
-    "prompts, weight_version",
+    "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., initial_seed=None",
+    "omni_rollout.Params": "num_inference_steps, height, width, num_frames=1, frame_rate=24.0, guidance_scale=1.0, "
+    "guidance=..., rule=..., noise_level=0.0, sde_steps=(), keep_mean=False, compress_ratio=None",
+    "omni_rollout.Samples": "prompts, media, rates, weight_version",
+    "omni_rollout.Trajectory": "prompts, media, rates, weight_version, x, x_next, sde_steps, sigmas, rollout_log_prob, "
+    "rollout_mean, cond, x0, params",
     "omni_rollout.Trajectory.to": "self, device",
     "omni_rollout.Trajectory.select": "self, indices",
     "omni_rollout.Trajectory.split": "self, size",
     "omni_rollout.Trajectory.cat": "parts",
+    "omni_rollout.Trajectory.trim": "self",
+    "omni_rollout.replay": "model, net, trajectory, k",
+    "omni_rollout.models.open_model": "path",
+    "omni_rollout.Model.check": "self, params",
+    "omni_rollout.Model.check_files": "self",
+    "omni_rollout.Model.latent_shape": "self, params",
+    "omni_rollout.Model.sigmas": "self, params",
+    "omni_rollout.Model.load": "self, *, device, dtype, net=None",
+    "omni_rollout.Model.load_net": "self, *, device, dtype",
+    "omni_rollout.Model.empty_net": "self",
+    "omni_rollout.Model.weight_files": "self, part='transformer'",
+    "omni_rollout.Model.encode": "self, parts, prompt, *, negative=False",
+    "omni_rollout.Model.condition": "self, parts, prompt, params",
+    "omni_rollout.Model.is_guided": "self, params",
+    "omni_rollout.Model.predict_velocity": "self, net, x, sigma, cond, params",
+    "omni_rollout.Model.decode": "self, parts, x0, cond, params",
+    "omni_rollout.Model.encode_media": "self, parts, media, params",
     "omni_rollout.Engine.generate": "self, prompts, params",
     "omni_rollout.Engine.load_weights": "self, tensors, *, version",
+    "omni_rollout.Engine.close": "self",
     "omni_rollout.Engine.sleep": "self",
     "omni_rollout.Engine.wake": "self",
     "omni_reward.RewardClient": "url, *, token=None, timeout_s=..., max_in_flight=..., on_failure='raise', "
@@ -145,7 +164,6 @@ CHOICES = {  # of a parameter that takes one of several words
     "omni_train.shard.shard.mode": {"none", "ddp", "fsdp2"},
     "omni_reward.RewardClient.__init__.on_failure": {"raise", "mask", "mask_group"},
 }
-MODEL_NAMES = ("load", "sigmas", "encode", "predict_velocity", "decode", "LORA_TARGETS", "BLOCK_NAMES")
 
 
 def find(name: str) -> object:
@@ -215,7 +233,8 @@ def test_the_parameter_takes_the_words_it_promises(name: str):
         "omni_sched.Transition",
         "omni_losses.LossOutput",
         "omni_rollout.Prompt",
-        "omni_rollout.SamplingParams",
+        "omni_rollout.Params",
+        "omni_rollout.Samples",
         "omni_rollout.Trajectory",
         "omni_reward.Score",
     ],
@@ -232,7 +251,7 @@ def test_every_exported_name_exists_and_promised_names_are_exported():
         module = importlib.import_module(package)
         assert [name for name in module.__all__ if not hasattr(module, name)] == []
         promised_names = {parts[1] for name in SIGNATURES if (parts := name.split("."))[0] == package}
-        assert promised_names - {"server", "scorers", "combine"} <= set(module.__all__)
+        assert promised_names - {"server", "scorers", "combine", "models"} <= set(module.__all__)
 
 
 def test_reward_errors_are_one_family():
@@ -243,12 +262,16 @@ def test_reward_errors_are_one_family():
         assert issubclass(getattr(omni_reward, f"Reward{kind}Error"), omni_reward.RewardError)
 
 
-def test_every_model_file_has_the_whole_interface():
-    files = [path for path in REPO.glob("packages/omni-rollout/src/omni_rollout/models/*.py") if path.stem[0] != "_"]
-    assert files
-    for path in files:
-        model = importlib.import_module(f"omni_rollout.models.{path.stem}")
-        assert [name for name in MODEL_NAMES if not hasattr(model, name)] == []
+def test_every_model_takes_what_the_door_promises():
+    from omni_rollout.models import MODELS
+
+    door = [name.rpartition(".")[2] for name in SIGNATURES if name.startswith("omni_rollout.Model.")]
+    for model in MODELS.values():
+        assert {
+            name: signature_fault(getattr(model, name), SIGNATURES[f"omni_rollout.Model.{name}"]) for name in door
+        } == {name: "" for name in door}
+        for constant in ("NETS", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA"):
+            assert hasattr(model, constant), constant
 
 
 def project(folder: str) -> dict:

@@ -1,9 +1,23 @@
-"""Prompts in, trajectories out.
+"""Prompts in, samples out.
 
-`types` holds the data and the `Engine` contract, `diffusers_engine` the embedded engine, `models` one file per model,
-`testing` the checks that any engine must pass.
+`types` holds the data and the `Engine` contract, `model` the door to a model, `models` one file per model, `engines`
+what samples, `testing` the checks that any engine must pass.
 """
 
-from omni_rollout.types import Engine, Prompt, SamplingParams, Trajectory
+from omni_rollout.model import Model
+from omni_rollout.replay import replay
+from omni_rollout.types import Cond, Engine, Media, Params, Parts, Prompt, Rates, Samples, Trajectory
 
-__all__ = ["Engine", "Prompt", "SamplingParams", "Trajectory"]
+__all__ = [
+    "Cond",
+    "Engine",
+    "Media",
+    "Model",
+    "Params",
+    "Parts",
+    "Prompt",
+    "Rates",
+    "Samples",
+    "Trajectory",
+    "replay",
+]

@@ -1,4 +1,4 @@
-"""Whether the files of a checkpoint are all there and whole, without reading a weight."""
+"""The files of a checkpoint: what their configuration says, and whether they are whole; no weight is read."""
 
 import json
 from pathlib import Path
@@ -15,31 +15,40 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"model is incomplete: {file} is missing")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise ValueError(f"model is damaged: {file} is no JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise ValueError(f"model is damaged: {file} must hold a JSON object, got {type(content).__name__}")
     return content
 
 
-def check_safetensors(folder: Path) -> set[str]:
-    """The names of the tensors in a folder of safetensors files: all that its index names, none cut short.
+def safetensors_files(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: those that its index names, or all that there are.
 
     Raises:
-        ValueError: the file, and what is wrong with it.
+        ValueError: there are none, or the index is damaged.
     """
     files = set(folder.glob("*.safetensors"))
     for index in folder.glob("*.safetensors.index.json"):
         names = read_json(index).get("weight_map")
-        if not isinstance(names, dict):
-            raise ValueError(f"model is damaged: {index} must have a weight_map")
-        files |= {folder / str(name) for name in names.values()}
+        if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+            raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
+        files = {folder / name for name in names.values()}
     if not files:
         raise ValueError(f"model must have its weights as safetensors, {folder} holds none")
-    return {name for file in sorted(files) for name in _tensor_names(file)}
+    return sorted(files)
 
 
-def _tensor_names(file: Path) -> list[str]:
+def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in a folder of safetensors files, none of which is cut short.
+
+    Raises:
+        ValueError: the file, and what is wrong with it.
+    """
+    return {name: shape for file in safetensors_files(folder) for name, shape in _shapes(file).items()}
+
+
+def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     """What a safetensors file holds: an 8-byte length, a JSON header of that length, then the tensors."""
     if not file.is_file():
         raise ValueError(f"model is incomplete: {file} is missing")
@@ -50,10 +59,12 @@ def _tensor_names(file: Path) -> list[str]:
             raise ValueError(f"model is incomplete: {file} has {size} bytes, not even its header")
         try:
             header = json.loads(stream.read(length))
-            ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
-        except (ValueError, LookupError, AttributeError, TypeError) as exc:
+            header.pop("__metadata__", None)
+            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
+            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
+        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as exc:
             raise ValueError(f"model is damaged: {file} has no header of a safetensors file") from exc
-    expected = 8 + length + max(ends.values(), default=0)
+    expected = 8 + length + max(ends, default=0)
     if size != expected:
         raise ValueError(f"model is incomplete: {file} has {size} bytes, its header says {expected}")
-    return list(ends)
+    return shapes

@@ -1,38 +1,45 @@
 """The contract that any engine passes, as one function a test calls."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from omni_rollout.types import Engine, Prompt, SamplingParams, Trajectory
+from omni_rollout.model import Model
+from omni_rollout.replay import replay
+from omni_rollout.types import Engine, Params, Prompt, Trajectory
 
-Velocity = Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor]  # (x, sigma [B], cond) -> velocity
 
-
-def check_engine(engine: Engine, params: SamplingParams, velocity: Velocity, *, tolerance: float = 0.0) -> None:
+def check_engine(
+    engine: Engine, model: Model, params: Params, *, net: nn.Module | None = None, tolerance: float = 0.0
+) -> None:
     """Raises AssertionError unless `engine` keeps the contract.
 
-    params: at least two kept steps in a row. velocity: the trainer's prediction, on the weights that the engine has.
-    tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit for bit.
+    params: at least two kept steps in a row. net: the trainer's, with the weights that the engine has; by default the
+    engine's own. tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit
+    for bit.
     """
-    prompts = [Prompt(f'a red sign that says "{word}"', group=i // 2, seed=100 + i) for i, word in enumerate("ABCD")]
+    words = ["A", "B", "C", "D"]
+    prompts = [Prompt(f'a red sign that says "{word}"', i // 2, i, 100 + i) for i, word in enumerate(words)]
     assert isinstance(engine.net, nn.Module)
+    assert engine.parts.net is engine.net
     trajectory = engine.generate(prompts, params)
-    check_fields(trajectory, prompts, params)
+    check_fields(trajectory, prompts, model, params)
     check_chain(trajectory)
-    check_scores(trajectory, params, velocity, tolerance=tolerance)
+    check_scores(trajectory, model, engine.net if net is None else net, tolerance=tolerance)
     check_noise(engine, prompts, params, trajectory)
-    check_starts(engine, prompts, params)
+    check_starts(engine, model, prompts, params)
     check_versions(engine, prompts, params)
 
 
-def check_fields(trajectory: Trajectory, prompts: list[Prompt], params: SamplingParams) -> None:
+def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, params: Params) -> None:
     """Shapes, dtypes and order are as the types say."""
     B, K = len(prompts), len(params.sde_steps)
     assert trajectory.prompts == tuple(prompts)
-    assert trajectory.sigmas.shape == (params.num_flash_steps + 1,)
+    assert trajectory.params == params
+    assert trajectory.num_kept == K
+    assert trajectory.indices.tolist() == [prompt.index for prompt in prompts]
+    assert trajectory.sigmas.shape == (params.num_steps_taken + 1,)
     assert trajectory.sigmas[0] == 1
     assert trajectory.sigmas[-1] == 0
     assert trajectory.sde_steps.tolist() == [list(params.sde_steps)] * B
@@ -41,11 +48,24 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], params: Sampling
         assert tensor.dtype == torch.float32
         assert tensor.isfinite().all()
         assert not tensor.requires_grad
-    assert trajectory.x.shape[2:] == trajectory.x0.shape[1:]
-    assert trajectory.media.shape == (B, 3, params.height, params.width)
-    assert trajectory.media.dtype == torch.uint8
+    assert trajectory.x.shape[2:] == trajectory.x0.shape[1:] == model.latent_shape(params)
+    check_media(trajectory, model, params)
     assert all(len(tensor) == B for tensor in trajectory.cond.values())
     assert (trajectory.rollout_mean is not None) == params.keep_mean
+
+
+def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
+    """Kinds, layout and rates are the wire's."""
+    assert tuple(trajectory.media) == model.MEDIA
+    B, size = len(trajectory), (params.height, params.width, 3)
+    for kind, tensor in trajectory.media.items():
+        if kind == "audio":
+            assert (tensor.dtype, tensor.dim(), len(tensor)) == (torch.float32, 3, B)
+            assert trajectory.rates["sample_rate"] > 0
+        else:
+            assert tensor.dtype == torch.uint8
+            assert tensor.shape == ((B, *size) if kind == "image" else (B, params.num_frames, *size))
+            assert kind == "image" or trajectory.rates["fps"] == params.frame_rate
 
 
 def check_chain(trajectory: Trajectory) -> None:
@@ -57,25 +77,16 @@ def check_chain(trajectory: Trajectory) -> None:
         assert torch.equal(trajectory.x[:, k], trajectory.x_next[:, k - 1])
 
 
-def check_scores(trajectory: Trajectory, params: SamplingParams, velocity: Velocity, *, tolerance: float) -> None:
-    """Scoring a sampled step with the trainer's velocity gives the log-prob that the engine stored."""
-    for k in range(trajectory.x.shape[1]):
-        x, sigma = trajectory.x[:, k], trajectory.sigma(k)
+def check_scores(trajectory: Trajectory, model: Model, net: nn.Module, *, tolerance: float) -> None:
+    """Replaying a sampled step under the trainer's net gives the log-prob that the engine stored."""
+    for k in range(trajectory.num_kept):
         with torch.no_grad():
-            predicted = velocity(x, sigma, trajectory.cond)
-        score = params.step(
-            predicted,
-            x,
-            sigma,
-            trajectory.sigma_next(k),
-            noise_level=params.noise_level,
-            x_next=trajectory.x_next[:, k],
-        )
-        gap = (score.log_prob - trajectory.rollout_log_prob[:, k]).abs().max().item()
+            score = replay(model, net, trajectory, k).log_prob
+        gap = (score - trajectory.rollout_log_prob[:, k]).abs().max().item()
         assert gap <= tolerance, f"kept step {k}: log-prob differs by {gap}, tolerance {tolerance}"
 
 
-def check_noise(engine: Engine, prompts: list[Prompt], params: SamplingParams, trajectory: Trajectory) -> None:
+def check_noise(engine: Engine, prompts: list[Prompt], params: Params, trajectory: Trajectory) -> None:
     """The same sample in another batch gets the same noise, and another seed gets other noise.
 
     The first step starts from pure noise, so its x is compared bit for bit; what the model adds later may differ in
@@ -90,17 +101,17 @@ def check_noise(engine: Engine, prompts: list[Prompt], params: SamplingParams, t
     torch.testing.assert_close(other.x_next[0, 0], trajectory.x_next[2, 0], rtol=0, atol=1e-4)
 
 
-def check_starts(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> None:
+def check_starts(engine: Engine, model: Model, prompts: list[Prompt], params: Params) -> None:
     """Samples with one initial seed start from one noise, and go apart in the first stochastic step."""
     alike = [replace(prompts[0], initial_seed=5), replace(prompts[0], seed=6, initial_seed=5), prompts[1]]
     trajectory = engine.generate(alike, params)
-    check_fields(trajectory, alike, params)
+    check_fields(trajectory, alike, model, params)
     assert torch.equal(trajectory.x[0, 0], trajectory.x[1, 0])
     assert not torch.equal(trajectory.x[0, 0], trajectory.x[2, 0])
     assert not torch.equal(trajectory.x_next[0, 0], trajectory.x_next[1, 0])
 
 
-def check_versions(engine: Engine, prompts: list[Prompt], params: SamplingParams) -> None:
+def check_versions(engine: Engine, prompts: list[Prompt], params: Params) -> None:
     """Every sync is visible in the trajectories that follow; sleeping and waking changes nothing."""
     before = engine.generate(prompts, params)
     engine.load_weights((), version=before.weight_version + 1)

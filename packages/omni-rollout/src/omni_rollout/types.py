@@ -1,67 +1,95 @@
-"""What goes into an engine and what comes out of it: plain frozen data.
+"""Prompts, sampling parameters and samples: plain frozen data that goes into an engine and comes out of it.
 
-Shapes: B samples, S denoising steps, K stochastic (trained) steps. `sigma` is the noise level in [0, 1], 1 = noise,
-0 = data; latents, means and log-probs are float32; a log-prob is in nats per latent element.
+Shapes: B samples, S denoising steps, K stochastic (trained) steps, T text tokens. `sigma` is the noise level in [0, 1],
+1 = noise, 0 = data; latents, means and log-probs are float32; a log-prob is in nats per latent element.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any, Protocol, Self
 
 import torch
 from omni_sched import Transition, compress_sigmas, sde_step
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+# A model's conditioning, every tensor with leading dimension B. What grows with the text, X [B, T, ...], comes with its
+# X_mask, bool [B, T], and is padded and cut by that alone; what has no mask never is.
+Cond = dict[str, Tensor]
+Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
+Rates = dict[str, float]  # how fast media play: fps, sample_rate
+
+
+class Parts(SimpleNamespace):
+    """What a model has loaded, frozen, under diffusers' names; and `net`, which is trained."""
+
+    net: nn.Module
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sample to draw: a text, the group it is compared within, and the seed of its noise.
+    """One sample to draw.
 
-    initial_seed: the seed of the noise it starts from, if that is another; samples of a group that share it start alike
-    and differ by what the stochastic steps inject.
+    text: what to draw. group: the samples it is compared with. index: its place among the samples of the step.
+    seed: of its noise. negative: what guidance leads away from; empty is the model's own default. images: references
+    to edit or the frames of a video to begin and end with, each uint8 [H, W, 3]. audio: float32 [points, channels].
+    meta: what a scorer is told besides the text. initial_seed: of the noise it starts from, if that is another; samples
+    of a group that share it start alike and differ by what the stochastic steps inject.
     """
 
     text: str
     group: int
+    index: int
     seed: int
     negative: str = ""
-    image: Tensor | None = None
+    images: tuple[Tensor, ...] = ()
+    audio: Tensor | None = None
     meta: dict[str, object] = field(default_factory=dict)
     initial_seed: int | None = None
 
 
 @dataclass(frozen=True)
-class SamplingParams:
+class Params:
     """How all samples of one call are drawn.
 
-    num_steps: S. height, width: pixels. guidance_scale: classifier-free guidance, off at 1.
-    step: the stochastic step function of omni_sched, taken at the step indices `sde_steps`; the others are Euler's.
-    noise_level: strength of the injected noise, as that function defines it. keep_mean: also store the steps' means.
-    flash_ratio: if given, the steps after the last stochastic one are DPM-Solver++(2M)'s, and only this share of them,
-    in (0, 1], is left; the schedule of the trajectory is then the shorter one (MixGRPO-Flash, arXiv 2507.21802).
+    num_inference_steps: S. height, width: pixels. num_frames, frame_rate: of a video, frames and frames per second.
+    guidance_scale: what the model's diffusers pipeline calls so. guidance: values of the model's OPTIONS, by name.
+    rule: the stochastic step of omni_sched, taken at the step indices `sde_steps`; the other steps are Euler's.
+    noise_level: strength of the injected noise, as the rule defines it. keep_mean: also store the steps' means.
+    compress_ratio: if given, the steps after the last stochastic one are DPM-Solver++(2M)'s, and only this share of
+    them, in (0, 1], is left; the schedule of the trajectory is then the shorter one (MixGRPO-Flash, arXiv 2507.21802).
     """
 
-    num_steps: int
+    num_inference_steps: int
     height: int
     width: int
     num_frames: int = 1
+    frame_rate: float = 24.0
     guidance_scale: float = 1.0
-    step: Callable[..., Transition] = sde_step
+    guidance: Mapping[str, float] = field(default_factory=dict)
+    rule: Callable[..., Transition] = sde_step
     noise_level: float = 0.0
     sde_steps: tuple[int, ...] = ()
     keep_mean: bool = False
-    flash_ratio: float | None = None
+    compress_ratio: float | None = None
 
     def __post_init__(self) -> None:
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be >= 1, got {self.num_steps}")
-        if list(self.sde_steps) != sorted({s for s in self.sde_steps if 0 <= s < self.num_steps}):
-            raise ValueError(f"sde_steps must be increasing indices in [0, {self.num_steps}), got {self.sde_steps}")
+        for name in ("num_inference_steps", "num_frames"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, value in {"guidance_scale": self.guidance_scale, **self.guidance}.items():
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        last = self.num_inference_steps - 1
+        if list(self.sde_steps) != sorted({s for s in self.sde_steps if 0 <= s < last}):
+            rule = f"sde_steps must be increasing indices in [0, {last})"
+            raise ValueError(f"{rule}: the last step's density degenerates (sigma_next = 0), got {self.sde_steps}")
         if self.sde_steps and self.noise_level <= 0:
             raise ValueError(f"noise_level must be > 0 where there are sde_steps, got {self.noise_level}")
-        if self.flash_ratio is not None and not 0 < self.flash_ratio <= 1:
-            raise ValueError(f"flash_ratio must be in (0, 1] or None, got {self.flash_ratio}")
+        if self.compress_ratio is not None and not 0 < self.compress_ratio <= 1:
+            raise ValueError(f"compress_ratio must be in (0, 1] or None, got {self.compress_ratio}")
 
     @property
     def first_after(self) -> int:
@@ -69,21 +97,94 @@ class SamplingParams:
         return self.sde_steps[-1] + 1 if self.sde_steps else 0
 
     @property
-    def num_flash_steps(self) -> int:
-        """Steps that are taken: num_steps, or fewer with flash_ratio."""
-        if self.flash_ratio is None:
-            return self.num_steps
-        return len(compress_sigmas(torch.zeros(self.num_steps + 1), self.first_after, self.flash_ratio)) - 1
+    def num_steps_taken(self) -> int:
+        """Steps that are taken: num_inference_steps, or fewer with compress_ratio."""
+        if self.compress_ratio is None:
+            return self.num_inference_steps
+        levels = torch.zeros(self.num_inference_steps + 1)
+        return len(compress_sigmas(levels, self.first_after, self.compress_ratio)) - 1
 
 
 @dataclass(frozen=True)
-class Trajectory:
-    """B samples and the K stochastic steps of each; the other steps are not kept.
+class Samples:
+    """B finished samples.
+
+    prompts: B of them. media: what was drawn, every tensor with leading dimension B. rates: how fast it plays.
+    weight_version: of the weights that sampled.
+    """
+
+    prompts: tuple[Prompt, ...]
+    media: Media
+    rates: Rates
+    weight_version: int
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def indices(self) -> Tensor:
+        """The samples' places in the step, int64 [B], on the host."""
+        return torch.tensor([prompt.index for prompt in self.prompts])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same samples on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
+        """The samples at the positions `indices` of this batch, in that order."""
+        rows = torch.as_tensor(indices, dtype=torch.long)
+        prompts = tuple(self.prompts[i] for i in rows.tolist())
+        return replace(self._map(lambda tensor: tensor[rows.to(tensor.device)], shared=False), prompts=prompts)
+
+    def split(self, size: int) -> list[Self]:
+        """Consecutive pieces of `size` samples; the last may be smaller."""
+        if size < 1:
+            raise ValueError(f"size must be >= 1, got {size}")
+        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """All samples of `parts`, conditioning padded to the longest text where it has a mask.
+
+        Raises:
+            ValueError: parts differ in something that all samples of a batch share: schedule, parameters, rates, weight
+                version, or the shape of a tensor without its batch dimension.
+        """
+        first = parts[0]
+        whole: dict[str, Any] = {}
+        for f in fields(cls):
+            values = [getattr(part, f.name) for part in parts]
+            if f.name == "prompts":
+                whole[f.name] = tuple(prompt for prompts in values for prompt in prompts)
+            elif f.name in ("media", "cond"):
+                whole[f.name] = join(values, dim=1, what=f.name)
+            elif f.name != "sigmas" and all(isinstance(value, Tensor) for value in values):
+                whole[f.name] = _joined(values, f.name)
+            elif all(_equal(value, values[0]) for value in values):
+                whole[f.name] = values[0]
+            else:
+                raise ValueError(f"parts must share {f.name}, got {values}")
+        return replace(first, **whole)
+
+    def _map(self, change: Callable[[Tensor], Tensor], *, shared: bool = True) -> Self:
+        """The same with all tensors changed; shared: also those without a batch dimension."""
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor) and (shared or f.name != "sigmas"):
+                changed[f.name] = change(value)
+            elif f.name in ("media", "cond"):
+                changed[f.name] = {name: change(tensor) for name, tensor in value.items()}
+        return replace(self, **changed)
+
+
+@dataclass(frozen=True)
+class Trajectory(Samples):
+    """Samples, and the K stochastic steps of each; the other steps are not kept.
 
     x, x_next: latents before and after each kept step, [B, K, ...]. sde_steps: their indices, int64 [B, K].
     sigmas: the whole schedule, [S + 1]. rollout_log_prob: the sampling policy's, [B, K]; rollout_mean: [B, K, ...] or
-    None. cond: the model's conditioning, every tensor with leading dimension B. x0: clean latents, [B, ...].
-    media: uint8 images [B, 3, H, W]. prompts: B of them. weight_version: of the weights that sampled.
+    None. cond: the model's conditioning. x0: clean latents, [B, ...]. params: how they were drawn.
     """
 
     x: Tensor
@@ -92,14 +193,14 @@ class Trajectory:
     sigmas: Tensor
     rollout_log_prob: Tensor
     rollout_mean: Tensor | None
-    cond: dict[str, Tensor]
+    cond: Cond
     x0: Tensor
-    media: Tensor
-    prompts: tuple[Prompt, ...]
-    weight_version: int
+    params: Params
 
-    def __len__(self) -> int:
-        return len(self.prompts)
+    @property
+    def num_kept(self) -> int:
+        """K."""
+        return self.sde_steps.shape[1]
 
     def sigma(self, k: int) -> Tensor:
         """The noise levels [B] at which the k-th kept step starts."""
@@ -109,64 +210,31 @@ class Trajectory:
         """The noise levels [B] at which the k-th kept step ends."""
         return self.sigmas[self.sde_steps[:, k] + 1]
 
-    def to(self, device: torch.device | str) -> "Trajectory":
-        """The same samples on another device."""
-        return self._map(lambda t: t.to(device), sigmas=self.sigmas.to(device))
-
-    def select(self, indices: Sequence[int] | Tensor) -> "Trajectory":
-        """The samples at `indices`, in that order."""
-        rows = torch.as_tensor(indices, dtype=torch.long)
-        prompts = tuple(self.prompts[i] for i in rows.tolist())
-        return self._map(lambda t: t[rows.to(t.device)], sigmas=self.sigmas, prompts=prompts)
-
-    def split(self, size: int) -> list["Trajectory"]:
-        """Consecutive pieces of `size` samples; the last may be smaller."""
-        if size < 1:
-            raise ValueError(f"size must be >= 1, got {size}")
-        return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
-
-    @staticmethod
-    def cat(parts: Sequence["Trajectory"]) -> "Trajectory":
-        """All samples of `parts`, which share schedule, number of kept steps and weight version."""
-        first = parts[0]
-        for part in parts[1:]:
-            if not torch.equal(part.sigmas, first.sigmas) or part.x.shape[1:] != first.x.shape[1:]:
-                raise ValueError("parts must share sigmas and the shape of x after the batch dimension")
-            if part.weight_version != first.weight_version:
-                raise ValueError(f"parts must share weight_version, got {sorted({p.weight_version for p in parts})}")
-        whole = {f.name: getattr(first, f.name) for f in fields(Trajectory)}
-        for name, value in whole.items():
-            if isinstance(value, Tensor) and name != "sigmas":
-                whole[name] = torch.cat([getattr(p, name) for p in parts])
-        whole["cond"] = {k: torch.cat(pad_alike([p.cond[k] for p in parts], dim=1)) for k in first.cond}
-        whole["prompts"] = tuple(prompt for p in parts for prompt in p.prompts)
-        return Trajectory(**whole)
-
     def trim(self) -> "Trajectory":
-        """The same samples without the zeros with which all their conditioning ends: the padding of longer texts."""
-        return replace(self, cond={name: _trim(tensor) for name, tensor in self.cond.items()})
-
-    def _map(self, change: Callable[[Tensor], Tensor], **others: Any) -> "Trajectory":
-        changed: dict[str, Any] = {
-            f.name: change(getattr(self, f.name))
-            for f in fields(self)
-            if isinstance(getattr(self, f.name), Tensor) and f.name not in others
-        }
-        return replace(self, cond={k: change(v) for k, v in self.cond.items()}, **changed, **others)
+        """The same samples without the tokens at the end that no sample's mask holds: the padding of longer texts."""
+        return replace(self, cond=self.cond | dict(_trimmed(self.cond)))
 
 
 class Engine(Protocol):
     """Anything that turns prompts into trajectories. `omni_rollout.testing.check_engine` holds the contract."""
 
+    shares_weights: bool  # its net is the trainer's: a sync moves nothing
+    is_exact: bool  # its arithmetic is the trainer's: a step replayed under the same weights is equal bit for bit
+    moved_bytes: int  # by the last load_weights
+
     @property
     def net(self) -> nn.Module:
-        """The transformer that samples, which may be the trainer's own."""
+        """The module that samples, which may be the trainer's own."""
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
+    @property
+    def parts(self) -> Parts:
+        """The loaded parts, as `Model.decode` and `Model.encode_media` take them."""
+
+    def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes over named weights and counts as `version` from now on."""
+        """Takes over named weights and counts as `version` from then on."""
 
     def sleep(self) -> None:
         """Frees the device memory that only sampling needs."""
@@ -174,14 +242,56 @@ class Engine(Protocol):
     def wake(self) -> None:
         """Undoes `sleep`."""
 
-
-def _trim(tensor: Tensor) -> Tensor:
-    """A batch [B, T, ...] without the last places along T where every sample is 0."""
-    used = tensor.ne(0).transpose(0, 1).flatten(1).any(dim=1).nonzero()
-    return tensor[:, : int(used[-1]) + 1] if len(used) else tensor
+    def close(self) -> None:
+        """Frees what the engine holds; it is not to be used afterwards."""
 
 
-def pad_alike(tensors: Sequence[Tensor], *, dim: int) -> list[Tensor]:
-    """The tensors with zeros appended along `dim`, up to the longest."""
-    length = max(t.shape[dim] for t in tensors)
-    return [pad(t, [0, 0] * (t.dim() - dim - 1) + [0, length - t.shape[dim]]) for t in tensors]
+def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dict[str, Tensor]:
+    """Equally named tensors, one after the other along the batch dimension; those with a mask padded along `dim`.
+
+    dim: 1 for batches [B, T, ...]; 0 for single samples [T, ...], which are stacked. what: for messages, the argument.
+
+    Raises:
+        ValueError: names differ, or the shapes of tensors that have no mask.
+    """
+    names = batches[0].keys()
+    for batch in batches:
+        if batch.keys() != names:
+            raise ValueError(f"{what} must have the same entries in every part, got {sorted(names ^ batch.keys())}")
+    padded = {each for name in _growing(batches[0]) for each in (name, f"{name}_mask")}
+    together = {}
+    for name in names:
+        tensors = [batch[name] for batch in batches]
+        if name in padded:
+            length = max(tensor.shape[dim] for tensor in tensors)
+            tensors = [pad(t, [0, 0] * (t.dim() - dim - 1) + [0, length - t.shape[dim]]) for t in tensors]
+        together[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
+    return together
+
+
+def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:
+    shapes = sorted({tuple(tensor.shape[1:]) for tensor in tensors})
+    if len(shapes) > 1:
+        raise ValueError(f"{what} must have one shape for all samples of a batch, got {shapes}")
+    return torch.cat(list(tensors))
+
+
+def _growing(cond: Mapping[str, Tensor]) -> list[str]:
+    """The entries that grow with the text: those that a mask goes with."""
+    return [name for name in cond if f"{name}_mask" in cond]
+
+
+def _trimmed(cond: Cond) -> Iterator[tuple[str, Tensor]]:
+    """The entries [B, T, ...] that have a mask, and their masks, up to the last token that any sample's mask holds."""
+    for name in _growing(cond):
+        mask = cond[f"{name}_mask"]
+        used = mask.any(dim=0).nonzero()
+        length = int(used[-1]) + 1 if len(used) else mask.shape[1]
+        yield name, cond[name][:, :length]
+        yield f"{name}_mask", mask[:, :length]
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return a == b

@@ -1,5 +1,27 @@
-"""One file per model. A module is the interface; nothing here knows of an algorithm.
+"""One file per model; nothing here knows of an algorithm."""
 
-Each file offers `load`, `sigmas`, `latent_shape`, `encode`, `predict_velocity`, `decode`, `LORA_TARGETS` and
-`BLOCK_NAMES`.
-"""
+from collections.abc import Callable
+from pathlib import Path
+
+from omni_rollout.files import read_json
+from omni_rollout.model import Model
+from omni_rollout.models.diffusers_model import local_folder
+from omni_rollout.models.qwen_image import QwenImage
+
+# What model_index.json calls the pipeline -> the model's class. A new model is one more line.
+MODELS: dict[str, Callable[[Path], Model]] = {
+    "QwenImagePipeline": QwenImage,
+}
+
+
+def open_model(path: str | Path) -> Model:
+    """The model of a checkpoint: the folder, or the hub id, of a diffusers pipeline. No weight is read.
+
+    Raises:
+        ValueError: there is no such folder, it holds another pipeline, or a file of its configuration is damaged.
+    """
+    folder = local_folder(path)
+    kind = read_json(folder / "model_index.json").get("_class_name")
+    if kind not in MODELS:
+        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind}")
+    return MODELS[kind](folder)

@@ -5,50 +5,61 @@ shape, so that a step scored before the first update has exactly the sampled log
 """
 
 from collections.abc import Iterable, Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 
+from omni_rollout.model import Model
 from omni_rollout.sampler import Sampler
-from omni_rollout.types import Prompt, SamplingParams, Trajectory
+from omni_rollout.types import Params, Parts, Prompt, Trajectory
 
 
 class DiffusersEngine:
-    """Samples with the parts of a diffusers pipeline.
+    """Samples with a model's own parts, as `model.load` returns them."""
 
-    family: a module of `omni_rollout.models`. model: what its `load` returned.
-    """
+    shares_weights = True
+    is_exact = True
+    moved_bytes = 0
 
-    def __init__(self, family: ModuleType, model: object, *, weight_version: int = 0) -> None:
-        self.sampler = Sampler(family, model)
-        self.net: nn.Module = self.sampler.net
+    def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0) -> None:
+        self.sampler = Sampler(model, parts)
         self.weight_version = weight_version
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
+    @property
+    def parts(self) -> Parts:
+        """The model's parts."""
+        return self.sampler.parts
+
+    @property
+    def net(self) -> nn.Module:
+        """The module that samples, which is the trainer's own."""
+        return self.parts.net
+
+    def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
-            ValueError: no prompts, or a size the model does not draw.
+            ValueError: no prompts, images of several sizes, or a size or option that the model lacks.
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copies named weights into the transformer, those that are the same storage already excepted.
+        """Copies named weights into the net, those that are the same storage already excepted.
 
-        An engine that samples with the trainer's own module is passed none: the weights are there.
+        A trainer that trains this engine's net passes none: the weights are there.
 
         Raises:
-            ValueError: a name or a shape that the transformer does not have.
+            ValueError: a name or a shape that the net does not have.
         """
-        own = dict(self.net.named_parameters())
+        own, self.moved_bytes = dict(self.net.named_parameters()), 0
         for name, tensor in tensors:
             if name not in own or own[name].shape != tensor.shape:
                 have = tuple(own[name].shape) if name in own else "no such parameter"
-                raise ValueError(f"tensors must fit the transformer, got {name} {tuple(tensor.shape)}, have {have}")
+                raise ValueError(f"tensors must fit the net, got {name} {tuple(tensor.shape)}, have {have}")
             if own[name].data_ptr() != tensor.data_ptr():
                 own[name].copy_(tensor)
+                self.moved_bytes += own[name].nbytes
         self.weight_version = version
 
     def sleep(self) -> None:
@@ -56,3 +67,6 @@ class DiffusersEngine:
 
     def wake(self) -> None:
         """Nothing, as `sleep`."""
+
+    def close(self) -> None:
+        """Nothing: the parts are whoever's who loaded them."""

@@ -10,7 +10,6 @@ import importlib.metadata
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import ModuleType
 from typing import Any, ClassVar
 from unittest.mock import patch
 
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from omni_rollout.sampler import Sampler
+from omni_rollout.types import Parts
 
 VERSION = "0.30.0"  # of vllm and of vllm-omni; the insides this file relies on change with every release
 
@@ -54,18 +54,28 @@ except ModuleNotFoundError:  # then nobody can rename the process
 class RolloutPipeline:
     """Mixed into a pipeline of vLLM-Omni, it makes a batch of requests one call of our sampler on its modules.
 
-    family: the module of `omni_rollout.models` whose functions fit the pipeline's parts. diffusers_names: pieces of its
-    transformer's parameter names, and what diffusers has in their place.
+    part_names: the parts that the model's `encode` and `decode` want. diffusers_names: pieces of its transformer's
+    parameter names, and what diffusers has in their place. packed: fused layers and the layers they stand for, in the
+    order of their rows, where vLLM-Omni's transformer does not say it. sampler: set by the engine.
     """
 
     supports_request_batch = True
-    family: ClassVar[ModuleType]
-    diffusers_names: ClassVar[dict[str, str]]
+    part_names: ClassVar[tuple[str, ...]]
+    diffusers_names: ClassVar[dict[str, str]] = {}
+    packed: ClassVar[dict[str, list[str]]] = {}
+    transformer: Any
+    sampler: Sampler
+
+    def parts(self, dtype: torch.dtype) -> Parts:
+        """The pipeline's modules as a model takes them, in the dtype that vLLM-Omni gives its transformer alone."""
+        parts = Parts(net=self.transformer, **{name: getattr(self, name) for name in self.part_names})
+        for part in vars(parts).values():
+            if isinstance(part, nn.Module) and part is not parts.net:
+                part.to(dtype)  # vLLM-Omni leaves them in the type that the checkpoint's files have
+        return parts
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
         """One Trajectory of one sample per request, each in the `output` of its DiffusionOutput."""
-        if "sampler" not in vars(self):
-            self.sampler = Sampler(self.family, self)
         asked = [params.extra_args for params in req.sampling_params_list]
         trajectory = self.sampler.sample(
             [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
@@ -74,7 +84,7 @@ class RolloutPipeline:
 
 
 def start_worker(
-    pipeline: type[nn.Module],
+    pipeline: type[RolloutPipeline],
     model: str,
     *,
     local_rank: int,

@@ -4,8 +4,8 @@ A batch of prompts becomes a batch of requests, the worker runs its pipeline onc
 the same denoising loop as the embedded engine, on vLLM-Omni's modules. So every step, window and noise is omni_sched's;
 what differs from the trainer is the arithmetic of another implementation of the same transformer.
 
-Weights. An unsharded trainer can hold its parameters in the engine's own storage (`share`): a sync then moves no byte.
-What is not shared is copied in by `load_weights`, which wants every one of them: a name left out is an error, where
+Weights. An unsharded trainer can hold its parameters in the engine's own storage (`adopt`): a sync then moves no byte.
+What is not adopted is copied in by `load_weights`, which wants every one of them: a name left out is an error, where
 vLLM-Omni would skip it in silence. The engine keeps its transformer under diffusers' names: `to_q` is a slice of the
 rows of the fused `to_qkv`.
 """
@@ -19,13 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.types import Prompt, SamplingParams, Trajectory
-from omni_rollout.vllm_omni_worker import start_worker, stop_worker
+from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
+from omni_rollout.model import Model
+from omni_rollout.sampler import Sampler
+from omni_rollout.types import Params, Parts, Prompt, Trajectory
 
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
 from vllm_omni.diffusion.sched.interface import CachedRequestData, DiffusionSchedulerOutput, NewRequestData  # isort: skip
 from vllm_omni.inputs.data import OmniDiffusionSamplingParams  # isort: skip
 from vllm_omni.platforms import current_omni_platform  # isort: skip
+
+from omni_rollout.engines.vllm_omni.pipelines import PIPELINES  # isort: skip
 
 PROBES = 32  # elements of a weight that a sync compares after copying it
 
@@ -33,44 +37,56 @@ PROBES = 32  # elements of a weight that a sync compares after copying it
 class VllmOmniEngine:
     """One per process. The transformer's weights start as the checkpoint's, and count as `weight_version`.
 
-    pipeline: a class of `omni_rollout.vllm_omni_models`. path: folder or hub id of the diffusers pipeline. device: this
-    rank's; its index picks the accelerator. dtype: of all weights. together: entered around what may fail on one rank
-    alone, so that a context manager that agrees with the other ranks on leaving it ends all of them, and none waits for
-    ever. Where there is a process group, all ranks construct their engines at the same point.
+    model: as `open_model` returns it. device: this rank's; its index picks the accelerator. dtype: of all weights.
+    together: entered around what may fail on one rank alone, so that a context manager that agrees with the other ranks
+    on leaving it ends all of them, and none waits for ever. Where there is a process group, all ranks construct their
+    engines at the same point.
 
     Raises:
-        ValueError: vLLM-Omni's platform has other devices than `device`.
+        ValueError: vLLM-Omni's platform has other devices than `device`, or there is no pipeline for the model.
     """
+
+    shares_weights = False  # even what the trainer has adopted is told a new version, and checked
+    is_exact = False
 
     def __init__(
         self,
-        pipeline: type[nn.Module],
-        path: str,
+        model: Model,
         *,
         device: torch.device | str = "cpu",
         dtype: torch.dtype = torch.float32,
-        weight_version: int = 0,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
+        weight_version: int = 0,
     ) -> None:
         device = torch.device(device)
         if current_omni_platform.device_type != device.type:
             raise ValueError(f"device must be vLLM-Omni's, a {current_omni_platform.device_type}, got {device}")
+        kind = model.config["_class_name"]
+        if kind not in PIPELINES:
+            raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
         self.weight_version = weight_version
-        self.moved_bytes = 0  # by the last `load_weights`
-        self._worker = start_worker(pipeline, str(path), local_rank=device.index or 0, dtype=dtype, together=together)
+        self.moved_bytes = 0
+        folder, local_rank = str(model.folder), device.index or 0
+        self._worker = start_worker(PIPELINES[kind], folder, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
-        self._shared: dict[str, int] = {}  # name -> address of the storage
+        self.pipeline.sampler = Sampler(model, self.pipeline.parts(dtype))
+        self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters that lie in the engine's storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
         self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once
         self._calls = count()
 
     @property
+    def parts(self) -> Parts:
+        """The pipeline's modules."""
+        parts: Parts = self.pipeline.sampler.parts
+        return parts
+
+    @property
     def net(self) -> nn.Module:
         """The transformer that samples."""
-        transformer: nn.Module = self.pipeline.transformer
-        return transformer
+        return self.parts.net
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams) -> Trajectory:
+    def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
@@ -94,21 +110,20 @@ class VllmOmniEngine:
             RuntimeError: the engine sleeps.
         """
         self._check_awake()
-        return diffusers_views(self.pipeline.transformer, self.pipeline.diffusers_names)
+        return diffusers_views(self.net, self.pipeline.diffusers_names, self.pipeline.packed)
 
     @torch.no_grad()
-    def share(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
+    def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Moves a trainer's parameters into the engine's storage; returns the bytes that no longer exist twice.
 
         The trainer then updates what the engine samples with. Each must have the values that the engine has, so that a
-        wrong name, or another checkpoint, is found here; they may lie on the host. A trainer that shared before no
-        longer counts as doing so.
+        wrong name, or another checkpoint, is found here; they may lie on the host. What was adopted before no longer
+        counts as such.
 
         Raises:
             ValueError: the engine has no such weight, or another shape, dtype or value.
         """
-        own, num_bytes = self.weights(), 0
-        self._shared = {}
+        own, self._adopted = self.weights(), {}
         for name, param in params:
             view = _fitting(own, name, param)
             if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
@@ -117,45 +132,44 @@ class VllmOmniEngine:
                     f"another type, than the engine's ({view.dtype})"
                 )
             param.data = view
-            self._shared[name] = view.untyped_storage().data_ptr()
-            num_bytes += view.nbytes
-        return num_bytes
+            self._adopted[name] = param
+        return sum(param.nbytes for param in self._adopted.values())
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copies weights in, one at a time, and counts as `version` from now on.
+        """Copies weights in, one at a time, and counts as `version` from then on.
 
-        tensors: full tensors under diffusers' names, every weight of the transformer that is not shared among them;
-        shared ones may come too, and are not moved. `omni_train.weights.named_weights` brings LoRA merged. None is kept
-        alive. After an error some are new and some old: the engine is not to be used.
+        tensors: full tensors under diffusers' names, every weight of the transformer that is not adopted among them;
+        adopted ones may come too, and are not moved. `omni_train.weights.named_weights` brings LoRA merged. None is
+        kept alive. After an error some are new and some old: the engine is not to be used.
 
         Raises:
-            ValueError: a name or shape that the transformer lacks, a weight left out, or another tensor for a shared
+            ValueError: a name or shape that the transformer lacks, a weight left out, or another tensor for an adopted
                 weight, which would overwrite the trainer's own.
-            RuntimeError: the engine sleeps, or does not have afterwards what it was given.
+            RuntimeError: the engine sleeps, or does not have afterwards what the trainer has.
         """
         own, given, moved = self.weights(), {}, 0
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
-            given[name] = _probe(tensor).to(view)
+            given[name] = _probe(tensor, version).to(view)
             if view.data_ptr() != tensor.data_ptr():
-                if name in self._shared:
-                    raise ValueError(f"tensors must leave shared weights where they are, got another tensor for {name}")
+                if name in self._adopted:
+                    raise ValueError(f"tensors must leave adopted weights where they are, got another for {name}")
                 view.copy_(tensor)
                 moved += view.nbytes
             del tensor  # before the next one is gathered
-        missing = sorted(own.keys() - given.keys() - self._shared.keys())
+        missing = sorted(own.keys() - given.keys() - self._adopted.keys())
         if missing:
             some = f"{len(missing)} of {len(own)}: {missing[:4]}"
-            raise ValueError(f"tensors must hold every weight that is not shared, missing {some}")
-        self._check_arrival(given)
+            raise ValueError(f"tensors must hold every weight that is not adopted, missing {some}")
+        self._check_arrival(given, version)
         self.moved_bytes, self.weight_version = moved, version
 
     def sleep(self) -> None:
-        """Takes every weight that is not shared with the trainer off the accelerator; on a CPU nothing happens.
+        """Takes every weight that the trainer has not adopted off the accelerator; on a CPU nothing happens.
 
         Text encoder and VAE go to the host, and of the transformer what the trainer does not hold. vLLM's own pool is
-        not used: it would take shared weights along, and torch's statistics do not see it.
+        not used: it would take adopted weights along, and torch's statistics do not see it.
         """
         if self._worker.device.type != "cpu" and not self._asleep:
             self._offload()
@@ -168,11 +182,11 @@ class VllmOmniEngine:
         self._asleep = []
 
     def _offload(self) -> None:
-        """Empties what is not shared; what changes is copied to the host each time, the rest once."""
-        changing = {id(p) for p in self.pipeline.transformer.parameters()}
-        shared = set(self._shared.values())
+        """Empties what is not adopted; what changes is copied to the host each time, the rest once."""
+        changing = {id(p) for p in self.net.parameters()}
+        adopted = {param.untyped_storage().data_ptr() for param in self._adopted.values()}
         for tensor in [*self.pipeline.parameters(), *self.pipeline.buffers()]:
-            if tensor.untyped_storage().data_ptr() in shared:
+            if tensor.untyped_storage().data_ptr() in adopted:
                 continue
             values = self._host.get(id(tensor))
             if values is None:
@@ -187,35 +201,41 @@ class VllmOmniEngine:
             raise RuntimeError("the engine sleeps: call wake() first")
 
     def close(self) -> None:
-        """Frees the engine; the process group and the weights that the trainer shares stay."""
+        """Frees the engine; the process group and the weights that the trainer adopted stay."""
         self.pipeline = None
-        self._asleep, self._host = [], {}
+        self._adopted, self._asleep, self._host = {}, [], {}
         stop_worker(self._worker)
 
-    def _check_arrival(self, given: dict[str, Tensor]) -> None:
-        """Reads the weights anew from the modules that sample, and compares some elements of each with what came in."""
+    def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
+        """Reads the weights anew from the modules that sample: some elements of each are what the trainer has.
+
+        Of an adopted weight it is the trainer's own parameter that is compared, by its address too.
+        """
         own = self.weights()
-        moved_away = [name for name, at in self._shared.items() if own[name].untyped_storage().data_ptr() != at]
+        moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
         if moved_away:
-            raise RuntimeError(f"the engine's storage has moved away from the trainer's: {moved_away[:4]}")
-        if given and not torch.equal(torch.cat(list(given.values())), torch.cat([_probe(own[name]) for name in given])):
-            wrong = [name for name, probe in given.items() if not torch.equal(probe, _probe(own[name]))]
+            raise RuntimeError(f"the engine's storage is not the trainer's any more: {moved_away[:4]}")
+        wanted = given | {name: _probe(param, version) for name, param in self._adopted.items()}
+        found = {name: _probe(own[name], version) for name in wanted}
+        if not torch.equal(torch.cat(list(wanted.values())), torch.cat(list(found.values()))):
+            wrong = [name for name, probe in wanted.items() if not torch.equal(probe, found[name])]
             raise RuntimeError(f"the engine does not have the weights it was given, or they are NaN: {wrong[:4]}")
 
 
-def diffusers_views(transformer: Any, renamed: dict[str, str]) -> dict[str, Tensor]:
+def diffusers_views(transformer: Any, renamed: dict[str, str], packed: dict[str, list[str]]) -> dict[str, Tensor]:
     """The weights of a transformer of vLLM-Omni under diffusers' names, as views of where they lie.
 
-    The rows of a fused layer are those of the layers it stands for, in the order of `packed_modules_mapping`. renamed:
-    pieces of names here -> there.
+    The rows of a fused layer are those of the layers it stands for, in the order of `packed`, or of the transformer's
+    own `packed_modules_mapping`. renamed: pieces of names here -> there.
     """
     views: dict[str, Tensor] = {}
+    fused = packed or transformer.packed_modules_mapping
     for name, param in transformer.named_parameters():
         layer, _, kind = name.rpartition(".")
         parent, _, leaf = layer.rpartition(".")
-        if leaf in transformer.packed_modules_mapping:
+        if leaf in fused:
             rows = transformer.get_submodule(layer).output_sizes
-            parts = zip(transformer.packed_modules_mapping[leaf], param.data.split(rows), strict=True)
+            parts = zip(fused[leaf], param.data.split(rows), strict=True)
             views |= {f"{parent}.{part}.{kind}": piece for part, piece in parts}
             continue
         for here, there in renamed.items():
@@ -224,12 +244,12 @@ def diffusers_views(transformer: Any, renamed: dict[str, str]) -> dict[str, Tens
     return views
 
 
-def _request(name: str, prompt: Prompt, params: SamplingParams, weight_version: int) -> OmniDiffusionRequest:
+def _request(name: str, prompt: Prompt, params: Params, weight_version: int) -> OmniDiffusionRequest:
     """One sample as vLLM-Omni asks for it; what its own fields cannot say goes along as it is."""
     sampling = OmniDiffusionSamplingParams(
         height=params.height,
         width=params.width,
-        num_inference_steps=params.num_steps,
+        num_inference_steps=params.num_inference_steps,
         seed=0,  # unused: noise comes from omni_sched, by the prompt's own seed
         extra_args={"prompt": prompt, "params": params, "weight_version": weight_version},
     )
@@ -256,7 +276,11 @@ def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
     return own[name]
 
 
-def _probe(tensor: Tensor) -> Tensor:
-    """Up to PROBES elements, evenly spread, as a copy that does not keep the tensor alive."""
+def _probe(tensor: Tensor, version: int) -> Tensor:
+    """Up to PROBES elements, evenly spread, as a copy that does not keep the tensor alive.
+
+    Where they begin depends on the version, so that syncs one after the other look at all elements in turn.
+    """
     flat = tensor.flatten()
-    return flat[:: max(1, flat.numel() // PROBES)][:PROBES].clone()
+    stride = max(1, flat.numel() // PROBES)
+    return flat[version % stride :: stride][:PROBES].clone()

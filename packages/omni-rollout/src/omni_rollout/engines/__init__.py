@@ -1,0 +1,1 @@
+"""What samples: the embedded engine, and vLLM-Omni's."""

@@ -1,0 +1,34 @@
+"""vLLM-Omni's pipelines as rollout pipelines, one row per model.
+
+A class subclasses one of vLLM-Omni's pipelines, and tells how its transformer's parameter names differ from diffusers'.
+Where vLLM-Omni's transformer is called differently, a hook turns diffusers' call into it.
+"""
+
+from typing import Any, ClassVar
+
+from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
+
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip - after the worker
+
+
+class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
+    """Qwen-Image."""
+
+    part_names = ("text_encoder", "tokenizer", "vae")
+    diffusers_names: ClassVar = {".to_out.": ".to_out.0."}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
+
+
+def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """vLLM-Omni's transformer wants the padded length of every text, which diffusers' reads off the text itself."""
+    num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
+    return args, kwargs | {"txt_seq_lens": [length] * num_samples}
+
+
+# What model_index.json calls the pipeline -> the class that samples it.
+PIPELINES: dict[str, type[RolloutPipeline]] = {
+    "QwenImagePipeline": QwenImageRollout,
+}

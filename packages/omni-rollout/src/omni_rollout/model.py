@@ -1,0 +1,85 @@
+"""The door to a model: one class per model in `models/`, and an instance for one checkpoint.
+
+`sigma` 1 = noise, 0 = data; `velocity = dx/dsigma = noise - data`: a model's file turns its net's sign and timescale to
+that. Latents are [B, *latent_shape], float32, whatever that is: [C, h, w] for pictures, [C, F, h, w] for video, [n] for
+several streams that are laid end to end.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+
+
+class Model(Protocol):
+    """A model for one checkpoint: it knows the checkpoint's configuration and holds no weight."""
+
+    NETS: ClassVar[tuple[str, ...]]  # the subfolders of what is trained; two make one module
+    BLOCK_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's blocks, which are sharded and recomputed one by one
+    LORA_TARGETS: ClassVar[tuple[str, ...]]  # how the names of layers that LoRA wraps end
+    OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
+    MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies."""
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The entries of model_index.json; under each part's name, that part's own configuration."""
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size, number of frames or option that the model lacks; names the nearest it has."""
+
+    def check_files(self) -> None:
+        """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
+
+    def latent_shape(self, params: Params) -> tuple[int, ...]:
+        """The shape of one sample's latent."""
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0, on the host, as the checkpoint's scheduler has them."""
+
+    def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
+        """All parts, frozen, in eval mode. net: put in place of the checkpoint's own, whose weights are not read."""
+
+    def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The net alone, as `load` has it."""
+
+    def empty_net(self) -> nn.Module:
+        """The net with its parameters on the meta device; buffers and other tensors are real."""
+
+    def weight_files(self, part: str = "transformer") -> list[Path]:
+        """The safetensors files of a part."""
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """One sample's conditioning by its text and images, or by its negative text and images, without the axis B.
+
+        The sampler remembers it. What grows with the text comes with a mask.
+        """
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """One sample's other inputs, without the axis B: latents of reference images, first frames. Often none."""
+
+    def is_guided(self, params: Params) -> bool:
+        """Whether predict_velocity wants a `negative_X` for every entry X of `encode`."""
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, *latent_shape], float32, at x [B, *latent_shape] and noise levels sigma [B].
+
+        Sampling and training call it. It calls `net` and looks at nothing else of it: that may be sharded, carry
+        adapters, or be another engine's.
+        """
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """The media of clean latents x0 [B, *latent_shape], and how fast they play; differentiable in x0.
+
+        Pictures are float32 in [0, 1]; `sampler.to_wire` makes them uint8.
+        """
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """Clean latents [B, *latent_shape] of media; the inverse of `decode`. Pictures may be uint8, or in [0, 1]."""

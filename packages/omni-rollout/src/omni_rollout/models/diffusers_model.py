@@ -1,0 +1,219 @@
+"""What models have in common whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
+
+import inspect
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
+from omni_rollout.types import Cond, Params, Parts, Prompt
+
+Value = TypeVar("Value", int, float, bool, str, list)
+UNUSABLE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)  # of a library's class
+
+
+class DiffusersModel:
+    """The half of a Model that the checkpoint's files decide; a subclass adds the arithmetic.
+
+    PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
+
+    Raises:
+        ValueError: a file of the configuration is missing, damaged, or of another class; it is named.
+    """
+
+    PIPELINE: ClassVar[str]
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]]
+    NETS: ClassVar[tuple[str, ...]] = ("transformer",)
+    BLOCK_NAMES: ClassVar[tuple[str, ...]]
+    LORA_TARGETS: ClassVar[tuple[str, ...]]
+    OPTIONS: ClassVar[Mapping[str, float]] = {}
+    MEDIA: ClassVar[tuple[str, ...]] = ("image",)
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = local_folder(path)
+        self.config: dict[str, Any] = read_json(self.folder / "model_index.json")
+        for part, kind in self.PARTS.items():
+            self.config[part] = self._part_config(part, *kind)
+
+    def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
+        """The configuration of one part; its class, wherever the files name it, is the one that will be loaded."""
+        index, found = self.folder / "model_index.json", self.config.get(part)
+        if not isinstance(found, list) or [str(entry).removesuffix("Fast") for entry in found] != [library, name]:
+            raise ValueError(f"{part} must be a {name} of {library}, {index} says {found!r:.80}")
+        kind = "scheduler_config" if part == "scheduler" else "tokenizer_config" if "tokenizer" in part else "config"
+        file = self.folder / part / f"{kind}.json"
+        config = read_json(file)
+        said = config.get("_class_name") or config.get("architectures", [name]) if kind != "tokenizer_config" else name
+        if said not in (name, [name]):
+            raise ValueError(f"{part} must be a {name}, {file} says {said!r:.80}")
+        return config
+
+    def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
+        """One value of a part's configuration; the default of the part's class where an older file lacks it.
+
+        Raises:
+            ValueError: it is missing, or of another type.
+        """
+        value = self.config[part].get(name, default)
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ValueError(f"{name} of {self.folder / part} must be of type {kind.__name__}, got {value!r:.80}")
+        return value
+
+    def option(self, params: Params, name: str) -> float:
+        """The value of one of OPTIONS."""
+        return params.guidance.get(name, self.OPTIONS[name])
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for an option that the model lacks; a subclass adds sizes."""
+        for name in params.guidance:
+            if name not in self.OPTIONS:
+                have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
+                raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}")
+        if "video" not in self.MEDIA and params.num_frames != 1:
+            raise ValueError(f"num_frames must be 1 for a {self.PIPELINE}, got {params.num_frames}")
+
+    def check_files(self) -> None:
+        """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
+        for part, (_, name) in self.PARTS.items():
+            if name.endswith("Tokenizer") or part == "scheduler":
+                continue
+            wanted, found = self._empty(part).state_dict(), safetensors_shapes(self.folder / part)
+            if part not in self.NETS:  # older names are translated while they are loaded
+                continue
+            if missing := wanted.keys() - found.keys():
+                some = f"{len(missing)} weights, such as {min(missing)}"
+                raise ValueError(f"model is incomplete: {self.folder / part} lacks {some}")
+            for weight, tensor in wanted.items():
+                if tuple(tensor.shape) != found[weight]:
+                    says = f"{found[weight]}, its configuration says {tuple(tensor.shape)}"
+                    raise ValueError(f"model is damaged: {weight} of {self.folder / part} has the shape {says}")
+
+    def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
+        """All parts, frozen, in eval mode. net: put in place of the checkpoint's own, whose weights are not read.
+
+        Raises:
+            ValueError: a part that cannot be made of its files, lacks weights, or has some that are not finite.
+        """
+        others = [part for part in self.PARTS if part not in (*self.NETS, "scheduler")]
+        parts = Parts(**{part: self._load(part, device, dtype) for part in others})
+        parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
+        return parts
+
+    def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The net alone, as `load` has it."""
+        net: nn.Module = self._load(self.NETS[0], device, dtype)
+        return net
+
+    def empty_net(self) -> nn.Module:
+        """The net with its parameters on the meta device; buffers and other tensors are real."""
+        return self._empty(self.NETS[0])
+
+    def weight_files(self, part: str = "transformer") -> list[Path]:
+        """The safetensors files of a part."""
+        return safetensors_files(self.folder / part)
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """Nothing: the text is all that is conditioned on.
+
+        Raises:
+            ValueError: the prompt has images or sound.
+        """
+        if prompt.images or prompt.audio is not None:
+            raise ValueError(f"prompts of a {self.PIPELINE} must have no images and no audio, got some")
+        return {}
+
+    def _class(self, part: str) -> Any:
+        import diffusers
+        import transformers
+
+        library, name = self.PARTS[part]
+        return getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
+
+    def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+        cls = self._class(part)
+        if not issubclass(cls, nn.Module):
+            return cls.from_pretrained(self.folder, subfolder=part)
+        safetensors_files(self.folder / part)  # or the library looks for other formats
+        module, report = cls.from_pretrained(
+            self.folder, subfolder=part, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        if missing := report["missing_keys"]:  # the library has drawn them at random
+            some = f"{len(missing)} weights, such as {min(missing)}"
+            raise ValueError(f"model is incomplete: {self.folder / part} lacks {some}")
+        for name, weight in module.named_parameters():
+            if not weight.isfinite().all():
+                raise ValueError(f"model is damaged: {name} of {self.folder / part} is not finite")
+        return module.to(device).eval().requires_grad_(False)
+
+    def _empty(self, part: str) -> nn.Module:
+        from accelerate import init_empty_weights
+
+        cls, file = self._class(part), self.folder / part / "config.json"
+        _check_types(inspect.signature(cls.__init__), self.config[part], file)
+        try:
+            with init_empty_weights(include_buffers=False):
+                if self.PARTS[part][0] == "diffusers":
+                    module = cls.from_config(self.config[part])
+                else:
+                    module = cls(cls.config_class.from_dict(self.config[part]))
+        except UNUSABLE as exc:
+            raise ValueError(f"model is damaged: no {cls.__name__} can be made of {file}: {exc}") from exc
+        return module.requires_grad_(False)
+
+
+def local_folder(path: str | Path) -> Path:
+    """The folder of a checkpoint; of a hub id the folder to which its files are downloaded.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
+        raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {exc}") from exc
+
+
+def check_size(params: Params, unit: int) -> None:
+    """Raises ValueError unless height and width are positive multiples of `unit` pixels; names the nearest."""
+    for name, value in (("height", params.height), ("width", params.width)):
+        if value < unit or value % unit:
+            nearest = max(1, round(value / unit)) * unit
+            raise ValueError(f"{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {value}")
+
+
+def both(cond: Cond, name: str) -> Tensor:
+    """An entry and its negative as one batch [2B, ...]; where it grows with the text, padded to the longer one."""
+    pair = [cond[name], cond[f"negative_{name}"]]
+    if pair[0].dim() > 1:
+        length = max(len(pair[0][0]), len(pair[1][0]))
+        pair = [nn.functional.pad(t, [0, 0] * (t.dim() - 2) + [0, length - t.shape[1]]) for t in pair]
+    return torch.cat(pair)
+
+
+def pixels(media: Tensor) -> Tensor:
+    """Pictures [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
+    values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2
+    return (values - 1).movedim(-1, -3)
+
+
+def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:
+    """Raises ValueError for a value of another type than the default of the parameter that takes it."""
+    for name, parameter in signature.parameters.items():
+        value, default = config.get(name, parameter.default), parameter.default
+        if value is None or default is None or default is inspect.Parameter.empty:
+            continue
+        alike = {tuple: (list, tuple), list: (list, tuple), float: (float, int)}.get(type(default), type(default))
+        if not isinstance(value, alike) or isinstance(value, bool) != isinstance(default, bool):
+            raise ValueError(f"{name} of {file} must be like {default!r:.40}, got {value!r:.80}")
