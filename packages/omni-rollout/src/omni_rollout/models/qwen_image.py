@@ -38,8 +38,8 @@ class QwenImage(DiffusersModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
-    BLOCK_NAMES = ("QwenImageTransformerBlock",)
-    LORA_TARGETS = (
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
         "to_q",
         "to_k",
         "to_v",
