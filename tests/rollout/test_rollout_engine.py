@@ -6,30 +6,44 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CHECKPOINT
-from omni_rollout import Prompt, SamplingParams
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rollout import Params, Prompt, replay, sampler
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine
 from omni_sched import cps_step, dance_step, sde_step
 
-PARAMS = SamplingParams(5, 32, 96, noise_level=0.7, sde_steps=(1, 2))
-PROMPTS = [Prompt(f'a red sign that says "{word}"', group=0, seed=i) for i, word in enumerate(["AB", "K7QX", "AB"])]
+PARAMS = Params(5, 32, 96, noise_level=0.7, sde_steps=(1, 2))
+GUIDED = replace(PARAMS, guidance={"true_cfg_scale": 2.0})
+PROMPTS = [Prompt(f'a red sign that says "{word}"', 0, i, seed=i) for i, word in enumerate(["AB", "K7QX", "AB"])]
 
 
 @pytest.fixture
-def engine():
-    return DiffusersEngine(qwen_image, qwen_image.load(CHECKPOINT))
+def model():
+    return open_model(CHECKPOINT)
 
 
-@pytest.mark.parametrize("step", [sde_step, cps_step, dance_step])
-@pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
-def test_the_engine_keeps_the_contract(engine, step, guidance_scale):
-    params = replace(PARAMS, step=step, guidance_scale=guidance_scale, keep_mean=True)
+@pytest.fixture
+def engine(model):
+    return DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
 
-    def velocity(x, sigma, cond):
-        return qwen_image.predict_velocity(engine.net, x, sigma, cond, guidance_scale=guidance_scale)
 
-    check_engine(engine, params, velocity)
+@pytest.fixture
+def encoded(model, monkeypatch):
+    """What was encoded, in order."""
+    seen, encode = [], model.encode
+
+    def note(parts, prompt, *, negative=False):
+        seen.append((prompt.negative if negative else prompt.text, negative))
+        return encode(parts, prompt, negative=negative)
+
+    monkeypatch.setattr(model, "encode", note)
+    return seen
+
+
+@pytest.mark.parametrize("rule", [sde_step, cps_step, dance_step])
+@pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 3.0}])
+def test_the_engine_keeps_the_contract(engine, model, rule, guidance):
+    check_engine(engine, model, replace(PARAMS, rule=rule, guidance=guidance, keep_mean=True))
 
 
 def test_only_the_stochastic_steps_are_kept(engine):
@@ -42,17 +56,49 @@ def test_only_the_stochastic_steps_are_kept(engine):
     assert without.rollout_log_prob.shape == (3, 0)
 
 
-def test_each_text_is_encoded_once(engine, monkeypatch):
-    encoded = []
-    monkeypatch.setattr(
-        engine.sampler,
-        "family",
-        type("Family", (), vars(qwen_image) | {"encode": lambda m, t: encoded.append(t) or real(m, t)}),
-    )
-    real = qwen_image.encode
-    engine.generate(PROMPTS, replace(PARAMS, guidance_scale=2.0))
-    engine.generate(PROMPTS, replace(PARAMS, guidance_scale=2.0))
-    assert sorted(encoded) == sorted({p.text for p in PROMPTS} | {" "})
+def test_a_replayed_step_carries_a_gradient_and_the_whole_transition(engine, model):
+    trajectory = engine.generate(PROMPTS, replace(PARAMS, keep_mean=True))
+    engine.net.requires_grad_(True)
+    for k in range(trajectory.num_kept):
+        again = replay(model, engine.net, trajectory, k)
+        assert torch.equal(again.log_prob, trajectory.rollout_log_prob[:, k])
+        assert torch.equal(again.mean, trajectory.rollout_mean[:, k])
+        assert torch.equal(again.x_next, trajectory.x_next[:, k])
+    again.mean.sum().backward()
+    assert engine.net.proj_out.weight.grad.abs().sum() > 0
+
+
+def test_each_text_is_encoded_once(engine, encoded):
+    engine.generate(PROMPTS, GUIDED)
+    engine.generate(PROMPTS, GUIDED)
+    assert sorted(encoded) == sorted({(p.text, False) for p in PROMPTS} | {("", True)})
+
+
+def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded, monkeypatch):
+    engine.generate(PROMPTS, PARAMS)
+    short, long = (sampler._num_bytes(cond) for _, cond in engine.sampler._texts.values())
+    monkeypatch.setattr(sampler, "MAX_CACHED_BYTES", short + long)
+    engine.generate(PROMPTS, PARAMS)
+    assert len(encoded) == 2
+    engine.generate([replace(PROMPTS[0], text='a red sign that says "CD"'), PROMPTS[1]], PARAMS)
+    assert len(encoded) == 3  # the oldest went
+    assert [prompt.text for prompt, _ in engine.sampler._texts.values()] == [encoded[1][0], encoded[2][0]]
+    monkeypatch.setattr(sampler, "MAX_CACHED_BYTES", 0)
+    engine.generate(PROMPTS, PARAMS)
+    assert engine.sampler._texts == {}
+
+
+def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):
+    first, second = (replace(PROMPTS[i], images=(torch.zeros(8 * i + 8, 8, 3),)) for i in range(2))
+    for other in (second, PROMPTS[1], replace(first, images=first.images * 2)):
+        with pytest.raises(ValueError, match="prompts of one batch must have equally many images of equal sizes, got"):
+            engine.generate([first, other], PARAMS)
+
+
+def test_references_that_the_model_does_not_read_are_refused(engine):
+    for extra in ({"images": (torch.zeros(8, 8, 3),)}, {"audio": torch.zeros(10, 1)}):
+        with pytest.raises(ValueError, match="prompts of a QwenImagePipeline must have no images and no audio"):
+            engine.generate([replace(PROMPTS[0], **extra)], PARAMS)
 
 
 def test_a_sync_with_the_trainers_own_module_moves_nothing(engine):
@@ -60,6 +106,7 @@ def test_a_sync_with_the_trainers_own_module_moves_nothing(engine):
     before = {name: p.data_ptr() for name, p in net.named_parameters()}
     engine.load_weights(net.named_parameters(), version=3)
     assert engine.net is net
+    assert (engine.shares_weights, engine.is_exact, engine.moved_bytes) == (True, True, 0)
     assert {name: p.data_ptr() for name, p in engine.net.named_parameters()} == before
     with torch.no_grad():
         next(net.parameters()).add_(1.0)  # what the trainer changes, the engine has
@@ -74,19 +121,22 @@ def test_a_sync_from_another_module_copies(engine):
             parameter.mul_(1.01)
     stale = engine.generate(PROMPTS, PARAMS)
     engine.load_weights(trained.named_parameters(), version=1)
+    assert engine.moved_bytes == sum(p.nbytes for p in trained.parameters())
     assert all(torch.equal(a, b) for a, b in zip(engine.net.parameters(), trained.parameters(), strict=True))
     assert not torch.equal(engine.generate(PROMPTS, PARAMS).x0, stale.x0)
 
 
 @pytest.mark.parametrize("name", ["no_such_weight", "proj_out.bias"])
 def test_a_weight_that_does_not_fit_is_refused(engine, name):
-    with pytest.raises(ValueError, match=f"tensors must fit the transformer, got {name}"):
+    with pytest.raises(ValueError, match=f"tensors must fit the net, got {name}"):
         engine.load_weights([(name, torch.zeros(3))], version=1)
 
 
-def test_the_last_step_may_not_be_stochastic(engine):
-    with pytest.raises(ValueError, match="last step"):
-        engine.generate(PROMPTS, replace(PARAMS, sde_steps=(4,)))
+def test_a_size_or_a_knob_that_the_model_lacks_is_refused_before_anything_is_drawn(engine, encoded):
+    for change in ({"height": 40}, {"guidance_scale": 4.0}, {"guidance": {"cfg": 2.0}}, {"num_frames": 5}):
+        with pytest.raises(ValueError, match=f"^{next(iter(change))} "):
+            engine.generate(PROMPTS, replace(PARAMS, **change))
+    assert encoded == []
 
 
 def test_no_prompts_are_refused(engine):
@@ -97,10 +147,11 @@ def test_no_prompts_are_refused(engine):
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_the_same_seeds_are_the_same_images_in_batches_of_any_size(engine, size):
     """Noise is the same to the bit; the model rounds otherwise at another shape, by less than an 8-bit level."""
-    prompts = [Prompt(f'a red sign that says "{word}"', 0, i) for i, word in enumerate(["ABCD", "K", "HJ", "EF2", "7"])]
-    whole = engine.generate(prompts, PARAMS)
-    parts = [engine.generate(prompts[i : i + size], PARAMS).media for i in range(0, len(prompts), size)]
-    difference = (torch.cat(parts).int() - whole.media.int()).abs()
+    words = ["ABCD", "K", "HJ", "EF2", "7"]
+    prompts = [Prompt(f'a red sign that says "{word}"', 0, i, i) for i, word in enumerate(words)]
+    whole = engine.generate(prompts, PARAMS).media["image"]
+    parts = [engine.generate(prompts[i : i + size], PARAMS).media["image"] for i in range(0, len(prompts), size)]
+    difference = (torch.cat(parts).int() - whole.int()).abs()
     assert difference.max() <= 1
     assert (difference > 0).float().mean() < 1e-3
     assert size < 5 or difference.max() == 0
