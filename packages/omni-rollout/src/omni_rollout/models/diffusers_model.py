@@ -193,6 +193,12 @@ def check_size(params: Params, unit: int) -> None:
             raise ValueError(f"{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {value}")
 
 
+def check_scale(name: str, scale: float) -> None:
+    """Raises ValueError for a scale of classifier-free guidance below 1, where the pipelines silently leave it off."""
+    if scale < 1:
+        raise ValueError(f"{name} must be >= 1, where 1 is no guidance, got {scale}")
+
+
 def both(cond: Cond, name: str) -> Tensor:
     """An entry and its negative as one batch [2B, ...]; where it grows with the text, padded to the longer one."""
     pair = [cond[name], cond[f"negative_{name}"]]

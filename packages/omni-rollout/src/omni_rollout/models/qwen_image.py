@@ -13,7 +13,7 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_scale, check_size, pixels
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
@@ -61,6 +61,7 @@ class QwenImage(DiffusersModel):
         if params.guidance_scale != 1:
             rule = "guidance_scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
+        check_scale("true_cfg_scale", self.option(params, "true_cfg_scale"))
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w).

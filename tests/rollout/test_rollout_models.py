@@ -1,0 +1,296 @@
+"""What every model must hold, one row a model: the stock pipeline's pictures, one function for sampling and training.
+
+Where our arithmetic is compared with another's, the weights are float64: rounding cannot hide a difference, and the
+bounds hold on any CPU.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers import CHECKPOINT
+from omni_rollout import Model, Params, Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import MODELS, open_model
+from omni_rollout.testing import check_engine
+from omni_sched import INITIAL_NOISE, step_noise
+from omni_train.lora import add_lora
+from torch import nn
+
+torch.set_num_threads(1)
+
+
+def packed(noise: torch.Tensor) -> torch.Tensor:
+    """Latents [B, C, h, w] as QwenImagePipeline takes them: [B, (h/2)(w/2), 4C]."""
+    B, C, h, w = noise.shape
+    return noise.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w // 4, C * 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on a small checkpoint.
+
+    guided, unguided: parameters. stock: what its pipeline is called with besides, given the parameters and the negative
+    prompts. latents: initial noise as the pipeline takes it. without_gradient: the weights that lead nowhere, exactly.
+    lora_layers: how many layers LORA_TARGETS wraps. nearest: a size the model lacks, and the one it names. statistics:
+    of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures, in [0, 1].
+    """
+
+    checkpoint: Callable[[], Path]
+    unguided: Params
+    guided: Params
+    stock: Callable[[Params, list[str]], dict[str, Any]]
+    without_gradient: frozenset[str]
+    lora_layers: int
+    nearest: tuple[dict[str, int], int]
+    latents: Callable[[torch.Tensor], torch.Tensor] = lambda noise: noise
+    statistics: dict[str, Any] = field(default_factory=dict)
+    guided_tolerance: float = 1e-5
+
+
+ROWS = {
+    "qwen-image": Row(
+        checkpoint=lambda: CHECKPOINT,
+        unguided=Params(6, 32, 96),
+        guided=Params(6, 32, 96, guidance={"true_cfg_scale": 4.0}),
+        stock=lambda params, negative: {
+            "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
+            "negative_prompt": negative if params.guidance else None,
+        },
+        without_gradient=frozenset(
+            f"transformer_blocks.3.{name}"
+            for name in (
+                *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+                *("attn.to_add_out.weight", "attn.to_add_out.bias", "txt_mlp.net.0.proj.weight"),
+                *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
+            )
+        ),  # of the last block's text stream, which ends there
+        lora_layers=4 * 12,
+        nearest=({"height": 56, "width": 96}, 64),
+        latents=packed,
+        statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
+        guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
+    ),
+}
+TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
+PROMPTS = [Prompt(text, 0, i, seed=i, negative="bad and blurry") for i, text in enumerate(TEXTS)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row's model, and its parts in a dtype."""
+
+    row: Row
+    model: Model
+    dtype: torch.dtype
+
+    def engine(self) -> DiffusersEngine:
+        return DiffusersEngine(self.model, self.model.load(device="cpu", dtype=self.dtype))
+
+
+@pytest.fixture(scope="module", params=ROWS)
+def case(request) -> Case:
+    row = ROWS[request.param]
+    return Case(row, open_model(row.checkpoint()), torch.float32)
+
+
+@pytest.fixture(scope="module")
+def engine(case):
+    return case.engine()
+
+
+@pytest.fixture(scope="module")
+def exact(case):
+    return replace(case, dtype=torch.float64).engine()
+
+
+@pytest.fixture(scope="module")
+def pipe(case):
+    import diffusers
+
+    pipe = diffusers.DiffusionPipeline.from_pretrained(case.model.folder, dtype=torch.float64)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("guided", [False, True])
+def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
+    params, prompts = case.row.guided if guided else case.row.unguided, PROMPTS[:batch]
+    trajectory = exact.generate(prompts, params)
+    ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
+    noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
+    theirs = pipe(
+        [p.text for p in prompts],
+        height=params.height,
+        width=params.width,
+        num_inference_steps=params.num_inference_steps,
+        latents=case.row.latents(noise).double(),
+        output_type="pt",
+        **case.row.stock(params, [p.negative for p in prompts]),
+    ).images
+    assert case.model.is_guided(params) == guided
+    assert theirs.std() > 0.01  # pictures, not grey
+    tolerance = case.row.guided_tolerance if guided else 1e-5
+    torch.testing.assert_close(ours.movedim(-1, 1), theirs.float(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(trajectory.sigmas, pipe.scheduler.sigmas, rtol=0, atol=2e-7)
+
+
+def test_negative_texts_matter(case, exact):
+    params = case.row.guided
+    empty = replace(PROMPTS[0], negative="")
+    x0 = {negative: exact.generate([replace(empty, negative=negative)], params).x0 for negative in ("", "bad")}
+    assert (x0[""] - x0["bad"]).abs().max() > 1e-4
+
+
+def test_the_engine_keeps_the_contract_and_the_ratio_is_exactly_one(case, engine):
+    for params in (case.row.unguided, case.row.guided):
+        check_engine(engine, case.model, replace(params, noise_level=0.7, sde_steps=(1, 2), keep_mean=True))
+
+
+def test_a_sample_is_the_same_alone_and_in_a_batch(case, exact):
+    for params in (case.row.unguided, case.row.guided):
+        together = exact.generate(PROMPTS, params).x0
+        for i, prompt in enumerate(PROMPTS):
+            alone = exact.generate([prompt], params).x0[0]
+            torch.testing.assert_close(alone, together[i], rtol=0, atol=1e-5)
+
+
+def test_regrouped_and_trimmed_samples_are_replayed_alike(case, exact):
+    """Padding comes and goes by masks alone: the velocity at the same point does not change."""
+    params = replace(case.row.guided, noise_level=0.7, sde_steps=(1,))
+    parts = [exact.generate(PROMPTS[:2], params), exact.generate(PROMPTS[2:], params)]
+    again = type(parts[0]).cat(parts).select([2]).trim()
+    assert {k: v.shape for k, v in again.cond.items()} == {k: v.shape for k, v in parts[1].cond.items()}
+    assert all(torch.equal(again.cond[name], tensor) for name, tensor in parts[1].cond.items())
+
+
+def test_a_gradient_reaches_every_weight_but_those_that_lead_nowhere(case, engine):
+    params = case.row.guided
+    cond = engine.generate(PROMPTS, params).cond
+    x = torch.randn(3, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0))
+    net = case.model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
+    case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5, 0.1]), cond, params).square().mean().backward()
+    without = {name for name, p in net.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
+    assert without == case.row.without_gradient
+
+
+def test_lora_wraps_exactly_the_layers_it_should(case):
+    net = case.model.load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, case.model.LORA_TARGETS, rank=2, alpha=2, seed=0)
+    wrapped = [name for name, module in net.named_modules() if hasattr(module, "lora_A")]
+    assert len(wrapped) == case.row.lora_layers
+    for target in case.model.LORA_TARGETS:
+        assert any(name.endswith(f".{target}") for name in wrapped), target
+
+
+def test_every_block_is_found_by_its_class(case):
+    net = case.model.empty_net()
+    blocks = [module for module in net.modules() if type(module).__name__ in case.model.BLOCK_NAMES]
+    in_blocks = sum(p.numel() for block in blocks for p in block.parameters())
+    assert in_blocks > sum(p.numel() for p in net.parameters()) / 2
+
+
+def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):
+    params = case.row.guided
+    cond = engine.generate(PROMPTS, params).cond
+    x, sigma = torch.zeros(3, *case.model.latent_shape(params)), torch.full((3,), 0.5)
+
+    def call(**inputs):
+        return engine.net(**inputs)
+
+    velocity = case.model.predict_velocity(call, x, sigma, cond, params)
+    assert velocity.dtype == torch.float32
+    assert velocity.shape == x.shape
+    assert torch.equal(velocity, case.model.predict_velocity(engine.net, x, sigma, cond, params))
+
+
+class BlockVAE(nn.Module):
+    """A VAE that has an inverse: each 8 x 8 block of pixels is its mean, in the first three of the channels."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.channels, self.dtype, self.device = channels, torch.float32, torch.device("cpu")
+
+    def encode(self, pixels):
+        height, width = pixels.shape[-2:]
+        code = pixels.reshape(*pixels.shape[:-2], height // 8, 8, width // 8, 8).mean(dim=(-3, -1))
+        code = torch.cat([code, code.new_zeros(len(code), self.channels - 3, *code.shape[2:])], dim=1)
+        return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: code))
+
+    def decode(self, latents, return_dict=False):
+        return (latents[:, :3].repeat_interleave(8, dim=-1).repeat_interleave(8, dim=-2),)
+
+
+def test_media_are_encoded_by_the_inverse_of_decoding(case):
+    model, params = open_model(case.row.checkpoint()), case.row.unguided
+    model.config["vae"] |= case.row.statistics
+    shape = model.latent_shape(params)
+    parts = SimpleNamespace(vae=BlockVAE(shape[0]))
+    blocks = torch.randint(0, 256, (2, *shape[1:], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    image = blocks.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
+    x0 = model.encode_media(parts, {"image": image}, params)
+    assert x0.shape == (2, *shape)
+    media, rates = model.decode(parts, x0, {}, params)
+    torch.testing.assert_close(media["image"], image / 255, rtol=0, atol=1e-5)
+    assert rates == {}
+    torch.testing.assert_close(model.encode_media(parts, media, params), x0, rtol=0, atol=1e-5)
+
+
+def test_a_gradient_flows_through_decoding(case, engine):
+    params = case.row.unguided
+    x0 = torch.randn(2, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0)).requires_grad_()
+    media, _ = case.model.decode(engine.parts, x0, {}, params)
+    media["image"].mean().backward()
+    assert x0.grad.flatten(1).abs().max(dim=1).values.min() > 0
+
+
+def test_a_size_that_the_model_lacks_is_refused_with_the_nearest(case):
+    sizes, nearest = case.row.nearest
+    for change, named in ((sizes, nearest), ({"height": 0}, 16), ({"width": -16}, 16)):
+        with pytest.raises(ValueError, match=f"must be a positive multiple of 16 pixels, such as {named}, got"):
+            case.model.check(replace(case.row.unguided, **change))
+    case.model.check(replace(case.row.unguided, **{name: nearest for name, size in sizes.items() if size % 16}))
+
+
+def test_knobs_of_other_models_are_refused(case):
+    with pytest.raises(ValueError, match=r"guidance of a \w+ must be .*, got no_such_knob"):
+        case.model.check(replace(case.row.unguided, guidance={"no_such_knob": 1.0}))
+    with pytest.raises(ValueError, match="num_frames must be 1"):
+        case.model.check(replace(case.row.unguided, num_frames=5))
+
+
+def test_guidance_below_one_is_refused_where_pipelines_silently_leave_it_off(case):
+    options = dict.fromkeys(case.model.OPTIONS, 0.5)
+    with pytest.raises(ValueError, match="_scale must be >= 1"):
+        case.model.check(replace(case.row.unguided, guidance=options, guidance_scale=1.0 if options else 0.5))
+
+
+def test_the_empty_net_has_the_names_and_shapes_of_the_files_and_its_buffers_are_real(case):
+    empty, net = case.model.empty_net(), case.model.load_net(device="cpu", dtype=torch.float32)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    assert {n: p.shape for n, p in empty.named_parameters()} == {n: p.shape for n, p in net.named_parameters()}
+    for (name, buffer), (_, other) in zip(empty.named_buffers(), net.named_buffers(), strict=True):
+        torch.testing.assert_close(buffer, other, msg=name)
+    for name, module in empty.named_modules():
+        for attribute, value in vars(module).items():
+            assert not isinstance(value, torch.Tensor) or value.device.type == "cpu", (name, attribute)
+
+
+def test_a_net_that_is_given_takes_the_place_of_the_checkpoint_s(case, monkeypatch):
+    net = nn.Linear(1, 1)
+    monkeypatch.setattr(type(case.model), "load_net", lambda self, **others: pytest.fail("read the weights"))
+    assert case.model.load(device="cpu", dtype=torch.float32, net=net).net is net
+
+
+def test_all_files_are_there(case):
+    case.model.check_files()
+    assert all(file.suffix == ".safetensors" for file in case.model.weight_files())
+
+
+def test_every_model_has_a_row():
+    assert {type(open_model(row.checkpoint())) for row in ROWS.values()} == set(MODELS.values())
