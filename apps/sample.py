@@ -1,7 +1,8 @@
-"""Draws images from a model, with or without trained weights, onto one contact sheet.
+"""Draw images from a model, with or without trained weights, onto one contact sheet.
 
-    python apps/sample.py --prompts 'a blue sign that says "K7QX"' --height 32 --width 96 --out sheet.png
-    python apps/sample.py --weights runs/tiny-signs/weights --prompts data/tiny-signs/eval.txt --num-images 32 ...
+    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
+    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
+        --prompts data/tiny-signs/eval.txt --num-images 32
 
 The same seed gives the same noise whatever the weights, so two sheets show what training changed.
 """
@@ -11,79 +12,96 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from omni_rl.cli import check_least, flag, parse_cli, refuse
-
-ROOT = Path(__file__).parents[1]
+from omni_rl.args import parse_numbers
+from omni_rl.cli import check_finite, check_least, flag, parse_cli, refuse, require
 
 
 @dataclass(frozen=True)
 class Args:
-    """What to draw."""
+    """Settings of a drawing."""
 
-    model: str = f"{ROOT}/checkpoints/tiny-signs-qwen-image"  # Folder or hub id of a diffusers Qwen-Image pipeline
-    weights: str = (
-        ""  # Folder that a trainer wrote: full weights or a LoRA adapter; empty draws with the model as it is
-    )
-    prompts: str = 'a blue sign that says "K7QX"'  # A prompt, or a .txt or .jsonl file of them
+    model: str = ""  # Folder or hub id of a diffusers pipeline (required)
+    weights: str = ""  # Folder that a trainer wrote, full weights or a LoRA adapter (default: the model as it is)
+    prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
     num_images: int = 1  # Images to draw, going through the prompts in turn
-    out: str = "sheet.png"  # The contact sheet to write
-    seed: int = 0  # Decides the noise
-    height: int = 32  # Pixels
-    width: int = 96  # Pixels
-    num_steps: int = 10  # Denoising steps
-    guidance_scale: float = 1.0  # Classifier-free guidance; 1 is off
+    out: str = "sheet.png"  # Contact sheet to write, .png, .jpg or .webp
+    seed: int = 0  # Seed of the noise
+    height: int = 32  # Height in pixels
+    width: int = 96  # Width in pixels
+    num_inference_steps: int = 10  # Denoising steps
+    guidance_scale: float = 1.0  # Guidance of models whose diffusers pipeline calls it so; 1 is off
+    true_cfg_scale: float = 1.0  # Classifier-free guidance of Qwen-Image; 1 is off
+    guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
     batch_size: int = 16  # Images per forward
-    dtype: Literal["float32", "bfloat16"] = "float32"  # Of the model
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:
-    """Raises ValueError when settings do not fit together."""
-    check_least(args, {"num_images": 1, "num_steps": 2, "batch_size": 1, "guidance_scale": 1.0})
-    if args.weights and not Path(args.weights).is_dir():
-        raise ValueError(f"--weights must be a folder that a trainer wrote, got {args.weights}")
+    """Raise ValueError when settings do not fit together."""
+    check_finite(args)
+    check_least(args, {"num_images": 1, "num_inference_steps": 2, "batch_size": 1, "height": 1, "width": 1})
+    parse_numbers(args.guidance, "--guidance")
+    require(
+        (args.model, "--model must be given"),
+        (not args.weights or Path(args.weights).is_dir(),
+         f"--weights must be a folder that a trainer wrote, got {args.weights}"),
+        (Path(args.out).suffix in (".png", ".jpg", ".webp"),
+         f"--out must end in .png, .jpg or .webp, got {args.out}"),
+    )  # fmt: skip
 
 
 def main(args: Args) -> None:
-    """Draws the images in batches and writes the sheet.
+    """Draw the images in batches and write the sheet.
 
     Raises:
         ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
     """
     import torch
     from omni_rl.report.sheet import contact_sheet
-    from omni_rollout import Prompt, SamplingParams
-    from omni_rollout.diffusers_engine import DiffusersEngine
-    from omni_rollout.models import qwen_image
+    from omni_rollout import Params, Prompt
+    from omni_rollout.engines.diffusers import DiffusersEngine
+    from omni_rollout.models import open_model
     from omni_train.data import PromptRecord, load_prompts, sample_seed
     from omni_train.device import local_device
     from omni_train.weights import check_weights, load_weights
 
-    with flag("--"):  # the message itself begins with model, height or width
-        qwen_image.check_folder(args.model, height=args.height, width=args.width)
+    true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
+    params = Params(
+        num_inference_steps=args.num_inference_steps,
+        height=args.height,
+        width=args.width,
+        guidance_scale=args.guidance_scale,
+        guidance={**parse_numbers(args.guidance, "--guidance"), **true_cfg},
+    )
+    with flag("--model: "):
+        model = open_model(args.model)
+        model.check_files()
+    with flag("--"):  # the message itself begins with height, width or another setting
+        model.check(params)
     if args.weights:
         with flag("--weights: "):
-            check_weights(qwen_image.empty_transformer(args.model), args.weights)
+            check_weights(model.empty_net(), args.weights)
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
             records = load_prompts(args.prompts)
-    model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
+    parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
-        load_weights(model.transformer, args.weights)
-    engine = DiffusersEngine(qwen_image, model)
-    params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+        load_weights(parts.net, args.weights)
+    engine = DiffusersEngine(model, parts)
     drawn = [records[i % len(records)] for i in range(args.num_images)]
-    prompts = [Prompt(r.text, i, sample_seed(args.seed, 0, i, 0), r.negative) for i, r in enumerate(drawn)]
+    prompts = [
+        Prompt(record.text, group=i, index=i, seed=sample_seed(args.seed, 0, i, 0), negative=record.negative)
+        for i, record in enumerate(drawn)
+    ]
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    images = torch.cat([engine.generate(batch, params).media for batch in batches])
-    sheet = contact_sheet(images.permute(0, 2, 3, 1).cpu().numpy(), [prompt.text for prompt in prompts])
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(args.out)
+    images = torch.cat([engine.generate(batch, params).media["image"] for batch in batches])
+    contact_sheet(images.cpu().numpy(), [prompt.text for prompt in prompts]).save(args.out)
     print(f"{len(images)} images in {args.out}")
 
 
 if __name__ == "__main__":
-    ARGS = parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__)
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="sample", description=__doc__)
     try:
         main(ARGS)
     except (OSError, ValueError) as exc:

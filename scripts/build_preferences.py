@@ -1,4 +1,4 @@
-"""Makes a preference file for apps/train_dpo.py: draws samples, asks a scorer, keeps each prompt's best and worst.
+"""Make a preference file for apps/train_dpo.py: draw samples, ask a scorer, keep each prompt's best and worst.
 
     python -m omni_reward.server --scorer ocr --port 8100
     python scripts/build_preferences.py --scorer-url http://127.0.0.1:8100 --num-prompts 256 --out data/pairs
@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from omni_losses import best_worst_pairs
 from omni_reward import RewardClient
-from omni_rollout import Prompt, SamplingParams, Trajectory
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rl.args import parse_numbers
+from omni_rl.scoring import submit
+from omni_rollout import Params, Prompt, Trajectory
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_train.data import PromptRecord, load_prompts, sample_seed
 from omni_train.device import local_device
 from omni_train.weights import load_weights
@@ -33,14 +35,25 @@ def draw_groups(
     engine: DiffusersEngine, client: RewardClient, records: Sequence[PromptRecord], args: Any
 ) -> Iterator[tuple[PromptRecord, Trajectory, torch.Tensor]]:
     """Each prompt with its samples and their rewards [G], NaN where there is none."""
-    params = SamplingParams(args.num_steps, args.height, args.width, guidance_scale=args.guidance_scale)
+    guidance = parse_numbers(args.guidance, "--guidance")
+    params = Params(
+        args.num_inference_steps, args.height, args.width, guidance_scale=args.guidance_scale, guidance=guidance
+    )
     for record in records:
-        seeds = [sample_seed(args.seed, 0, record.index, i) for i in range(args.group_size)]
-        prompts = [Prompt(record.text, record.index, seed, record.negative, meta=dict(record.meta)) for seed in seeds]
+        prompts = [
+            Prompt(
+                record.text,
+                group=record.index,
+                index=i,
+                seed=sample_seed(args.seed, 0, record.index, i),
+                negative=record.negative,
+                meta=dict(record.meta),
+            )
+            for i in range(args.group_size)
+        ]
         chunks = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
         group = Trajectory.cat([engine.generate(chunk, params) for chunk in chunks])
-        images = group.media.permute(0, 2, 3, 1).cpu().numpy()
-        scores = client.submit({"image": images}, [p.text for p in prompts], [p.meta for p in prompts]).result()
+        scores = submit(client, group).result()
         yield record, group, torch.tensor([float("nan") if s.value is None else s.value for s in scores])
 
 
@@ -48,7 +61,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
     """Writes one sample of the group and returns its file's name; path comes without a suffix."""
     path = path.with_suffix(".png" if images else ".safetensors")
     if images:
-        Image.fromarray(group.media[index].permute(1, 2, 0).cpu().numpy()).save(path)
+        Image.fromarray(group.media["image"][index].cpu().numpy()).save(path)
     else:
         save_file({"x0": group.x0[index].cpu().contiguous()}, path)
     return path.name
@@ -63,12 +76,13 @@ def build(args: Any) -> tuple[int, int]:
     count = 0
     with RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s) as client:
         client.check()
-        model = qwen_image.load(args.model, device=local_device(), dtype=getattr(torch, args.dtype))
+        model = open_model(args.model)
+        parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
         if args.weights:
-            load_weights(model.transformer, args.weights)
+            load_weights(parts.net, args.weights)
         temporary = args.out / "pairs.tmp"
         with temporary.open("w", encoding="utf-8") as file:
-            for record, group, rewards in draw_groups(DiffusersEngine(qwen_image, model), client, records, args):
+            for record, group, rewards in draw_groups(DiffusersEngine(model, parts), client, records, args):
                 for best, worst in best_worst_pairs(rewards, torch.zeros(len(rewards), dtype=torch.long)):
                     line: dict[str, object] = {"prompt": record.text}
                     for side, index in (("win", best), ("lose", worst)):
@@ -98,14 +112,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="samples per forward")
     parser.add_argument("--height", type=int, default=32)
     parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--num-steps", type=int, default=10)
+    parser.add_argument("--num-inference-steps", type=int, default=10)
     parser.add_argument("--guidance-scale", type=float, default=1.0)
+    parser.add_argument("--guidance", default="", help="further knobs of the pipeline, as true_cfg_scale=4")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"--out must not exist yet, got {args.out}")
-    if min(args.group_size - 1, args.batch_size, args.num_steps, args.num_prompts or 1) < 1:
-        parser.error("--group-size must be >= 2; --batch-size, --num-steps and --num-prompts must be >= 1")
+    if min(args.group_size - 1, args.batch_size, args.num_inference_steps, args.num_prompts or 1) < 1:
+        parser.error("--group-size must be >= 2; --batch-size, --num-inference-steps and --num-prompts must be >= 1")
     return args
 
 

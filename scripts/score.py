@@ -10,11 +10,12 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+import torch
 from omni_reward import Score
 from omni_reward.scorers.ocr import load_ocr
-from omni_rollout import Prompt, SamplingParams
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rollout import Params, Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_train.data import load_prompts, sample_seed
 from omni_train.weights import load_weights
 
@@ -24,20 +25,24 @@ BATCH = 32
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default=str(ROOT / "checkpoints" / "tiny-signs-qwen-image"))
     parser.add_argument("--weights", type=Path, help="folder that a trainer wrote; the base without it")
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "test.txt")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    model = qwen_image.load(ROOT / "checkpoints" / "tiny-signs-qwen-image")
+    model = open_model(args.model)
+    parts = model.load(device="cpu", dtype=torch.float32)
     if args.weights:
-        load_weights(model.transformer, args.weights)
-    engine, score = DiffusersEngine(qwen_image, model), load_ocr()
+        load_weights(parts.net, args.weights)
+    engine, score = DiffusersEngine(model, parts), load_ocr()
     records = load_prompts(args.prompts)
-    prompts = [Prompt(r.text, r.index, sample_seed(args.seed, -1, r.index, 0)) for r in records]
+    prompts = [
+        Prompt(r.text, group=i, index=i, seed=sample_seed(args.seed, -1, r.index, 0)) for i, r in enumerate(records)
+    ]
     values: list[float] = []
     for i in range(0, len(prompts), BATCH):
-        batch = engine.generate(prompts[i : i + BATCH], SamplingParams(10, 32, 96))
-        images = batch.media.permute(0, 2, 3, 1).numpy()
+        batch = engine.generate(prompts[i : i + BATCH], Params(10, height=32, width=96))
+        images = batch.media["image"].numpy()
         texts = [prompt.text for prompt in batch.prompts]
         scores = [s for s in score({"image": images}, texts, [{}] * len(texts)) if isinstance(s, Score)]
         values += [s.value for s in scores if s.value is not None]

@@ -4,6 +4,8 @@ import os
 import socket
 import subprocess
 import sys
+from collections import Counter
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +13,12 @@ from types import SimpleNamespace
 import torch
 import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
-from omni_train.data import PromptSampler
+from omni_rl.cli import from_toml, recipes
+from omni_rl.run import Run, Step
+from omni_rl.sampling import draw, prompts_of
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
+from omni_train.data import PromptSampler, load_prompts
 from omni_train.dist import Dist
 from omni_train.log import load_metrics
 
@@ -21,18 +26,26 @@ torch.set_num_threads(1)  # as on every rank: sums in another order would be oth
 
 WORDS = ("AB", "CD", "EF")  # of the evaluation
 PHASES = {"rollout", "reward_wait", "read", "update", "sync", "eval", "save", "step"}
+PROMPTS = REPO / "data" / "tiny-signs"
 
 
 def write_eval_prompts(folder):
-    """The evaluation's prompts, few, as the file that `TINY` settings name."""
+    """The evaluation's prompts, few, as the file that `tiny` settings name."""
     (folder / "eval.txt").write_text("".join(f'a blue sign that says "{word}"\n' for word in WORDS))
 
 
+def recipe(app, name):
+    """The settings of a recipe of the trainer."""
+    text = recipes(app.__name__)[name]
+    return app.Args(**from_toml(text, app.Args, name))
+
+
 def tiny(args, **changes):
-    """The preset `args` with tiny rollouts and the shipped data, whatever the working folder."""
-    prompts = str(REPO / "data" / "tiny-signs" / "train.txt")
-    small = {"num_steps": 3, "eval_num_steps": 2, "steps": 2, "eval_every": 2, "ema_decay": 0.0, "shard": "auto"}
-    return replace(args, model=str(CHECKPOINT), prompts=prompts, eval_prompts="eval.txt", **(small | changes))
+    """The settings `args` with tiny rollouts and the shipped data, whatever the working folder."""
+    small = {"num_inference_steps": 3, "eval_num_inference_steps": 2, "train_steps": 2, "eval_every": 2}
+    small |= {"ema_decay": 0.0, "shard": "auto", "height": 32, "width": 96}
+    places = {"model": str(CHECKPOINT), "prompts": str(PROMPTS / "train.txt"), "eval_prompts": "eval.txt"}
+    return replace(args, **(places | small | changes))
 
 
 def train(app, args):
@@ -66,29 +79,72 @@ def cli(app, *flags):
     return result.returncode, result.stdout + result.stderr
 
 
-def lone_rank(args, rollouts, *, rank=0, world_size=1):
-    """A run that can sample and train, as one of `world_size` ranks, without the others and without a scorer."""
-    model = qwen_image.load(CHECKPOINT)
-    net = model.transformer.requires_grad_(True)
-    dist = Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None)
-    client = SimpleNamespace(submit=lambda media, prompts, meta: None)
-    sampler = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    on = rollouts.Rollouts(dist, DiffusersEngine(qwen_image, model), client, args.batch_size)
-    params = list(net.parameters())
-    return SimpleNamespace(args=args, on=on, sampler=sampler, net=net, params=params, mode="none", optimizer=None)
+def place(rank=0, world_size=1):
+    """A rank's place among others that are not there."""
+    return Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
-def keep_gradients(app, monkeypatch):
+class NobodyScores:
+    """A scorer whose scores never come."""
+
+    busy_s = 0.0
+
+    def submit(self, media, prompts, meta=None):
+        return Future()
+
+    def close(self):
+        pass
+
+
+def lone_run(args, *, rank=0, world_size=1):
+    """A run that can sample and train, as one of `world_size` ranks, without the others, a scorer or a folder."""
+    model = open_model(args.model)
+    parts = model.load(device="cpu", dtype=torch.float32)
+    net = parts.net.requires_grad_(True)
+    return Run(
+        args=args,
+        algorithm="test",
+        config={},
+        dist=place(rank, world_size),
+        mode="none",
+        model=model,
+        engine=DiffusersEngine(model, parts, weight_version=0),
+        net=net,
+        params=list(net.parameters()),
+        optimizer=None,
+        ema=None,
+        snapshot=None,
+        reference_net=None,
+        scorer=NobodyScores(),
+        watch=None,
+        prompts=PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed),
+        eval_records=load_prompts(args.prompts)[:3],
+        folder=Path("nowhere"),
+        checkpoints=None,
+        log=None,
+        first_step=0,
+        forwards=Counter(),
+        version=0,
+    )
+
+
+def rollout(run, params, *, number=0, unit=1, **options):
+    """This rank's batches of a training step, and the prompts of all ranks."""
+    prompts = prompts_of(run, Step(number), **options)
+    return draw(run, prompts, params, unit=unit)[0], prompts
+
+
+def keep_gradients(run):
     """Instead of an optimizer step, appends the gradients to the list that is returned, and clears them."""
     kept = []
 
-    def step(optimizer, params, **options):
-        kept.append([None if p.grad is None else p.grad.clone() for p in params])
-        for p in params:
+    def step(training_step):
+        kept.append([None if p.grad is None else p.grad.clone() for p in run.params])
+        for p in run.params:
             p.grad = None
         return SimpleNamespace(grad_norm=1.0, skipped=False)
 
-    monkeypatch.setattr(app, "optimizer_step", step)
+    run.optimizer_step = step
     return kept
 
 

@@ -1,4 +1,4 @@
-"""What a trainer that breaks has to say: which rank, which phase, what to change. One rank says it for all.
+"""Error reporting for a distributed run: one message from one rank, with rank, phase and remedy.
 
 `told` is what the ranks told each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or "" where
 another rank is the cause. A rank that told nothing hangs or was killed.
@@ -7,17 +7,41 @@ another rank is the cause. A rank that told nothing hangs or was killed.
 import os
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from omni_reward import RewardError
-from omni_train.dist import is_lost_rank, tell_failure
+from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.signals import resume_command
+
+ArgsT = TypeVar("ArgsT")
+
+
+def launch(main: Callable[[ArgsT], None], args: ArgsT) -> None:
+    """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
+    try:
+        main(args)
+        shutdown()
+        return
+    except (ValueError, OSError, ImportError) as exc:
+        code = 2
+        say_mistake(exc)
+    except KeyboardInterrupt:
+        code = 130
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\ninterrupted; this continues from the newest checkpoint:\n{resume_command()}", file=sys.stderr)
+    except Exception as exc:
+        code = 1
+        say_failure(exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
 
 
 class BrokenRunError(RuntimeError):
-    """A run that cannot go on: the phase it was in, and what happened, which is also its cause."""
+    """A run that cannot go on; its cause is what happened."""
 
     def __init__(self, phase: str, cause: BaseException) -> None:
         super().__init__(f"phase {phase}: {type(cause).__name__}: {cause}")

@@ -1,79 +1,101 @@
-"""Preference files, which docs/preferences.md describes: what is wrong with one, and the latents that it names.
+"""Preference files, which docs/preferences.md describes: their check before any weight is loaded, and their latents."""
 
-Letters: C, h, w channels, height and width of a latent; H, W height and width of an image, pixels.
-"""
-
-from collections.abc import Sequence
-from concurrent.futures import Future
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from omni_reward import Score
-from omni_rollout.models.qwen_image import QwenImage
-from omni_train.data import PromptRecord
-from PIL import Image
-from safetensors import safe_open
-from torch import Tensor
+import numpy as np
+from omni_train.data import PromptRecord, load_prompts
+from PIL import Image, UnidentifiedImageError
+from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:  # the check runs before torch is imported
+    from omni_rollout import Model, Params
+    from omni_rollout.types import Parts
+    from torch import Tensor
 
 SIDES = ("win", "lose")
-SUFFIXES = (".safetensors", ".png", ".jpg", ".jpeg", ".webp")
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9"}  # the last bytes of a whole file
+SUFFIXES = (*FORMATS, ".safetensors")
 
 
-def check_preferences(records: Sequence[PromptRecord], folder: Path) -> None:
-    """Raises ValueError unless every pair names two files that exist, in `folder` or below, of a known kind."""
-    for record in records:
-        for side in SIDES:
-            name = record.meta.get(side)
-            if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
-                raise ValueError(
-                    f'pair {record.index + 1}: "{side}" must name a file that ends in one of {SUFFIXES}, got {name!r}'
-                )
-            if not (folder / name).is_file():
-                raise ValueError(f'pair {record.index + 1}: "{side}" must name a file that exists, got {folder / name}')
+def check_preferences(path: str | Path, *, height: int, width: int) -> None:
+    """Check that every pair names two whole files in the file's own folder, and that images have the run's size.
 
-
-@torch.no_grad()
-def read_latent(model: QwenImage, path: Path, shape: tuple[int, int, int]) -> Tensor:
-    """A sample's latent, float32 [C, h, w]: the tensor `x0` of a .safetensors file, or what the VAE makes of an image.
+    Reads headers alone, so a large file is checked in seconds.
 
     Raises:
-        ValueError: it is not of that shape, or there is no such tensor.
+        ValueError: a name, a path or a file breaks these rules; the pair and the file are named.
     """
+    folder = Path(path).parent
+    for record in load_prompts(path):
+        for side in SIDES:
+            try:
+                _check_file(_file_of(record, side, folder), height, width)
+            except ValueError as exc:
+                raise ValueError(f'{path}, pair {record.index + 1}, "{side}": {exc}') from exc
+
+
+def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
+    """A sample's latent, float32: the tensor `x0` of a .safetensors file, or the VAE's code of an image.
+
+    Raises:
+        ValueError: it has another shape than the model's latents, or there is no such tensor.
+    """
+    import torch
+
+    shape = model.latent_shape(params)
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             if "x0" not in file.keys():  # noqa: SIM118 - the file is no mapping
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
-            x0 = file.get_tensor("x0").float()
+            x0: Tensor = file.get_tensor("x0").float()
     else:
-        x0 = encode_image(model, Image.open(path).convert("RGB"))
+        pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB")))
+        x0 = model.encode_media(parts, {"image": pixels[None]}, params)[0]
     if x0.shape != shape:
         raise ValueError(f"{path} must be a sample of latent shape {shape}, got {tuple(x0.shape)}")
     return x0
 
 
-def encode_image(model: QwenImage, image: Image.Image) -> Tensor:
-    """The clean latent [C, H/8, W/8] of an RGB image: the mean of the VAE's code, the inverse of `decode`."""
-    vae = model.vae
-    pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8).view(image.height, image.width, 3)
-    video = (pixels.permute(2, 0, 1).float() / 127.5 - 1)[None, :, None].to(vae.device, vae.dtype)
-    code = vae.encode(video).latent_dist.mode()[0, :, 0].float()
-    mean, std = (
-        torch.tensor(values, device=code.device).view(-1, 1, 1)
-        for values in (vae.config.latents_mean, vae.config.latents_std)
-    )
-    return (code - mean) / std
+def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
+    """The file that a side of a pair names, which must exist in `folder` or below."""
+    name = record.meta.get(side)
+    if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
+        raise ValueError(f"must name a file that ends in one of {SUFFIXES}, got {name!r}")
+    path = folder / name
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"must name a file in the folder of the preference file, got {name!r}")
+    if not path.is_file():
+        raise ValueError(f"must name a file that exists, got {path}")
+    return path
 
 
-class NoScorer:
-    """In the place of a RewardClient: grades nothing."""
+def _check_file(path: Path, height: int, width: int) -> None:
+    """Raise ValueError unless the file is whole and, where it is an image, of that size in pixels."""
+    if path.suffix == ".safetensors":
+        try:
+            with safe_open(path, framework="np"):
+                return
+        except SafetensorError as exc:
+            raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
+    wanted = FORMATS[path.suffix.lower()]
+    try:
+        with Image.open(path, formats=[wanted]) as image:
+            size = image.size
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
+        raise ValueError(f"{path} is no {wanted} image: {exc}") from exc
+    if size != (width, height):
+        raise ValueError(f"{path} must be an image of {width} x {height} pixels, got {size[0]} x {size[1]}")
+    if not _is_whole(path, wanted):
+        raise ValueError(f"{path} is cut short")
 
-    busy_s = 0.0
 
-    def submit(self, media: object, prompts: Sequence[str], meta: object = None) -> Future[list[Score]]:
-        """No score for any of the prompts."""
-        future: Future[list[Score]] = Future()
-        future.set_result([Score(None, abstained="there is no scorer")] * len(prompts))
-        return future
-
-    def close(self) -> None:
-        """Nothing to close."""
+def _is_whole(path: Path, kind: str) -> bool:
+    """Whether an image file has its end: the last bytes of its format, or all the bytes that its header announces."""
+    data_size = path.stat().st_size
+    with path.open("rb") as file:
+        if kind == "WEBP":
+            return int.from_bytes(file.read(8)[4:], "little") + 8 <= data_size
+        file.seek(-min(64, data_size), 2)
+        return ENDINGS[kind] in file.read()

@@ -1,0 +1,148 @@
+"""The loop of a run: what happens around and between its training steps.
+
+    with Loop(run) as steps:
+        for step in steps:
+            ...
+
+Between steps it evaluates, logs, raises alarms, saves, and stops where the program is asked to. When a step breaks, it
+saves what there is and says what broke.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from omni_reward import RewardError
+from omni_train.dist import gather_floats
+from omni_train.log import load_metrics
+from omni_train.signals import catch_stop, resume_command
+from omni_train.weights import save_weights
+
+from omni_rl.alarms import Alarm, new_alarms
+from omni_rl.args import RunArgs, without_secrets
+from omni_rl.failures import BrokenRunError
+from omni_rl.report import write_alarm
+from omni_rl.report.folder import command_line
+from omni_rl.run import HIDDEN, Run, Step
+from omni_rl.sampling import evaluate
+
+
+class Loop:
+    """The training steps of a run that are left; a `with` block around them closes the run, whatever happens."""
+
+    def __init__(self, run: Run[RunArgs]) -> None:
+        self.run = run
+        self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._lines = load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []
+        self._stop = self._open.enter_context(catch_stop())
+        self._open.enter_context(self.run.log)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._open:
+            if isinstance(error, RewardError):  # of all ranks at once, before the weights were touched
+                save(self.run, self._done)
+        if isinstance(error, Exception):
+            raise BrokenRunError(self.run.log.last_phase, error) from error
+        if error is None:
+            self.run.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        run, args = self.run, self.run.args
+        stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
+        for number in range(max(self._done, 0), args.train_steps):
+            if stopping:
+                return
+            step, busy_s = Step(number), run.scorer.busy_s
+            run.forwards.clear()
+            yield step
+            if not step.has_signal and run.dist.is_main:
+                print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
+            step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
+            step.metrics |= run.memory("", peak=True)
+            forwards = torch.tensor([float(run.forwards["samples"])])
+            step.metrics["perf/forwards"] = gather_floats(run.dist, forwards).sum().item()
+            stopping = self._finish(step)
+        if run.dist.is_main and self._done == args.train_steps:
+            print(_summary(run), flush=True)
+
+    def _finish(self, step: Step) -> bool:
+        """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
+        run, args, done = self.run, self.run.args, step.number + 1
+        if done % args.eval_every == 0 or done == args.train_steps:
+            with run.phase("eval"):
+                step.metrics |= hold_out(run, done)
+        num_samples = args.prompts_per_step * args.group_size // run.dist.world_size if done else 0
+        run.log.log(done, step.metrics, num_images=num_samples)
+        self._done = done
+        if run.dist.is_main:
+            self._lines.append({"step": done} | step.metrics)
+            _report_alarms(run.folder, done, new_alarms(self._lines))
+        stopping = self._stop.requested(run.dist)
+        if stopping or done % args.save_every == 0 or done == args.train_steps:  # after the line: none must be lost
+            with run.phase("save"):
+                save(run, done)
+        if stopping and done < args.train_steps and run.dist.is_main:
+            print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
+        return stopping
+
+
+def save(run: Run[RunArgs], done: int) -> None:
+    """A checkpoint of `done` finished steps, unless there is one."""
+    newest = run.checkpoints.latest()
+    if newest is None or newest.step < done:
+        averages = (run.ema, run.snapshot) if run.snapshot else (run.ema,)
+        run.checkpoints.save(done, run.net, run.optimizer, averages, config=run.config)
+
+
+def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:
+    """Metrics of the held-out prompts under the averaged weights, which it exports to runs/NAME/weights."""
+    with run.ema.applied():
+        run.sync_weights(done)
+        metrics = evaluate(run, done)
+        if done:
+            save_weights(run.net, run.folder / "weights", run.dist, card=_model_card(run, metrics))
+    run.sync_weights(done)
+    return metrics
+
+
+def held_out_scores(folder: Path) -> list[float]:
+    """The held-out scores in the log, in step order."""
+    return [line["eval/reward"] for line in load_metrics(folder / "metrics.jsonl") if "eval/reward" in line]
+
+
+def _model_card(run: Run[RunArgs], metrics: dict[str, float]) -> dict[str, object] | None:
+    """The facts of the model card beside the weights; None without a score."""
+    if "eval/reward" not in metrics:
+        return None
+    first = held_out_scores(run.folder)[:1] if run.dist.is_main else []
+    return {
+        "base": run.args.model,
+        "algorithm": run.algorithm,
+        "settings": asdict(without_secrets(run.args)),
+        "scores": {"held-out": metrics["eval/reward"], **({"held-out, base": first[0]} if first else {})},
+        "command": command_line(sys.argv, hide=HIDDEN),
+    }
+
+
+def _report_alarms(folder: Path, done: int, alarms: Sequence[Alarm]) -> None:
+    """Put alarms on the terminal and into the report."""
+    for alarm in alarms:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
+        print(f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)
+        write_alarm(folder, done, alarm.title, numbers=alarm.numbers, look=alarm.look)
+
+
+def _summary(run: Run[RunArgs]) -> str:
+    """The last line of a finished run."""
+    scores = held_out_scores(run.folder)
+    told = f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no held-out score"
+    return f"{told}; report, weights and metrics in {run.folder}"

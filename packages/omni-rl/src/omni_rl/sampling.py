@@ -1,0 +1,122 @@
+"""Prompts to samples: the samples of a step, dealt to the ranks, drawn and shown; evaluations on fixed prompts.
+
+Letters: N samples of a step over all ranks, B samples of a batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from omni_reward import Score
+from omni_rollout import Model, Params, Prompt, Samples, Trajectory
+from omni_train.data import PromptRecord, sample_seed
+from omni_train.dist import Dist
+
+from omni_rl.args import RunArgs
+from omni_rl.report import Sample, write_eval, write_samples
+from omni_rl.run import Run, Step, eval_params
+from omni_rl.scoring import Pending, collect, gather_rewards, submit
+
+
+def expand_groups(
+    records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int, same_start_noise: bool = False
+) -> list[Prompt]:
+    """`group_size` samples of each prompt, group by group, each with a seed of its own.
+
+    same_start_noise: whether the samples of a group start from one noise.
+    """
+    return [
+        Prompt(
+            text=record.text,
+            group=group,
+            index=group * group_size + i,
+            seed=sample_seed(seed, step, record.index, i),
+            negative=record.negative,
+            meta=dict(record.meta),
+            initial_seed=sample_seed(seed, step, record.index, 0) if same_start_noise else None,
+        )
+        for group, record in enumerate(records)
+        for i in range(group_size)
+    ]
+
+
+def unguided(model: Model, params: Params) -> Params:
+    """The same parameters without classifier-free guidance, for losses that denoise data."""
+    without = replace(params, guidance={})
+    for candidate in (params, without, replace(without, guidance_scale=1.0), replace(without, guidance_scale=0.0)):
+        if not model.is_guided(candidate):
+            return candidate
+    raise ValueError(f"model {type(model).__name__} must predict without guidance for some guidance_scale, has none")
+
+
+def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
+    """This rank's batches: runs of `batch_size` prompts, or of `unit` where that is more, go to the ranks in turn.
+
+    unit: how many prompts in a row one rank draws all of, such as a group.
+    """
+    run = max(batch_size, unit)
+    for start in range(dist.rank * run, len(prompts), dist.world_size * run):
+        for first in range(start, start + run, batch_size):
+            yield prompts[first : first + batch_size]
+
+
+def prompts_of(run: Run[RunArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+    """The N samples to draw in a training step, the same on every rank."""
+    args, records = run.args, run.prompts.at(step.number)
+    return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
+
+
+def draw(
+    run: Run[RunArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1
+) -> tuple[list[Trajectory], list[Pending]]:
+    """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
+
+    Raises:
+        RuntimeError: the engine samples with other weights than those of the last sync.
+    """
+    batches, pending = [], []
+    for own in deal(prompts, run.dist, run.args.batch_size, unit=unit):
+        batch = run.engine.generate(own, params)
+        if batch.weight_version != run.version:
+            raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
+        batches.append(batch)
+        pending.append(submit(run.scorer, batch))
+    return batches, pending
+
+
+def show(run: Run[RunArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
+    """Put the best and worst of some of rank 0's samples into the report."""
+    if run.dist.is_main:
+        write_samples(run.folder, step.number + 1, *_pictures(batches, scores))
+
+
+def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
+    """Metrics of samples of the held-out prompts, drawn without injected noise; rank 0 adds them to the report.
+
+    step: number of finished training steps.
+    """
+    prompts = expand_groups(run.eval_records, 1, seed=0, step=-1)  # the same for every run
+    per_round = run.args.batch_size * run.dist.world_size
+    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
+    filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // per_round) * per_round)]
+    numbered = [replace(prompt, index=i) for i, prompt in enumerate(filled)]
+    batches, pending = draw(run, numbered, eval_params(run.args))
+    scores = collect(run.dist, pending)
+    groups = torch.arange(len(numbered))
+    rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}
+    if run.watch:
+        seen = collect(run.dist, [submit(run.watch, batch) for batch in batches])
+        rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
+    if run.dist.is_main:
+        write_eval(run.folder, step, *_pictures(batches, scores))
+    means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
+    return means | {"eval/abstained_ratio": rewards["eval/reward"].isnan().float().mean().item()}
+
+
+def _pictures(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[torch.Tensor, list[Sample]]:
+    """This rank's images, uint8 [n, H, W, 3], and what the report shows of each."""
+    prompts = [prompt for batch in batches for prompt in batch.prompts]
+    rows = [
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained) for p, s in zip(prompts, scores, strict=True)
+    ]
+    return torch.cat([batch.media["image"] for batch in batches]), rows

@@ -1,0 +1,199 @@
+"""Scores of a step's samples: asking for them without waiting, and putting those of all ranks in order.
+
+Letters: N samples of a step over all ranks; n of them are this rank's. A sample's place among the N is its prompt's
+`index`, so nothing here depends on how the samples were dealt to the ranks.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from omni_losses import reward_metrics
+from omni_reward import RewardClient, RewardError, Score
+from omni_rollout import Prompt, Samples
+from omni_train.data import PromptRecord
+from omni_train.dist import Dist, gather_by_index, gather_json
+from torch import Tensor
+
+from omni_rl.args import RunArgs
+from omni_rl.cli import flag, require
+
+Pending = Future[list[Score]]
+Grade = Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]
+
+
+class Scorer(Protocol):
+    """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
+
+    @property
+    def busy_s(self) -> float: ...
+
+    def submit(
+        self,
+        media: Mapping[str, np.ndarray],
+        prompts: Sequence[str],
+        meta: Sequence[Mapping[str, object]] | None = None,
+    ) -> Pending:
+        """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
+
+    def close(self) -> None:
+        """Free what the scorer holds."""
+
+
+class LocalScorer:
+    """A scorer in this process: `grade(media, texts) -> scores`, called at once."""
+
+    def __init__(self, grade: Grade) -> None:
+        self.grade = grade
+        self.busy_s = 0.0
+
+    def submit(
+        self,
+        media: Mapping[str, np.ndarray],
+        prompts: Sequence[str],
+        meta: Sequence[Mapping[str, object]] | None = None,
+    ) -> Pending:
+        """Scores that are there at once."""
+        start = time.perf_counter()
+        future: Pending = Future()
+        future.set_result(self.grade(media, prompts))
+        self.busy_s += time.perf_counter() - start
+        return future
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def abstain(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+    """No score for any sample: the `grade` of a run without a scorer."""
+    return [Score(None, abstained="there is no scorer")] * len(texts)
+
+
+def connect(
+    urls: str, args: RunArgs, dist: Dist, canary: PromptRecord, kinds: Sequence[str], *, parts: Sequence[str] = ()
+) -> tuple[RewardClient, str]:
+    """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
+
+    Each server has scored a canary: a grey image of the run's size with the text and meta of a real prompt.
+
+    kinds: of media that the model draws, of which the scorer may take some. parts: that its scores must name.
+
+    Raises:
+        ValueError: a server does not answer, refuses the token or the canary, or takes other media.
+    """
+    with flag("--scorer-token-file: "):
+        token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
+    options = {"token": token, "timeout_s": args.scorer_timeout_s, "on_failure": args.on_failure}
+    with flag("--scorer-url: "):
+        client = RewardClient(urls.split(","), proxy=args.scorer_proxy, **options)
+    image = np.full((1, args.height, args.width, 3), 127, dtype=np.uint8)
+    try:
+        info = client.info()
+        media = {"image": image} if info["media"] == ["image"] else None
+        replies = client.check(media, [canary.text], [dict(canary.meta)])
+    except RewardError as exc:
+        raise ValueError(f"--scorer-url must be a reward server that answers: {exc}") from exc
+    require(
+        (set(info["media"]) <= set(kinds),
+         f"--scorer-url must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
+        *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
+          for part in parts for scores in replies for score in scores if score.abstained is None),
+    )  # fmt: skip
+    waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
+    client.close()
+    client = RewardClient(
+        urls.split(","), proxy=args.scorer_proxy, max_in_flight=max(1, waiting // dist.world_size), **options
+    )
+    return client, f"{info['scorer']} {info['scorer_version']}"
+
+
+def submit(scorer: Scorer, samples: Samples) -> Pending:
+    """The scores to come of a batch."""
+    media = {kind: tensor.cpu().numpy() for kind, tensor in samples.media.items()}
+    prompts = samples.prompts
+    return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts])
+
+
+def collect(dist: Dist, pending: Iterable[Pending]) -> list[Score]:
+    """The scores [n] of this rank's samples, in the order of its batches; waits for them.
+
+    Raises:
+        RewardError: the scorer failed for some rank; raised on every rank, so that all can save what there is.
+    """
+    scores: list[Score] = []
+    error: RewardError | None = None
+    try:
+        scores = [score for future in pending for score in future.result()]
+    except RewardError as exc:
+        error = exc
+    for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
+        if message is not None:
+            raise RewardError(f"scores of rank {rank}: {message}") from error
+    return scores
+
+
+def groups_of(prompts: Sequence[Prompt]) -> Tensor:
+    """The group [N] of each of a step's samples, int64."""
+    return torch.tensor([prompt.group for prompt in prompts])
+
+
+def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
+    """The rewards [N] of all ranks' samples; NaN where there is none.
+
+    A group has none at all where the client asked to leave it out, or where it has several samples and fewer than two
+    scores, which compare nothing.
+    """
+    values = [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
+    rewards = _in_order(dist, batches, values, len(groups))
+    places = groups.unique(return_inverse=True)[1]
+    sizes, scored, masked = (
+        torch.zeros(len(groups)).index_add(0, places, mask.float())[places]
+        for mask in (torch.ones_like(rewards), rewards.isfinite(), rewards.isinf())
+    )
+    return rewards.masked_fill((masked > 0) | (scored < sizes.clamp(max=2)), math.nan)
+
+
+def gather_parts(
+    dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], names: Sequence[str], rewards: Tensor
+) -> Tensor:
+    """The named parts [N, names] of all ranks' scores; NaN where there is none, or no reward.
+
+    Raises:
+        RuntimeError: no score has a part of that name.
+    """
+    columns = [
+        _in_order(dist, batches, [score.parts.get(name, math.nan) for score in scores], len(rewards)) for name in names
+    ]
+    parts = torch.stack(columns, dim=1).masked_fill(rewards.isnan()[:, None], math.nan)
+    for name, column in zip(names, columns, strict=True):
+        if column.isnan().all() and not rewards.isnan().all():
+            raise RuntimeError(
+                f"the scorer must name a part {name!r} in its scores, it names {sorted(scores[0].parts)}"
+            )
+    return parts
+
+
+def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *, need_one: bool) -> dict[str, float]:
+    """Metrics `reward/...` of the rewards [N] in their groups [N].
+
+    scores: this rank's, for the reason of an abstention.
+
+    Raises:
+        RuntimeError: no sample has a score, and one is needed.
+    """
+    if not rewards.isnan().all():
+        return {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
+    if need_one:
+        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
+    return {"reward/abstained_ratio": 1.0}
+
+
+def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
+    """A number for each of this rank's samples -> those of all ranks, [total]."""
+    indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
+    return gather_by_index(dist, indices, torch.tensor(values), total)

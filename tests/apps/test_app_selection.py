@@ -1,0 +1,258 @@
+"""From scores to what is trained on: advantages, the samples worth it, and the batches that they are put into."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from omni_rl.run import Step
+from omni_rl.selection import TrainBatch, keep_samples, select
+from omni_rollout import Params, Prompt, Trajectory
+from omni_sched import sde_step
+from trainer_runs import (
+    assert_same_gradients,
+    keep_gradients,
+    lone_run,
+    place,
+    recipe,
+    rollout,
+    tiny,
+    train,
+    train_on_ranks,
+    write_eval_prompts,
+)
+
+import train_flowgrpo as app
+
+TINY = tiny(
+    recipe(app, "tiny-signs-flowgrpo"), prompts_per_step=2, group_size=8, batch_size=4, window_low=0, window_high=2,
+    lr=1e-4, lr_decay=False, old_log_prob="recompute", ratio_tolerance=1e-5,
+)  # fmt: skip
+
+
+@pytest.fixture
+def in_tmp(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def numbered(numbers):
+    """A batch whose samples are told apart by x0, which is their index in the step."""
+    x = torch.zeros(len(numbers), 1, 1)
+    return Trajectory(
+        prompts=tuple(Prompt(str(n), group=n // 4, index=n, seed=n) for n in numbers),
+        media={"image": torch.zeros(len(numbers), 1, 1, 3, dtype=torch.uint8)},
+        rates={},
+        weight_version=0,
+        x=x,
+        x_next=x,
+        sde_steps=x[..., 0].long(),
+        sigmas=torch.ones(2),
+        rollout_log_prob=x[..., 0],
+        rollout_mean=None,
+        cond={},
+        x0=torch.tensor(numbers, dtype=torch.float32)[:, None],
+        params=Params(2, 16, 16),
+    )
+
+
+def numbers_of(batches):
+    """The samples [batches, B] that the batches hold."""
+    return torch.stack([batch.trajectory.x0[:, 0] for batch in batches]).long()
+
+
+def gathered_counts(monkeypatch, batches_by_rank, keep, num_minibatches):
+    """Lets every rank see all ranks' counts, as the collective would."""
+    counts = [
+        keep[torch.cat([b.indices for b in batches])].view(num_minibatches, -1).sum(dim=1).float()
+        for batches in batches_by_rank
+    ]
+    monkeypatch.setattr("omni_rl.selection.gather_floats", lambda dist, values: torch.cat(counts))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    keep=st.lists(st.booleans(), min_size=24, max_size=24),
+    world_size=st.sampled_from([1, 2, 3]),
+    size=st.sampled_from([1, 2, 4]),
+    updates=st.sampled_from([1, 2]),
+    seed=st.integers(0, 3),
+)
+def test_the_mean_over_all_places_of_an_update_is_the_mean_over_what_is_kept(keep, world_size, size, updates, seed):
+    """However the samples were dealt to the ranks: in turn (seed 0), or in any other order."""
+    assume(24 // size // world_size % updates == 0)
+    keep = torch.tensor(keep)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(24)
+    everyone = order.view(-1, world_size, size)
+    values, totals, seen = torch.randn(24), [0.0] * updates, [[] for _ in range(updates)]
+    batches_by_rank = [[numbered(row) for row in everyone[:, rank].tolist()] for rank in range(world_size)]
+    lengths = set()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        gathered_counts(monkeypatch, batches_by_rank, keep, updates)
+        for rank, batches in enumerate(batches_by_rank):
+            new = select(place(rank, world_size), batches, values, keep, num_minibatches=updates)
+            lengths.add(len(new))
+            numbers = numbers_of(new)
+            assert torch.equal(torch.stack([batch.advantages for batch in new]), values[numbers])
+            weights = torch.stack([torch.ones(size) if b.weights is None else b.weights for b in new])
+            assert torch.equal(weights > 0, keep[numbers])
+            for update, part in enumerate(numbers.chunk(updates)):
+                share = weights.chunk(updates)[update]
+                seen[update] += part[share > 0].tolist()
+                totals[update] += (share * values[part]).mean().item() / world_size
+    blocks = everyone.chunk(updates)  # a minibatch has the same share of every rank's batches
+    for block, numbers, total in zip(blocks, seen, totals, strict=True):
+        wanted = block.flatten()[keep[block.flatten()]]
+        assert sorted(numbers) == sorted(wanted.tolist())  # each once
+        assert total == pytest.approx(values[wanted].mean().item() if numbers else 0.0, abs=1e-5)
+    counts = keep[everyone].view(updates, -1, world_size, size).sum(dim=(1, 3))
+    assert lengths == {updates * max(1, -(-int(counts.max()) // size))}  # as few as possible, on every rank
+
+
+def test_what_fills_up_is_spread_over_the_batches():
+    keep = torch.tensor([True] * 6 + [False] * 6)
+    batches = [numbered(list(range(i, i + 4))) for i in (0, 4, 8)]
+    chosen = select(place(), batches, torch.zeros(12), keep)
+    assert [int((batch.weights > 0).sum()) for batch in chosen] == [3, 3]
+
+
+def test_everything_is_taken_as_it_was_drawn_when_nothing_is_left_out():
+    batches, values = [numbered([4, 5, 6, 7]), numbered([12, 13, 14, 15])], torch.randn(16)
+    chosen = select(place(1, 2), batches, values, None)
+    assert [batch.trajectory for batch in chosen] == batches
+    assert [batch.weights for batch in chosen] == [None, None]
+    assert torch.equal(torch.cat([batch.advantages for batch in chosen]), values.view(2, 2, 4)[:, 1].flatten())
+
+
+def test_a_batch_carries_no_more_padding_than_its_longest_text_needs():
+    """Samples 1 and 4 of texts with 2 and 3 tokens come from batches that were padded to 5."""
+    lengths = [5, 2, 4, 5, 3, 1, 1, 1]
+    batches = []
+    for start in (0, 4):
+        mask = torch.arange(5) < torch.tensor(lengths[start : start + 4])[:, None]
+        cond = {"embeds": mask[..., None] * torch.ones(4, 5, 2), "embeds_mask": mask}
+        batches.append(replace(numbered(list(range(start, start + 4))), cond=cond))
+    keep = torch.isin(torch.arange(8), torch.tensor([1, 4]))
+    (chosen,) = select(place(), batches, torch.zeros(8), keep)
+    rows = chosen.weights > 0
+    assert chosen.trajectory.x0[rows, 0].tolist() == [1, 4]
+    longest = max(lengths[int(n)] for n in chosen.trajectory.x0[:, 0])
+    assert chosen.trajectory.cond["embeds"].shape == (4, longest, 2)
+    assert chosen.trajectory.cond["embeds_mask"][rows].sum(dim=1).tolist() == [2, 3]
+
+
+def test_the_best_and_the_worst_of_a_group_are_worth_it_and_samples_without_a_score_are_not():
+    rewards = torch.tensor([0.1, 0.9, 0.5, 0.4, 0.2, 0.2, 0.2, torch.nan])
+    groups = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    values = torch.nan_to_num(rewards - 0.3)
+
+    def kept(best_worst, drop_silent_groups):
+        options = {"best_worst": best_worst, "drop_silent_groups": drop_silent_groups}
+        return keep_samples(values, rewards, groups, **options).int().tolist()
+
+    assert kept(2, True) == [1, 1, 0, 0, 0, 0, 0, 0]
+    assert kept(0, True) == [1, 1, 1, 1, 0, 0, 0, 0]
+    assert kept(2, False)[:4] == [1, 1, 0, 0]
+    assert sum(kept(2, False)[4:7]) == 2
+    assert kept(2, False)[7] == 0
+
+
+def test_weights_multiply_and_tempflow_s_are_the_noise_of_the_step():
+    std, first, second = torch.tensor([0.2, 0.4]), torch.tensor([1.0, 0.5]), torch.tensor([2.0, 3.0])
+    batch = TrainBatch(numbered([0, 1]), torch.zeros(2))
+    assert app.step_weights(TINY, batch, 0, std, None) is None
+    torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), first)
+    batch = replace(batch, weights=second)
+    torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), torch.tensor([2.0, 1.5]))
+    tempflow = replace(TINY, step_weights="tempflow")
+    torch.testing.assert_close(app.step_weights(tempflow, batch, 0, std, None), torch.tensor([0.9, 2.7]))
+
+
+def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
+    """The gradient over the kept samples alone is that over all, scaled by how many there are of each."""
+    run = lone_run(TINY)
+    kept = keep_gradients(run)
+    batches, _ = rollout(run, app.params_at(TINY, Step(0)))
+    advantages = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
+    groups = torch.arange(16) // 8
+    keep = keep_samples(advantages, advantages, groups, best_worst=4, drop_silent_groups=False)
+    some = select(run.dist, batches, advantages, keep)
+    assert len(some) == 2
+    assert len(batches) == 4
+    app.update(run, Step(0), some)
+    app.update(run, Step(0), select(run.dist, batches, advantages * keep, None))
+    for part, whole in zip(run.params, kept[1], strict=True):
+        part.grad = None if whole is None else whole * 16 / 8
+    assert_same_gradients(kept[0], run.params)
+
+
+def test_tempflow_trains_with_the_weight_of_the_noise():
+    """With one trained step, whose noise is the same for all samples, the gradient is that without, times 2.25 std."""
+    run = lone_run(replace(TINY, window_high=1))
+    kept = keep_gradients(run)
+    batches, _ = rollout(run, app.params_at(run.args, Step(0)))
+    chosen = select(run.dist, batches, torch.linspace(-1, 1, 16), None)
+    app.update(run, Step(0), chosen)
+    run.args = replace(run.args, step_weights="tempflow")
+    app.update(run, Step(0), chosen)
+    first = batches[0]
+    move = sde_step(first.x[:, 0], first.x[:, 0], first.sigma(0), first.sigma_next(0), noise_level=0.4, noise=first.x0)
+    for part, equal in zip(run.params, kept[0], strict=True):
+        part.grad = None if equal is None else equal * 2.25 * move.std[0]
+    assert_same_gradients(kept[1], run.params)
+
+
+@pytest.mark.timeout(600)
+def test_best_and_worst_of_n_is_the_same_on_two_ranks_and_trains_fewer_samples(in_tmp, bright_url):
+    args = replace(
+        TINY, scorer_url=bright_url, best_worst_n=2, train_steps=1, eval_every=1, same_start_noise=True, window_low=1,
+        old_log_prob="auto", ratio_tolerance=None,
+    )  # fmt: skip
+    single = train(app, replace(args, name="single"))[1]
+    double = train_on_ranks(app, replace(args, name="double"))[1]
+    assert single["reward/trained_ratio"] == double["reward/trained_ratio"] == 0.25
+    # Four batches of 4 of one group: 1 sample till the window, 4 in its one step and in the last. Then 4 samples once.
+    assert single["perf/forwards"] == 4 * (1 + 4 + 4) + 4
+    assert double["perf/forwards"] == single["perf/forwards"] + 4  # a batch on each rank, half of it of weight 0
+    assert 0 <= single["policy/first_ratio_max_dev"] <= 1e-5
+    assert double["policy/grad_norm"] == pytest.approx(single["policy/grad_norm"], rel=1e-3)
+
+
+def test_forwards_are_counted_with_and_without_the_short_cuts(in_tmp, bright_url):
+    """Rollout plus update: 16 samples, 3 steps, 1 of them trained; guidance doubles, a short cut saves."""
+    args = replace(
+        TINY, scorer_url=bright_url, train_steps=1, eval_every=1, window_high=1, num_inference_steps=5,
+        old_log_prob="auto", ratio_tolerance=None,
+    )  # fmt: skip
+    forwards = {
+        name: train(app, replace(args, name=name, **changes))[1]["perf/forwards"]
+        for name, changes in {
+            "plain": {},
+            "guided": {"true_cfg_scale": 2.0},
+            "compressed": {"compress_ratio": 0.5},
+            "fast": {"window_low": 2, "window_high": 3, "same_start_noise": True, "batch_size": 8},
+        }.items()
+    }
+    assert forwards == {"plain": 16 * 6, "guided": 2 * 16 * 6, "compressed": 16 * 4, "fast": 2 * 2 + 16 * 3 + 16}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"best_worst_n": 3}, r"--best-worst-n must be even and <= --group-size \(8\), got 3"),
+        ({"best_worst_n": 10}, r"--best-worst-n must be even and <= --group-size \(8\), got 10"),
+        ({"best_worst_n": -2}, "--best-worst-n must be >= 0, got -2"),
+        ({"compress_ratio": 0.0}, r"--compress-ratio must be in \(0, 1\], got 0.0"),
+        ({"filter_groups": True, "old_log_prob": "correct"}, "--old-log-prob correct does not go with"),
+        (
+            {"algo": "flowgrpo-cps", "old_log_prob": "correct"},
+            "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(in_tmp, changes, message):
+    with pytest.raises(ValueError, match=message):
+        app.check_args(replace(TINY, scorer_url="http://127.0.0.1:1", **changes))
