@@ -30,8 +30,8 @@ def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
 
 
 def images(count: int, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
-    """uint8 [count, 3, height, width] of noise."""
-    return np.random.default_rng(seed).integers(0, 256, (count, 3, height, width), dtype=np.uint8)
+    """uint8 [count, height, width, 3] of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
 
 
 def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SIGN") -> list[Sample]:
@@ -46,7 +46,9 @@ def write_run(folder: Path, *, num_steps: int = 12, total: int | None = None, lr
     """A run with everything in its folder."""
     write_metrics(folder, metrics(num_steps))
     total = num_steps if total is None else total
-    (folder / "config.toml").write_text(f'name = "{folder.name}"\nsteps = {total}\nlr = {lr}\nalgo = "flowgrpo"\n')
+    (folder / "config.toml").write_text(
+        f'name = "{folder.name}"\ntrain_steps = {total}\nlr = {lr}\nalgo = "flowgrpo"\n'
+    )
     for step in range(0, num_steps + 1, 4):
         rewards: list[float | None] = [step / 50, step / 50 + 0.1, None]
         write_eval(folder, step, images(3, seed=step), samples(rewards, read=f"AT{step}"))

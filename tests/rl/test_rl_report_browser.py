@@ -222,7 +222,7 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert page.locator("h1").inner_text() == "2 runs"
     assert legend(page, "Reward: held-out") == "a 0.24 b 0.16 at 8"
     table = page.get_by_role("region", name="Table of settings").inner_text().split()
-    assert table == ["Setting", "a", "b", "name", "a", "b", "steps", "12", "8", "lr", "0.0001", "0.001"]
+    assert table == ["Setting", "a", "b", "name", "a", "b", "train_steps", "12", "8", "lr", "0.0001", "0.001"]
     card = page.locator(".card").first
     assert card.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
     page.get_by_role("slider", name="Evaluation").press("Home")
@@ -232,7 +232,7 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
 def test_text_from_files_stays_text(show, tmp_path):
     folder = tmp_path / HOSTILE.replace("/", "").replace("\0", "")[:60]
     write_metrics(folder, [step | {HOSTILE: 1.0 + step["step"]} for step in metrics(4)])
-    (folder / "config.toml").write_text(f"steps = 4\nevil = {json.dumps(HOSTILE)}\n{json.dumps(HOSTILE)} = 1\n")
+    (folder / "config.toml").write_text(f"train_steps = 4\nevil = {json.dumps(HOSTILE)}\n{json.dumps(HOSTILE)} = 1\n")
     row = Sample(HOSTILE, 0.5, 0, 0, {"read": HOSTILE, HOSTILE: HOSTILE})
     for step in (0, 4):
         write_eval(folder, step, images(2), [row, Sample(HOSTILE, None, 1, 1, {}, HOSTILE)])

@@ -24,7 +24,7 @@ def rows_of(folder, name="rows.json"):
 
 def test_a_small_picture_keeps_every_bit():
     for height, width in ((32, 96), (128, 1), (1, 128)):
-        image = images(1, height, width)[0].transpose(1, 2, 0).copy()
+        image = images(1, height, width)[0]
         data, suffix = encode(image)
         assert suffix == ".png"
         np.testing.assert_array_equal(decoded(data), image)
@@ -52,7 +52,7 @@ def test_an_evaluation_keeps_its_first_pictures_with_what_is_known_of_them(tmp_p
     assert rows[1]["details"] == {"target": "SIGN", "read": "SIGN"}
     assert sorted(path.name for path in folder.iterdir()) == [*(row["file"] for row in rows), "rows.json"]
     for row, picture in zip(rows, pictures, strict=False):
-        np.testing.assert_array_equal(decoded((folder / row["file"]).read_bytes()), picture.transpose(1, 2, 0))
+        np.testing.assert_array_equal(decoded((folder / row["file"]).read_bytes()), picture)
 
 
 def test_of_many_evaluations_the_first_and_the_last_stay_and_others_evenly_between(tmp_path):
@@ -75,7 +75,7 @@ def test_best_and_worst_of_the_first_groups_stay(tmp_path):
     assert [[row["reward"] for row in group["shown"]] for group in groups] == [[0.9, 0.1], [None], [0.3]]
     assert [group["rewards"] for group in groups] == [rewards[:4], rewards[4:8], rewards[8:12]]
     best = groups[0]["shown"][0]
-    np.testing.assert_array_equal(decoded((folder / best["file"]).read_bytes()), pictures[1].transpose(1, 2, 0))
+    np.testing.assert_array_equal(decoded((folder / best["file"]).read_bytes()), pictures[1])
 
 
 def test_a_reward_that_is_no_number_is_neither_best_nor_worst(tmp_path):
@@ -111,10 +111,10 @@ def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (np.zeros((2, 3, 4, 4), dtype=np.float32), "images must be uint8, got float32"),
-        (np.zeros((2, 4, 4, 3), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\), .*, got \(2, 4, 4, 3\)"),
-        (np.zeros((3, 3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\)"),
-        (np.zeros((3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, 3, H, W\)"),
+        (np.zeros((2, 4, 4, 3), dtype=np.float32), "images must be uint8, got float32"),
+        (np.zeros((2, 3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\), .*, got \(2, 3, 4, 4\)"),
+        (np.zeros((3, 4, 4, 3), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\)"),
+        (np.zeros((2, 4, 3), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\)"),
     ],
 )
 @pytest.mark.parametrize("write", [write_eval, write_samples])

@@ -15,13 +15,9 @@ from rl.report_runs import images, samples, write_run
 MARGIN, LABEL = 4, 16
 
 
-def last(count, height=8, width=96):
-    return images(count, height, width).transpose(0, 2, 3, 1)
-
-
 @pytest.mark.parametrize(("width", "factor"), [(96, 2), (300, 1), (10, 19)])
 def test_every_picture_stands_in_its_place_whole(width, factor):
-    pictures = last(5, 8, width)
+    pictures = images(5, 8, width)
     sheet = np.asarray(contact_sheet(pictures, [""] * 5, columns=3))
     down, right = 8 * factor + MARGIN + LABEL, width * factor + MARGIN
     assert sheet.shape == (2 * down + MARGIN, 3 * right + MARGIN, 3)
@@ -40,7 +36,7 @@ def test_large_pictures_are_reduced_to_the_side_that_is_asked_for():
 
 def test_a_label_is_drawn_and_a_glyph_that_the_font_lacks_is_no_box():
     def drawn(label):
-        return contact_sheet(last(1), [label]).tobytes()
+        return contact_sheet(images(1, 8), [label]).tobytes()
 
     assert drawn("") != drawn("SIGN")
     assert drawn("\uff33IGN") == drawn("SIGN")  # a full-width letter
@@ -59,7 +55,7 @@ def test_an_evaluation_leaves_a_sheet_of_more_pictures_than_it_keeps_one_by_one(
     write_eval(tmp_path, 80, pictures, rows)
     assert len(json.loads((tmp_path / "eval" / "000080" / "rows.json").read_text())) == 16
     sheet = np.asarray(Image.open(tmp_path / "eval" / "000080.png"))
-    whole = contact_sheet(pictures[:64].transpose(0, 2, 3, 1), ["SIGN -> SIGN   0.50"] * 64)
+    whole = contact_sheet(pictures[:64], ["SIGN -> SIGN   0.50"] * 64)
     np.testing.assert_array_equal(sheet, np.asarray(whole))
 
 
@@ -69,7 +65,7 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
     drawn = np.asarray(Image.open(tmp_path / "out" / "before_after.png"))
     for seed, y in ((0, 28), (12, drawn.shape[0] // 2 + 28)):
-        picture = images(3, seed=seed)[0].transpose(1, 2, 0).repeat(2, axis=0).repeat(2, axis=1)
+        picture = images(3, seed=seed)[0].repeat(2, axis=0).repeat(2, axis=1)
         np.testing.assert_array_equal(drawn[y + MARGIN : y + MARGIN + 64, MARGIN : MARGIN + 192], picture)
     write_eval(tmp_path / "new", 0, images(1), [Sample("a cat", 0.5)])
     monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path / "new"), str(tmp_path / "out")])

@@ -91,7 +91,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
     return {
         "name": folder.resolve().name,
         "step": step,
-        "total": config["steps"] if isinstance(config.get("steps"), int) else None,
+        "total": config["train_steps"] if isinstance(config.get("train_steps"), int) else None,
         "seconds": sum(seconds),
         "step_s": sum(recent) / len(recent) if recent else None,
         "logged_at": path.stat().st_mtime,

@@ -81,7 +81,7 @@ def write_eval(
 ) -> None:
     """Keep the first `limit` pictures of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
-    images: uint8 [N, 3, H, W], RGB, an array or a tensor on any device, one for each of `samples`. keep: where there
+    images: uint8 [N, H, W, 3], RGB, an array or a tensor on any device, one for each of `samples`. keep: where there
     are more evaluations, those nearest to their neighbours go, never the first and the last.
 
     Raises:
@@ -236,9 +236,9 @@ def _pictures(images: "np.ndarray | Tensor", count: int) -> np.ndarray:
     array = images if isinstance(images, np.ndarray) else images.cpu().numpy()
     if array.dtype != np.uint8:
         raise ValueError(f"images must be uint8, got {array.dtype}")
-    if array.ndim != 4 or array.shape[:2] != (count, 3):
-        raise ValueError(f"images must have the shape ({count}, 3, H, W), one for each sample, got {array.shape}")
-    return np.ascontiguousarray(array.transpose(0, 2, 3, 1))
+    if array.ndim != 4 or (len(array), array.shape[3]) != (count, 3):
+        raise ValueError(f"images must have the shape ({count}, H, W, 3), one for each sample, got {array.shape}")
+    return array
 
 
 def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
