@@ -29,8 +29,10 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from omni_rollout.models import qwen_image
-from omni_rollout.types import pad_alike
+from omni_rollout import Model, Params
+from omni_rollout.models import open_model, qwen_image
+from omni_rollout.types import join
+from omni_sched import add_noise
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
@@ -210,11 +212,11 @@ def report(name: str, step: int, steps: int, loss: Tensor, start: float) -> None
 
 
 def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
-    """Text features of many prompts at once, padded: `embeds` [B, T, D] and `mask` [B, T]."""
+    """Text features of many prompts at once, padded: `embeds` [B, T, D] and `embeds_mask` [B, T]."""
     tokens = tokenizer([qwen_image.TEMPLATE.format(p) for p in prompts], padding=True, return_tensors="pt")
     hidden = text_encoder(**tokens, output_hidden_states=True).hidden_states[-1]
     drop = qwen_image.TEMPLATE_TOKENS
-    return {"embeds": hidden[:, drop:], "mask": tokens.attention_mask[:, drop:].bool()}
+    return {"embeds": hidden[:, drop:], "embeds_mask": tokens.attention_mask[:, drop:].bool()}
 
 
 def train_text_encoder(
@@ -239,7 +241,7 @@ def train_text_encoder(
         cond = encode_batch(text_encoder, tokenizer, batch)
         features = cond["embeds"][:, first : first + MAX_LETTERS]
         places = torch.arange(MAX_LETTERS).expand(len(batch), -1)
-        last = cond["embeds"][torch.arange(len(batch)), cond["mask"].sum(dim=1) - 1]
+        last = cond["embeds"][torch.arange(len(batch)), cond["embeds_mask"].sum(dim=1) - 1]
         loss = (
             nn.functional.cross_entropy(letter_head(features)[used], letters[used])
             + nn.functional.cross_entropy(place_head(features)[used], places[used])
@@ -254,10 +256,11 @@ def train_text_encoder(
 def encode_all(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
     """Text features of all prompts, each padded to the longest."""
     parts = [encode_batch(text_encoder, tokenizer, prompts[i : i + 500]) for i in range(0, len(prompts), 500)]
-    return {name: torch.cat(pad_alike([part[name] for part in parts], dim=1)) for name in parts[0]}
+    return join(parts, dim=1, what="cond")
 
 
 def train_flow(
+    model: Model,
     transformer: nn.Module,
     cond: dict[str, Tensor],
     empty: dict[str, Tensor],
@@ -268,7 +271,7 @@ def train_flow(
     batch: int = 64,
 ) -> None:
     """Trains the transformer on pairs of features and latents, with the `empty` prompt's features for one in ten."""
-    cond = {name: torch.cat(pad_alike([tensor, empty[name]], dim=1)) for name, tensor in cond.items()}
+    cond, sampling = join([cond, empty], dim=1, what="cond"), Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
     params = list(transformer.parameters())
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
     start = time.time()
@@ -276,9 +279,8 @@ def train_flow(
         rows = torch.randint(len(latents), (batch,))
         x0, texts = latents[rows], torch.where(torch.rand(batch) < 0.1, len(latents), rows)
         noise, sigma = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
-        s = sigma.view(-1, 1, 1, 1)
         features = {name: tensor[texts] for name, tensor in cond.items()}
-        velocity = qwen_image.predict_velocity(transformer, (1 - s) * x0 + s * noise, sigma, features)
+        velocity = model.predict_velocity(transformer, add_noise(x0, noise, sigma), sigma, features, sampling)
         loss = (velocity - (noise - x0)).square().mean()
         descend(optimizer, params, loss, lr * cosine(step, steps))
         report("flow", step, steps, loss, start)
@@ -319,7 +321,6 @@ def main() -> None:
         axes_dims_rope=(8, 12, 12),
     )
     cond, empty = (encode_all(text_encoder, tokenizer, texts) for texts in (prompts, [EMPTY_PROMPT]))
-    train_flow(transformer, cond, empty, latents, steps=args.steps)
     scheduler = FlowMatchEulerDiscreteScheduler(  # the released Qwen-Image configuration
         use_dynamic_shifting=True,
         base_shift=0.5,
@@ -330,6 +331,8 @@ def main() -> None:
         time_shift_type="exponential",
     )
     pipe = QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+    pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
+    train_flow(open_model(args.out), transformer, cond, empty, latents, steps=args.steps)
     pipe.save_pretrained(args.out)
     print(f"saved {args.out}")
 

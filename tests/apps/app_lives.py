@@ -16,13 +16,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import rollouts
+import runs
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_rl.cli import parse_cli
 from omni_rollout.models import qwen_image
 
-import rollouts
-import runs
 import train_flowgrpo as app
 
 WORDS = ("AB", "CD", "EF")  # of the evaluation

@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+import runs
 from omni_rl.cli import parse_cli
 
-import runs
 import train_flowgrpo as app
 
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import settings
 import torch
 import uvicorn
 from apps import app_lives as lives
@@ -24,8 +25,6 @@ from omni_reward.server import create_app
 from omni_rl.cli import to_toml
 from omni_train.dist import Dist
 from safetensors.torch import load_file
-
-import settings
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rollouts
 import torch
 from apps import app_lives as lives
 from helpers import REPO
@@ -18,7 +19,6 @@ from omni_losses import LossOutput
 from omni_rl.cli import to_toml
 from omni_train.log import load_metrics
 
-import rollouts
 import train_flowgrpo as app
 
 STEPS, BROKEN = 3, 2  # training steps of the run, and the one that breaks, counted from 1

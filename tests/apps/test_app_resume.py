@@ -13,14 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 from apps import app_lives as lives
 from helpers import REPO
 from omni_rl.cli import to_toml
 from omni_train.state import train_state
 from safetensors.torch import load_file, save_file
-
-import runs
 
 STEPS = 4
 KINDS = {  # ranks, settings

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import build_preferences
 import numpy as np
 import pytest
+import rollouts
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_reward import Score
@@ -33,7 +34,6 @@ from trainer_runs import (
     write_eval_prompts,
 )
 
-import rollouts
 import train_dpo as app
 
 TINY = tiny(

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+import rollouts
+import runs
 import torch
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
@@ -23,8 +25,6 @@ from trainer_runs import (
     write_eval_prompts,
 )
 
-import rollouts
-import runs
 import train_nft as app
 
 TINY = tiny(app.PRESETS["tiny-signs"], prompts_per_step=2, group_size=4, batch_size=4, train_levels=2)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pretrain_sign_reader
 import pytest
+import rollouts
 import tiny_signs
 import torch
 from helpers import CHECKPOINT, REPO
@@ -27,7 +28,6 @@ from trainer_runs import (
     write_eval_prompts,
 )
 
-import rollouts
 import train_srpo as app
 
 READER = str(REPO / "checkpoints" / "tiny-signs-reader")

@@ -269,7 +269,7 @@ def test_every_model_takes_what_the_door_promises():
     for model in MODELS.values():
         assert {
             name: signature_fault(getattr(model, name), SIGNATURES[f"omni_rollout.Model.{name}"]) for name in door
-        } == {name: "" for name in door}
+        } == dict.fromkeys(door, "")
         for constant in ("NETS", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA"):
             assert hasattr(model, constant), constant
 

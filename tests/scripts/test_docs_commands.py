@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import settings
 import torch
 from apps import app_lives as lives
 from apps.conftest import bright_url as bright_url
@@ -28,7 +29,6 @@ from omni_train.weights import save_weights
 from rl.report_runs import write_run
 
 import sample
-import settings
 
 PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in [*REPO.glob("docs/**/*.md")]}
 PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")

@@ -29,7 +29,7 @@ def alone():
 def test_without_torchrun_there_is_one_rank_and_no_group(alone):
     assert (alone.rank, alone.world_size, alone.mesh, alone.is_main) == (0, 1, None, True)
     assert not torch.distributed.is_initialized()
-    shutdown(alone)
+    shutdown()
 
 
 def test_ranks_know_their_place(run_ranks):
@@ -223,7 +223,7 @@ def test_any_rank_gives_all_ranks_one_answer(run_ranks, alone, flags):
 
 def test_shutdown_ends_the_group(run_ranks):
     def work(dist):
-        shutdown(dist)
+        shutdown()
         return torch.distributed.is_initialized()
 
     assert run_ranks(work) == [False, False]

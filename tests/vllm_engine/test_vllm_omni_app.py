@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import rollouts
 import torch
 import torch.multiprocessing
 from apps.conftest import bright_url as bright_url
 from helpers import CHECKPOINT, REPO
 from omni_train.log import load_metrics
 
-import rollouts
 import train_flowgrpo as app
 
 # Imported here, so that the ranks, which are forked, have it: starting vLLM anew takes longer than the runs.

@@ -20,10 +20,10 @@ def open_diffusers(model: Model, net: nn.Module | None, dist: Dist, dtype: torch
 
 def open_vllm_omni(model: Model, net: nn.Module | None, dist: Dist, dtype: torch.dtype) -> tuple[Engine, nn.Module]:
     """vLLM-Omni in this process, and beside it the net that is trained; None loads the checkpoint's own to the host."""
-    from omni_rollout.engines.vllm_omni import VllmOmniEngine
+    from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
 
     engine = VllmOmniEngine(model, device=dist.device, dtype=dtype, together=partial(same_error, dist))
-    return engine, model.load_net(dtype=dtype) if net is None else net
+    return engine, model.load_net(device="cpu", dtype=dtype) if net is None else net
 
 
 ENGINES: dict[str, OpenEngine] = {"diffusers": open_diffusers, "vllm-omni": open_vllm_omni}

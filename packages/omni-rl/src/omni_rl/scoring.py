@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -88,9 +89,16 @@ def connect(
     """
     with flag("--scorer-token-file: "):
         token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
-    options = {"token": token, "timeout_s": args.scorer_timeout_s, "on_failure": args.on_failure}
+    open_client = partial(
+        RewardClient,
+        urls.split(","),
+        token=token,
+        timeout_s=args.scorer_timeout_s,
+        on_failure=args.on_failure,
+        proxy=args.scorer_proxy,
+    )
     with flag("--scorer-url: "):
-        client = RewardClient(urls.split(","), proxy=args.scorer_proxy, **options)
+        client = open_client()
     image = np.full((1, args.height, args.width, 3), 127, dtype=np.uint8)
     try:
         info = client.info()
@@ -106,9 +114,7 @@ def connect(
     )  # fmt: skip
     waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
     client.close()
-    client = RewardClient(
-        urls.split(","), proxy=args.scorer_proxy, max_in_flight=max(1, waiting // dist.world_size), **options
-    )
+    client = open_client(max_in_flight=max(1, waiting // dist.world_size))
     return client, f"{info['scorer']} {info['scorer_version']}"
 
 

@@ -233,6 +233,9 @@ class Engine(Protocol):
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order."""
 
+    def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """Moves a trainer's parameters into the engine's storage where they can be; the bytes that exist once less."""
+
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Takes over named weights and counts as `version` from then on."""
 

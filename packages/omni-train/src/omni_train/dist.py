@@ -71,16 +71,15 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     return Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
 
 
-def shutdown(dist: Dist) -> None:
-    """End the process group after every rank arrived. Call it on success only.
+def shutdown() -> None:
+    """End the process group, if there is one, after every rank arrived. Call it on success only.
 
     A rank that failed never arrives, so calling this from `finally` would hang the others; torchrun ends them instead.
     """
-    if dist.mesh is None:
-        return
-    gc.collect()  # sharded tensors hold on to the group; a group that outlives its tensors ends cleanly
-    torch_dist.barrier()
-    torch_dist.destroy_process_group()
+    if torch_dist.is_initialized():
+        gc.collect()  # sharded tensors hold on to the group; a group that outlives its tensors ends cleanly
+        torch_dist.barrier()
+        torch_dist.destroy_process_group()
 
 
 def gather_floats(dist: Dist, values: Tensor) -> Tensor:

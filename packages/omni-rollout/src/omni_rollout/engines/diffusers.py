@@ -43,6 +43,10 @@ class DiffusersEngine:
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
+    def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """0: the trainer's parameters are this engine's own."""
+        return 0
+
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Copies named weights into the net, those that are the same storage already excepted.
