@@ -80,14 +80,14 @@ def main(args: Args) -> None:
         model.check(params)
     if args.weights:
         with flag("--weights: "):
-            check_weights(model.empty_net(), args.weights)
+            check_weights(model.empty_net(), args.weights, part=model.NETS[0])
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
             records = load_prompts(args.prompts)
     parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
-        load_weights(parts.net, args.weights)
+        load_weights(parts.net, args.weights, part=model.NETS[0])
     engine = DiffusersEngine(model, parts)
     drawn = [records[i % len(records)] for i in range(args.num_images)]
     prompts = [

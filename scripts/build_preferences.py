@@ -79,7 +79,7 @@ def build(args: Any) -> tuple[int, int]:
         model = open_model(args.model)
         parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
         if args.weights:
-            load_weights(parts.net, args.weights)
+            load_weights(parts.net, args.weights, part=model.NETS[0])
         temporary = args.out / "pairs.tmp"
         with temporary.open("w", encoding="utf-8") as file:
             for record, group, rewards in draw_groups(DiffusersEngine(model, parts), client, records, args):

@@ -109,7 +109,9 @@ def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:
         run.sync_weights(done)
         metrics = evaluate(run, done)
         if done:
-            save_weights(run.net, run.folder / "weights", run.dist, card=_model_card(run, metrics))
+            save_weights(
+                run.net, run.folder / "weights", run.dist, part=run.model.NETS[0], card=_model_card(run, metrics)
+            )
     run.sync_weights(done)
     return metrics
 

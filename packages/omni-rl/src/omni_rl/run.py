@@ -30,11 +30,11 @@ from omni_train.log import RunLog, claim_folder
 from omni_train.optim import StepResult, build_adamw, optimizer_step, warmup_lr
 from omni_train.shard import Mode, reduce_gradients, shard
 from omni_train.snapshot import Snapshot
-from omni_train.weights import check_weights, named_weights
+from omni_train.weights import check_weights, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
 
 from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, without_secrets
-from omni_rl.cli import flag, to_toml
+from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
 from omni_rl.report import write_versions
 from omni_rl.scoring import Scorer, connect
@@ -348,7 +348,11 @@ def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord
         eval_records = load_prompts(args.eval_prompts)
     if args.init_weights:
         with flag("--init-weights: "):
-            check_weights(model.empty_net(), args.init_weights)
+            check_weights(model.empty_net(), args.init_weights, part=model.NETS[0])
+            require(
+                (args.lora_rank or saved_files(args.init_weights, part=model.NETS[0]),
+                 f"{args.init_weights} holds a LoRA adapter, which needs --lora-rank > 0"),
+            )  # fmt: skip
     return model, prompts, eval_records
 
 
@@ -369,13 +373,25 @@ def _add_adapters(net: nn.Module, model: Model, args: RunArgs, *, old_policy: bo
     return net if args.lora_rank else net.requires_grad_(True)
 
 
+def _start_files(model: Model, args: RunArgs) -> list[Path]:
+    """The full weights in --init-weights; none where it holds an adapter, or is not given."""
+    return saved_files(args.init_weights, part=model.NETS[0]) if args.init_weights else []
+
+
 def _load(args: RunArgs, dist: Dist, mode: Mode, model: Model, *, old_policy: bool) -> tuple[Engine, nn.Module]:
     """The engine and the net, ready to train, whose weights are the engine's own wherever that can be."""
     dtype = getattr(torch, args.dtype)
     with same_error(dist):
-        net = None if args.lora_rank else _fill(model, args, dist, mode, trained=True)
-    engine, net = ENGINES[args.engine](model, net, dist, dtype)
+        own = None
+        if not args.lora_rank:
+            own = _fill(model, args, dist, mode, trained=True)
+        elif _start_files(model, args):
+            own = _fill(model, args, dist, "none", trained=False)
+    engine, net = ENGINES[args.engine](model, own, dist, dtype)
     _add_adapters(net, model, args, old_policy=old_policy)
+    if args.lora_rank and args.init_weights and not _start_files(model, args):
+        for name in ("default", *(["old"] if old_policy else [])):
+            load_adapter(net, args.init_weights, adapter=name, part=model.NETS[0])
     if args.gradient_checkpointing:
         net.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of all diffusers models
     if not engine.shares_weights and mode != "fsdp2":
@@ -393,10 +409,9 @@ def _fill(model: Model, args: RunArgs, dist: Dist, mode: Mode, *, trained: bool)
     trained: all in float32; else frozen, in the type of --dtype.
     """
     dtype = getattr(torch, args.dtype)
-    folder = Path(args.init_weights) / model.NETS[0]
     return load_sharded(
         model.empty_net(),
-        sorted(folder.glob("*.safetensors")) if args.init_weights else model.weight_files(model.NETS[0]),
+        _start_files(model, args) or model.weight_files(model.NETS[0]),
         dist.mesh if mode == "fsdp2" else None,
         device=dist.device,
         block_names=model.BLOCK_NAMES,
