@@ -68,7 +68,8 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                 continue
             for base in node.bases:
                 found |= fields_of(ast.unparse(base), sources)
-            notes = field_notes("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n")
+            inherited = {key: Note(setting.group, setting.meaning) for key, setting in found.items()}
+            notes = field_notes("\n".join(source.splitlines()[node.lineno - 1 : node.end_lineno]) + "\n", inherited)
             for field in node.body:
                 if isinstance(field, ast.AnnAssign):
                     key = ast.unparse(field.target)

@@ -14,6 +14,7 @@ from helpers import REPO
 from omni_rl import cli
 from omni_rl.args import RunArgs, ScoredArgs
 from omni_rl.cli import (
+    Note,
     check_finite,
     check_most,
     field_notes,
@@ -209,6 +210,18 @@ def test_help_shows_settings_in_groups_with_presets_and_examples(capsys):
     assert "1. A point.\n2. Another 100 % point.\n" in text
 
 
+def test_a_setting_that_is_told_otherwise_stays_in_its_group(capsys):
+    @dataclass(frozen=True)
+    class Own(Args):
+        lr: float = 0.5  # Another rate
+        pace: int = 1  # Steps of a second
+
+    with pytest.raises(SystemExit):
+        read_settings(Own, ["--help"], {}, "")
+    shown = capsys.readouterr().out.partition("Optimizer:")[2]
+    assert shown.index("Another rate (default: 0.5)") < shown.index("Settings:") < shown.index("--pace")
+
+
 def test_help_shows_what_the_preset_makes_the_default(capsys):
     assert "(default: 7)" in shown(capsys, "--preset", "small")
 
@@ -252,19 +265,20 @@ def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
     assert done.stdout.endswith("heavy []\n")
 
 
+SHARED_NAMES = {field.name for field in fields(ScoredArgs)}
 TITLES = {"Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Reward", "Algorithm", "Optimizer"}
-LOOSE_ENDS = {"a", "an", "and", "as", "at", "by", "for", "in", "is", "of", "or", "that", "the", "to", "with"}
+LOOSE_ENDS = {"a", "an", "and", "as", "of", "or", "that", "the", "which"}
 
 
 def help_faults(cls: type, source: str) -> list[str]:
     """Fields of the class, whose source is given, without a help text that stands alone, and titles that are none."""
-    notes = field_notes(source)
-    own = [name for name in cls.__annotations__ if name not in notes]
-    faults = [f"{name} has no help text" for name in own]
+    notes = field_notes(source, {name: Note("Run", "") for name in SHARED_NAMES})
+    notes = {name: notes.get(name, Note("Run", "")) for name in cls.__annotations__}
+    faults = [f"{name} has no help text" for name, note in notes.items() if not note.text]
     faults += [f"{note.group!r} is no title of a group" for note in notes.values() if note.group not in TITLES]
     for name, note in notes.items():
         first, *_, last = re.findall(r"[\w=/|]+", note.text) or [""] * 2
-        is_whole = note.text[0].isupper() and last not in LOOSE_ENDS and note.text[-1] not in ",;:.-"
+        is_whole = note.text[:1].isupper() and last not in LOOSE_ENDS and note.text[-1:] not in ",;:.-"
         is_whole &= first not in {"What", "Whether", "How", "That", "Of", "It"}
         if not is_whole or note.text.count("(") != note.text.count(")"):
             faults.append(f"{name}: {note.text!r} does not stand alone")
@@ -292,7 +306,7 @@ CLASSES = [(SHARED, "RunArgs"), (SHARED, "ScoredArgs"), *((source, "Args") for s
 @pytest.mark.parametrize(("source", "name"), CLASSES, ids=["RunArgs", "ScoredArgs", *APPS])
 def test_every_setting_has_a_help_text_that_stands_alone(source: str, name: str):
     cls, own = class_of(source, name)
-    assert len(field_notes(own)) >= 1
+    assert len(field_notes(own, {})) >= 1
     assert help_faults(cls, own) == []
 
 

@@ -1,7 +1,7 @@
 """The settings that every trainer shares, and the rules they keep. Imports no torch.
 
 A trainer's `class Args(RunArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
-fields. A comment beside a field is its help text, a comment above the first field of a group is the group's title.
+fields; `omni_rl.cli.field_notes` says how comments become the help.
 """
 
 import math
@@ -39,9 +39,7 @@ class RunArgs:
 
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
-    dtype: Literal["float32", "bfloat16"] = (
-        "float32"  # Data type of frozen weights, and of computing where all weights train
-    )
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank

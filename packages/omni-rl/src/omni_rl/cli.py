@@ -90,8 +90,8 @@ def recipes(app: str) -> dict[str, str]:
     folder = files("omni_rl") / "recipes" / app
     if not folder.is_dir():
         return {}
-    found = [entry for entry in folder.iterdir() if entry.name.endswith(".toml")]
-    return {entry.name.removesuffix(".toml"): entry.read_text("utf-8") for entry in sorted(found, key=lambda e: e.name)}
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name: (folder / f"{name}.toml").read_text("utf-8") for name in names}
 
 
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
@@ -205,7 +205,7 @@ def help_notes(config: Any) -> dict[str, Note]:
     cls = type(config)
     notes: dict[str, Note] = {}
     for base in reversed(cls.__mro__[:-1]):
-        notes |= field_notes(inspect.getsource(base))
+        notes = field_notes(inspect.getsource(base), notes)
     for name, kind in get_type_hints(cls).items():
         value = getattr(config, name)
         shown = ("on" if value else "off") if kind is bool else "" if value is None else str(value)
@@ -221,8 +221,9 @@ def wrap_prose(text: str, width: int) -> str:
     wrapped = []
     for piece in re.split(r"\n(?=\s*\n|\d+\. |    )", text.strip()):
         indent = " " * (len(piece.lstrip("\n")) - len(piece.lstrip()))
-        hanging = "   " if re.match(r"\d+\. ", piece) else "  " if indent else ""
-        words = textwrap.fill(" ".join(piece.split()), width, initial_indent=indent, subsequent_indent=indent + hanging)
+        hanging = indent + ("   " if re.match(r"\d+\. ", piece) else "  " * bool(indent))
+        words = " ".join(piece.split())
+        words = textwrap.fill(words, width, initial_indent=indent, subsequent_indent=hanging, break_on_hyphens=False)
         wrapped.append("\n" * piece.startswith("\n") + words)
     return "\n".join(wrapped)
 
@@ -234,10 +235,11 @@ def wrap_command(command: str, width: int) -> str:
     return "  " + " \\\n      ".join(lines).replace("\0", " ")
 
 
-def field_notes(source: str) -> dict[str, Note]:
-    """The help text of each field of a dataclass and the title of its group, from the comments in its source.
+def field_notes(source: str, inherited: Mapping[str, Note]) -> dict[str, Note]:
+    """The inherited notes, and those of the fields of a dataclass, from the comments in its source.
 
-    The comment beside a field is its help text; one on a line of its own is the title of the fields after it.
+    The comment beside a field is its help text; one on a line of its own is the title of the fields after it. A field
+    before any title that stands in `inherited` already stays in its group.
     """
     source = textwrap.dedent(source)
     tree = ast.parse(source).body[0]
@@ -247,7 +249,7 @@ def field_notes(source: str) -> dict[str, Note]:
         if isinstance(node, ast.AnnAssign)
         for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    group, notes = "Settings", {}
+    group, notes = "", dict(inherited)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         text = token.string.partition("# fmt:")[0].strip("# ")
         if token.type == tokenize.COMMENT and text:
@@ -255,7 +257,7 @@ def field_notes(source: str) -> dict[str, Note]:
             if name is None:
                 group = text
             else:
-                notes[name] = Note(group, text)
+                notes[name] = Note(group or (notes[name].group if name in notes else "Settings"), text)
     return notes
 
 
