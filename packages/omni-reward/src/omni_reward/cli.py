@@ -1,4 +1,4 @@
-"""The server's command line: what it reads, binds and writes before there is a server."""
+"""The server's command line: its flags, and the files and the socket that come before the server."""
 
 import argparse
 import os
@@ -13,10 +13,10 @@ from omni_reward.transport import is_loopback
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that says what is wrong in one line, without the usage."""
+    """Parser whose errors are one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Ends the process with the message on stderr."""
+        """End the process with the message on stderr."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -117,7 +117,7 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
 
 
 def forget_url(path: Path | None) -> None:
-    """Removes an old URL file, which would send clients to a server that is gone.
+    """Remove an old URL file, which would send clients to a server that is gone.
 
     Raises:
         ValueError: the file cannot be written later, as its folder does not exist.
@@ -129,7 +129,7 @@ def forget_url(path: Path | None) -> None:
 
 
 def announce_url(path: Path | None, sock: socket.socket) -> None:
-    """Prints where the server answers, and writes it to the file: all of it or nothing."""
+    """Print the server's URL, and write it to the file: all of it or nothing."""
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if path is not None:

@@ -6,8 +6,8 @@
         ...                                                    # the accelerator works on the next batch meanwhile
         scores = future.result()                               # N times a Score, or a RewardError
 
-What can happen to a sample: it gets a value; it gets none, and `Score.abstained` says why; or its request fails, and
-`on_failure` says what becomes of that. Nothing ever becomes a 0.
+A sample gets a value, or none with the reason in `Score.abstained`; or its request fails, which `on_failure` turns into
+an exception or a reason. Nothing ever becomes a 0.
 
 Letters: N samples, H height, W width.
 """
@@ -47,7 +47,7 @@ class RewardClient:
         token: bearer token, when the scorer asks for one.
         timeout_s: longest that one request may take in all, all attempts and pauses included.
         max_in_flight: most requests at a time; one more `submit` waits until one of them is done.
-        on_failure: what becomes of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
+        on_failure: fate of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
             they come back without a value, with the failure as the reason. `mask_group`: the same, and
             `Score.mask_group` asks the trainer to leave out their whole groups. A failure that no later request can
             escape, as something is set up wrongly (`RewardError.fatal`), raises in any case.
@@ -81,7 +81,7 @@ class RewardClient:
             raise ValueError(f"mask_limit must be >= 1, got {mask_limit}")
         if proxy not in get_args(Proxy):
             raise ValueError(f"proxy must be one of {get_args(Proxy)}, got {proxy!r}")
-        self._token, self._timeout_s, self._proxy = token, timeout_s, proxy
+        self._timeout_s = timeout_s
         self._on_failure, self._mask_limit = on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._places = threading.BoundedSemaphore(max_in_flight)
@@ -89,8 +89,7 @@ class RewardClient:
         self._lock = threading.Lock()  # of the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
-        self._local = threading.local()  # one transport per worker thread and server
-        self._transports: list[Transport] = []
+        self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
 
     def submit(
         self,
@@ -176,9 +175,9 @@ class RewardClient:
         return [self._exchange(Endpoints([url]), request, header, deadline) for url in self.urls]
 
     def close(self) -> None:
-        """Waits for the requests in flight and closes the connections."""
+        """Wait for the requests in flight and close the connections."""
         self._workers.shutdown()
-        for transport in self._transports:
+        for transport in self._transports.values():
             transport.close()
 
     def __enter__(self) -> "RewardClient":
@@ -194,7 +193,7 @@ class RewardClient:
         self._places.release()
 
     def _count(self, change: int) -> None:
-        """Keeps the number of requests under way, and the clock that runs while there are any."""
+        """Update the number of requests under way, and the clock that runs while there are any."""
         with self._lock:
             now = time.perf_counter()
             if self._num_under_way:
@@ -203,7 +202,7 @@ class RewardClient:
             self._num_under_way += change
 
     def _score(self, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
-        """Scores of one request, or what stands for them when it fails; runs in a worker thread."""
+        """Scores of one request, or abstentions when it fails and may be masked; runs in a worker thread."""
         try:
             scores = self._exchange(self._endpoints, request, header, deadline)
         except RewardError as exc:
@@ -231,18 +230,11 @@ class RewardClient:
         self, url: str, request: ScoreRequest, body: Sequence[bytes | memoryview], deadline: float
     ) -> list[Score]:
         timeout_s = max(1e-3, deadline - time.monotonic())
-        reply = self._transport(url).exchange("POST", "/score", body=body, timeout_s=timeout_s)
+        reply = self._transports[url].exchange("POST", "/score", body=body, timeout_s=timeout_s)
         try:
             return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids)
         except ValueError as exc:
             raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
-
-    def _transport(self, url: str) -> Transport:
-        transports: dict[str, Transport] = vars(self._local).setdefault("transports", {})
-        if url not in transports:
-            transports[url] = Transport(url, self._token, proxy=self._proxy)
-            self._transports.append(transports[url])
-        return transports[url]
 
     def _info(self, url: str) -> dict[str, Any]:
         reply = self._ask(url, "/info")
@@ -257,12 +249,7 @@ class RewardClient:
         return info
 
     def _ask(self, url: str, path: str) -> bytes:
-        """Body of the reply to a GET from the calling thread, past the requests in flight."""
-        transport = Transport(url, self._token, proxy=self._proxy)
-        try:
-            return transport.exchange("GET", path, timeout_s=self._timeout_s)
-        finally:
-            transport.close()
+        return self._transports[url].exchange("GET", path, timeout_s=self._timeout_s)
 
 
 def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:

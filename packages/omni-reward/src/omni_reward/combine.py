@@ -27,7 +27,7 @@ import numpy as np
 
 from omni_reward.wire import Score, Scorer
 
-GATE = "gate"  # the part that says whether all gates passed
+GATE = "gate"  # the part that is 1 where all gates passed and 0 where not
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
 _SCORER = r"(?P<spec>python:[^\s*]+?\.py:[A-Za-z_]\w*|[A-Za-z_]\w*)(?:\s+as\s+(?P<name>[A-Za-z_]\w*))?"
 _WHOLE = re.compile(rf"(?P<sum>.+?)(?:\s+if\s+(?P<gates>.+)\s+else\s+(?P<veto>[+-]?{_NUMBER}))?\s*")
@@ -54,7 +54,7 @@ class Recipe:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is one scorer as it is."""
+        """True for one scorer as it is."""
         return not self.gates and list(self.weights.values()) == [1.0]
 
 

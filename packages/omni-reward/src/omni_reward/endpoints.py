@@ -34,7 +34,7 @@ def is_worth_a_retry(error: RewardError) -> bool:
 
 @dataclass(eq=False)
 class Endpoint:
-    """A server, how it has fared, and what it is doing for us. Times are on the monotonic clock."""
+    """A server with its requests and failures. Times are on the monotonic clock."""
 
     url: str
     num_requests: int = 0  # under way
@@ -53,7 +53,7 @@ class Endpoint:
         return now >= self.free_at(deadline) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
-        """Sends it to rest after an attempt that began at `started`."""
+        """Send it to rest after an attempt that began at `started`."""
         if started >= self.failed_at:
             self.num_failures += 1
             self.failed_at = now
@@ -110,7 +110,7 @@ class Endpoints:
         return None
 
     def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
-        """Notes how the attempt that began at `started` ended; an error that blames the request is no failure."""
+        """Note the end of the attempt that began at `started`; an error that blames the request is no failure."""
         with self._changed:
             endpoint.num_requests -= 1
             if error is not None and (is_worth_a_retry(error) or isinstance(error, RewardTimeoutError)):

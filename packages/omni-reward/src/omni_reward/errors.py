@@ -1,4 +1,4 @@
-"""What can go wrong between a trainer and a scorer, as one small tree.
+"""Failures between a trainer and a scorer, as one small tree.
 
     RewardError                 anything below; catch this to drop or stop
     |-- RewardTimeoutError      the deadline passed before the whole reply was here
@@ -6,8 +6,8 @@
     |-- RewardHTTPError         the server answered with an error; `.status` and `.code` say which
     `-- RewardFormatError       the server answered with something that is not the protocol
 
-A failed request is never a score of 0: `RewardClient(on_failure=)` says whether it raises or leaves its samples out. A
-scorer that cannot judge one sample of a good request is no error; that sample's `Score.abstained` says why.
+A failed request is never a score of 0: with `RewardClient(on_failure=)` it raises or leaves its samples out. A scorer
+that cannot judge one sample of a good request is no error: that sample has its reason in `Score.abstained`.
 """
 
 TRANSIENT_STATUSES = frozenset({408, 429})  # besides those from 500 on

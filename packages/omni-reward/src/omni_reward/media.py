@@ -41,7 +41,7 @@ MEDIA_KINDS = {
 
 
 def check_media(kind: str, array: object, count: int) -> None:
-    """Raises ValueError unless the array is what MEDIA_KINDS says, with count samples."""
+    """Raise ValueError unless the array fits MEDIA_KINDS, with count samples."""
     rule = media_kind(kind)
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
@@ -54,7 +54,7 @@ def check_media(kind: str, array: object, count: int) -> None:
 
 
 def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
-    """Raises ValueError unless every sample's meta gives the rate that the kind needs."""
+    """Raise ValueError unless every sample's meta gives the rate that the kind needs."""
     rate = media_kind(kind).rate
     if rate is None:
         return

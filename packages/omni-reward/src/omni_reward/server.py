@@ -69,7 +69,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class _Limits:
-    """The limits as clients are told them."""
+    """The limits, as GET /info gives them."""
 
     max_body_bytes: int
     max_batch: int
@@ -238,7 +238,11 @@ class _Intake:
         self._check_room()
         chunks: list[bytes] = []
         try:
-            await self._collect_in_time(request, chunks)
+            try:
+                async with asyncio.timeout(self._limits.receive_timeout_s):
+                    await self._collect(request, chunks)
+            except TimeoutError as exc:
+                raise HTTPException(408, "the body took too long to arrive") from exc
             chunks[:] = [b"".join(chunks)]
             self._check_room()  # bodies that trickle take nobody's place
             self._num_requests += 1
@@ -253,14 +257,8 @@ class _Intake:
         if self._num_requests > self._limits.max_waiting:
             raise _busy("too many requests are waiting")
 
-    async def _collect_in_time(self, request: Request, chunks: list[bytes]) -> None:
-        try:
-            await asyncio.wait_for(self._collect(request, chunks), self._limits.receive_timeout_s)
-        except TimeoutError as exc:
-            raise HTTPException(408, "the body took too long to arrive") from exc
-
     async def _collect(self, request: Request, chunks: list[bytes]) -> None:
-        """Fills chunks with the body, which is refused as soon as it is too long, whatever its Content-Length says."""
+        """Fill chunks with the body, which is refused as soon as it is too long, whatever its Content-Length."""
         left = self._limits.max_body_bytes
         too_large = HTTPException(413, f"the body must be at most {left} bytes")
         declared = request.headers.get("content-length", "")

@@ -1,4 +1,4 @@
-"""One HTTP exchange under one deadline, with every way it can fail told by an `omni_reward.errors` class.
+"""One HTTP exchange under one deadline; each kind of failure has its class in `omni_reward.errors`.
 
 `requests` restarts its read timeout at every packet, so a server that trickles can hold a caller for ever. Here a
 watcher thread hangs up once the deadline has passed, whatever the exchange is doing by then. Only the system's search
@@ -51,7 +51,7 @@ class _Body:
 
 
 class Transport:
-    """A kept-alive connection to one server, for one thread at a time.
+    """Kept-alive connections to one server, one for each thread.
 
     Args:
         url: the server's base URL, without a trailing slash.
@@ -66,10 +66,8 @@ class Transport:
     ) -> None:
         self._url, self._token, self._content_type = url, token, content_type
         self._is_direct = proxy == "none" or is_loopback(urlsplit(url).hostname or "")
-        self._adapter = _Adapter(pool_connections=1, pool_maxsize=1)
-        self._session = requests.Session()
-        self._session.mount("http://", self._adapter)
-        self._session.mount("https://", self._adapter)
+        self._local = threading.local()  # each thread's session and adapter
+        self._sessions: list[requests.Session] = []
 
     def exchange(
         self, method: str, path: str, *, body: Sequence[bytes | memoryview] | None = None, timeout_s: float
@@ -84,8 +82,10 @@ class Transport:
         """
         where = f"{method} {self._url}{path}"
         deadline, failure = time.monotonic() + timeout_s, None
+        if not vars(self._local):
+            self._open()
         try:
-            with self._adapter.hang_up_after(timeout_s):
+            with self._local.adapter.hang_up_after(timeout_s):
                 status, retry_after_s, reply = self._send(method, path, body, timeout_s)
         except requests.RequestException as exc:
             failure = exc
@@ -102,8 +102,16 @@ class Transport:
         return reply
 
     def close(self) -> None:
-        """Closes the connection."""
-        self._session.close()
+        """Close the connections of all threads."""
+        for session in self._sessions:
+            session.close()
+
+    def _open(self) -> None:
+        adapter, session = _Adapter(pool_connections=1, pool_maxsize=1), requests.Session()
+        session.mount("http://", adapter)
+        session.mount("https://", adapter)
+        self._local.adapter, self._local.session = adapter, session
+        self._sessions.append(session)
 
     def _send(
         self, method: str, path: str, body: Sequence[bytes | memoryview] | None, timeout_s: float
@@ -113,7 +121,7 @@ class Transport:
         data: Any = None if body is None else _Body(body)
         if body is not None:
             headers["Content-Type"] = self._content_type
-        with self._session.request(
+        with self._local.session.request(
             method,
             self._url + path,
             data=data,
@@ -145,7 +153,7 @@ class _Adapter(HTTPAdapter):
     _socket: socket.socket | None = None
 
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
-        """urllib3's pool for the request, told to show us the socket of each connection."""
+        """Pool of urllib3 for the request, whose connections show their sockets."""
         pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
         if "ConnectionCls" not in vars(pool):
             pool.ConnectionCls = self._showing(pool.ConnectionCls)
@@ -163,7 +171,7 @@ class _Adapter(HTTPAdapter):
 
     @contextmanager
     def hang_up_after(self, timeout_s: float) -> Iterator[None]:
-        """Cuts the connection when the body of the `with` takes longer."""
+        """Cut the connection when the body of the `with` takes longer."""
         finished = threading.Event()
 
         def watch() -> None:
@@ -197,7 +205,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _seconds_in(retry_after: str) -> float:
-    """Seconds from now that a Retry-After header asks for, as a number or a date; 0 when it says neither."""
+    """Seconds from now that a Retry-After header asks for, as a number or a date; 0 for anything else."""
     if retry_after.strip().isdecimal():
         return float(retry_after)
     try:

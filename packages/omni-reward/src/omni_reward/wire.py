@@ -90,7 +90,7 @@ ScoreFn = Callable[[dict[str, np.ndarray], list[str], list[dict[str, object]]], 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A score function with what a server says and checks for it; a call goes to the function.
+    """A score function with its media, batch size and version; a call goes to the function.
 
     Args:
         score_fn: the function.
@@ -98,7 +98,7 @@ class Scorer:
         batch_size: most samples of one call. Samples of concurrent requests are put together up to this number where
             their arrays have the same shapes and dtypes, and a longer request is cut. None calls once per request, with
             all of its samples: nothing that other clients do can then touch a score, not even in its last bit.
-        version: of the scorer, its weights or its prompt; a change says that scores may have changed.
+        version: of the scorer, its weights or its prompt; another one means that scores may have changed.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -117,14 +117,11 @@ class Scorer:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
         try:
-            signature = inspect.signature(self.score_fn)
-        except (TypeError, ValueError):  # a function of C has none
-            return
-        try:
-            signature.bind({}, [], [])
+            inspect.signature(self.score_fn).bind({}, [], [])
         except TypeError as exc:
-            name = getattr(self.score_fn, "__name__", "score_fn")
-            raise ValueError(f"a scorer must take (media, prompts, meta), got {name}{signature}") from exc
+            raise ValueError(f"a scorer must be a function of (media, prompts, meta): {exc}") from exc
+        except ValueError:  # a function of C has no signature
+            pass
 
     def __call__(
         self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]
@@ -258,7 +255,7 @@ def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str]) -> list[Sc
 
 
 def check_token(token: str | None) -> None:
-    """Raises ValueError unless the token is None or fits a header; the message never shows it."""
+    """Raise ValueError unless the token is None or fits a header; the message never shows it."""
     if token is not None and not re.fullmatch(r"[!-~]+", token):
         raise ValueError("token must be printable ASCII without spaces, at least one character; its value is not shown")
 

@@ -25,12 +25,12 @@ MAX_TOKENS = 1024  # that the model may write
 
 
 class UnansweredError(Exception):
-    """The endpoint works, but gave no whole answer to this question; the message says why and names no server."""
+    """The endpoint works, but gave no whole answer to this question; the message is the reason, without the server."""
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, and what stays the same for all questions.
+    """Address of an endpoint and the settings of all questions to it.
 
     Args:
         url: base URL, such as http://127.0.0.1:8000/v1.
@@ -48,7 +48,7 @@ class Endpoint:
 
 
 class Connection:
-    """A kept-alive connection to an endpoint, for one thread at a time."""
+    """Kept-alive connections to an endpoint, one for each thread."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -76,7 +76,7 @@ class Connection:
             raise RewardFormatError(f"GET {self._endpoint.url}/models: not a list of models: {exc!r:.200}") from exc
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Close the connections."""
         self._transport.close()
 
     def _post(self, body: bytes) -> bytes:

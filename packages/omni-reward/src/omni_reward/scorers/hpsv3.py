@@ -89,7 +89,7 @@ class RewardModel:
         self._head = build_head(below("rm_head.", weights), width, 2, has_relu=True).to(device)
 
     def decline(self, prompt: str) -> str | None:
-        """Why the model cannot read a prompt; None where it can."""
+        """Reason for which the model cannot read a prompt; None where it can."""
         if len(prompt) > MAX_PROMPT_CHARS:
             return f"the prompt is longer than {MAX_PROMPT_CHARS} characters"
         marks = [token for token in self._tokenizer.get_added_vocab() if token in prompt]

@@ -1,4 +1,4 @@
-"""What the scorers with a network share: where it runs, what its weights are read from, how it scores a batch.
+"""Devices, weights and batches of the scorers with a network.
 
 Weights are read from safetensors, or from a PyTorch file with `weights_only=True`, which takes tensors and runs
 nothing. A name of a model is a folder of this machine, or else one on the hub, which transformers fetches and keeps.
@@ -35,7 +35,7 @@ def image_scorer(
     Args:
         rate: scores [N] of images [N, H, W, 3], uint8, RGB, and N prompts; N is at least 1.
         version: as of a Scorer.
-        decline: why the network cannot read a prompt; None where it can.
+        decline: reason for which the network cannot read a prompt; None where it can.
     """
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:

@@ -1,4 +1,4 @@
-"""What a vision-language model is asked about an image, the form of its answer, and the score that is made of it.
+"""Questions about an image for a vision-language model, the forms of the answers, and the scores made of them.
 
 An answer counts only as a JSON object with exactly the fields that were asked for, each within its range; anything else
 raises, and the caller abstains. The prompt goes into the question as a JSON string: what it holds is quoted, and can
@@ -35,7 +35,7 @@ class Task:
     """A kind of question.
 
     Args:
-        question: what is asked; {prompt} stands for the prompt.
+        question: its words; {prompt} is replaced by the prompt.
         fields: range of each number in the answer, None for a text, in the order in which they are to be written.
         score: the score of an answer that has the right form, given the prompt.
         decline: the abstention of a prompt that the question does not suit; None where it does.

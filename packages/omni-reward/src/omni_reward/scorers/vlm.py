@@ -1,4 +1,4 @@
-"""Scorer that asks a vision-language model behind an OpenAI-compatible endpoint; see tasks.py for what it asks.
+"""Scorer that asks a vision-language model behind an OpenAI-compatible endpoint; the questions are in tasks.py.
 
 Every sample has one of three outcomes. A whole answer in the right form is a score. An answer in another form, out of
 range or cut off is an abstention with the reason, as is a sample for which the endpoint failed or took too long. When
@@ -7,10 +7,7 @@ request: a wrong token or a dead endpoint should not pass for a model that has n
 """
 
 import logging
-import queue
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,9 +81,7 @@ class _Judge:
     def __init__(self, endpoint: Endpoint, task: Task, max_in_flight: int) -> None:
         self._task = task
         self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm")
-        self._idle: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        for _ in range(max_in_flight):
-            self._idle.put(Connection(endpoint))
+        self._connection = Connection(endpoint)
 
     def score(self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         scores = {i: declined for i, prompt in enumerate(prompts) if (declined := self._task.decline(prompt))}
@@ -100,26 +95,17 @@ class _Judge:
         return [scores[i] for i in range(len(prompts))]
 
     def _ask(self, image: np.ndarray, prompt: str) -> Score | RewardError:
-        with self._connection() as connection:
-            try:
-                answer = connection.ask(image, self._task.ask(prompt), self._task.schema())
-            except UnansweredError as exc:
-                return Score(None, abstained=str(exc))
-            except RewardError as exc:
-                return exc
+        try:
+            answer = self._connection.ask(image, self._task.ask(prompt), self._task.schema())
+        except UnansweredError as exc:
+            return Score(None, abstained=str(exc))
+        except RewardError as exc:
+            return exc
         try:
             return self._task.score(self._task.read(answer), prompt)
         except ValueError as exc:
             reason = f"the answer has another form: {exc}"[:500]
             return Score(None, abstained=reason, details={"answer": answer[:1000]})
-
-    @contextmanager
-    def _connection(self) -> Iterator[Connection]:
-        connection = self._idle.get()
-        try:
-            yield connection
-        finally:
-            self._idle.put(connection)
 
 
 def _no_answer(error: RewardError) -> Score:
