@@ -38,7 +38,7 @@ from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
 from omni_rl.report import write_versions
 from omni_rl.scoring import Scorer, connect
-from omni_rl.sinks import report
+from omni_rl.sinks import check_tracker, report, tracker
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
@@ -110,8 +110,6 @@ class Run(Generic[ArgsT]):
         folder = Path("runs") / args.name
         checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
         config = asdict(without_secrets(args)) | _digests(args)
-        if not args.dry_run:
-            RunLock(folder, dist)
         saved = checkpoints.latest()
         if saved:
             check_config(saved, config, ignore=(*_may_change(args), "scorer"))
@@ -127,6 +125,9 @@ class Run(Generic[ArgsT]):
             if saved and saved.config.get("scorer") != versions:
                 was = saved.config.get("scorer")
                 raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {versions}")
+        RunLock(folder, dist)
+        if checkpoints.latest() != saved:
+            raise ValueError(f"{folder} has got another checkpoint from a run that has ended meanwhile: start again")
         claim_folder(dist, folder, has_checkpoint=saved is not None)
         if dist.is_main:
             print(_greeting(args, dist, mode, saved), flush=True)
@@ -336,6 +337,8 @@ def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord
     Raises:
         ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
     """
+    with flag("--track: "):
+        check_tracker(args.track, args.project)
     with flag("--model: "):
         model = open_model(args.model)
         model.check_files()
@@ -433,12 +436,10 @@ def _open_log(args: RunArgs, dist: Dist, folder: Path, *, resume_step: int) -> R
     sinks = []
     if dist.is_main:
         (folder / "config.toml").write_text(to_toml(without_secrets(args)))
-        write_versions(
-            folder,
-            hide=HIDDEN,
-            facts={"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()},
-        )
-        sinks = [report(folder)]
+        facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
+        changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
+        write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
+        sinks = [report(folder), *tracker(args.track, folder, args.project)]
     return RunLog(
         folder,
         is_main=dist.is_main,
