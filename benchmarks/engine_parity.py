@@ -162,4 +162,4 @@ def check_args(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))
+    main(parse_cli(Args, check_args, sys.argv[1:], app="engine_parity", description=__doc__))

@@ -177,4 +177,4 @@ def check_args(args: Args) -> None:
 
 
 if __name__ == "__main__":
-    main(parse_cli(Args, {}, check_args, sys.argv[1:], description=__doc__))
+    main(parse_cli(Args, check_args, sys.argv[1:], app="engine_speed", description=__doc__))

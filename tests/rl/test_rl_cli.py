@@ -155,6 +155,11 @@ def test_names_of_other_projects_lead_to_ours():
         from_toml("learning_rate = 1", Args, "mine")
 
 
+def test_a_flag_that_the_program_lacks_is_not_suggested():
+    with pytest.raises(ValueError, match=r"^unknown flag --steps$"):
+        read_settings(Args, ["--steps", "3"], {}, "")
+
+
 def test_a_far_name_is_not_suggested():
     with pytest.raises(ValueError, match=r"^unknown flag --image-folder$"):
         read_settings(ScoredArgs, ["--image-folder", "x"], {}, "")

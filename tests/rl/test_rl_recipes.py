@@ -3,30 +3,15 @@
 import importlib
 import re
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_rl.args import ScoredArgs
 from omni_rl.cli import from_toml, recipes
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
-# What the trainers have of their own, for as long as their Args do not say so themselves.
-OWN = {
-    "train_flowgrpo": {
-        *("algo", "noise_level", "window_size", "window_low", "window_high", "iters_per_window", "same_start_noise"),
-        *("compress_ratio", "clip_range", "kl_threshold", "adv_std", "adv_correction", "filter_groups"),
-        *("step_weights", "kl_coef"),
-    },
-    "train_nft": {
-        *("algo", "sample_with", "old_schedule", "old_decay_max", "old_every", "train_levels", "train_low"),
-        *("train_high", "nft_beta", "weighting", "clip_range", "adv_correction", "kl_coef", "old_kl_coef"),
-    },
-    "train_dpo": {"dpo_beta", "levels_per_pair", "level_shift"},
-    "train_srpo": {"reward", "reward_model", "threshold"},
-}
 
 
 @pytest.mark.parametrize(("app", "name"), ALL)
@@ -46,9 +31,8 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
 
 
 @pytest.mark.parametrize(("app", "name"), ALL)
-def test_a_recipe_sets_what_the_trainer_has(app: str, name: str):
+def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name: str):
     values = tomllib.loads(recipes(app)[name])
-    assert set(values) <= {field.name for field in fields(ScoredArgs)} | OWN[app]
     assert {"name", "model", "prompts", "eval_prompts", "height", "width", "lr"} <= set(values)
     assert "scorer_url" not in values
     if values["model"].startswith("stabilityai"):
@@ -66,8 +50,6 @@ def test_no_two_recipes_of_a_trainer_write_to_one_folder():
 @pytest.mark.parametrize(("app", "name"), ALL)
 def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module(app)
-    if not issubclass(module.Args, ScoredArgs.__mro__[1]):
-        pytest.skip("the trainer's Args are not those that recipes are for")
     args = module.Args(**from_toml(recipes(app)[name], module.Args, name))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f'a sign that says "{i}"\n' for i in range(128)))

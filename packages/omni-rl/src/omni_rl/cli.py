@@ -15,7 +15,7 @@ import sys
 import textwrap
 import tokenize
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from difflib import get_close_matches
@@ -38,8 +38,9 @@ ConfigT = TypeVar("ConfigT")
 FLOAT32_MAX = 3.4028234663852886e38
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 OTHER_NAMES = {  # names that users bring from other projects, and what to use here
-    "learning-rate": "--lr", "beta": "--kl-coef", "kl-beta": "--kl-coef", "clip-eps": "--clip-range",
-    "eta": "--noise-level", "num-generations": "--group-size", "train-batch-size": "--batch-size",
+    "learning-rate": "--lr", "beta": "--kl-coef, --dpo-beta or --nft-beta", "kl-beta": "--kl-coef",
+    "clip-eps": "--clip-range", "eta": "--noise-level", "num-generations": "--group-size",
+    "train-batch-size": "--batch-size", "reward-url": "--scorer-url", "lora-r": "--lora-rank",
     "cfg": "--true-cfg-scale with Qwen-Image, --guidance-scale with other models",
     "cfg-scale": "--true-cfg-scale with Qwen-Image, --guidance-scale with other models",
     "resolution": "--height and --width", "image-size": "--height and --width",
@@ -51,8 +52,8 @@ OTHER_NAMES = {  # names that users bring from other projects, and what to use h
     "epochs": "--train-steps", "num-steps": "--num-inference-steps", "eval-num-steps": "--eval-num-inference-steps",
     "updates-per-step": "--num-minibatches", "best-of-n": "--best-worst-n", "drop-zero-signal": "--filter-groups",
     "window-iters": "--iters-per-window", "flash-ratio": "--compress-ratio", "share-noise": "--same-start-noise",
-    "precision": "--dtype", "mixed-precision": "--dtype", "bf16": "--dtype bfloat16", "lora-r": "--lora-rank",
-    "model-path": "--model", "pretrained-model-name-or-path": "--model", "reward-url": "--scorer-url",
+    "precision": "--dtype", "mixed-precision": "--dtype", "bf16": "--dtype bfloat16",
+    "model-path": "--model", "pretrained-model-name-or-path": "--model",
     "nft": "train_nft.py", "awm": "train_nft.py", "dpo": "train_dpo.py", "srpo": "train_srpo.py",
 }  # fmt: skip
 
@@ -65,7 +66,12 @@ class Note(NamedTuple):
 
 
 def parse_cli(
-    cls: type[ConfigT], check: Any, argv: Any, words: Any = None, *, app: str = "", description: str | None = None
+    cls: type[ConfigT],
+    check: Callable[[ConfigT], None],
+    argv: Sequence[str],
+    *,
+    app: str,
+    description: str | None = None,
 ) -> ConfigT:
     """The settings that the command line asks for. A mistake in them ends the program with one line and exit code 2.
 
@@ -74,11 +80,8 @@ def parse_cli(
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
     examples, and come after them.
     """
-    presets = recipes(app) if app else {name: to_toml(config) for name, config in check.items()}
-    if not app:
-        check, argv = argv, words
     try:
-        config = read_settings(cls, argv, presets, description or "")
+        config = read_settings(cls, argv, recipes(app), description or "")
         check(config)
     except ValueError as exc:
         refuse(exc)
@@ -320,11 +323,16 @@ def require(*rules: tuple[object, str]) -> None:
             raise ValueError(words)
 
 
-def suggest(name: str, known: Sequence[str] | Mapping[str, object]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """'; use ...' for a name of another project, '; did you mean ...?' with the nearest known name, or nothing."""
-    other = OTHER_NAMES.get(name.lstrip("-").replace("_", "-").lower())
-    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
-    return f"; use {other}" if other else f"; did you mean {near[0]!r}?" if near else ""
+    known = list(known)
+    ours = {word.lstrip("-").replace("_", "-") for word in known}
+    other = OTHER_NAMES.get(name.lstrip("-").replace("_", "-").lower(), "")
+    flags = re.findall("--([a-z-]+)", other)
+    if other and (not flags or ours & set(flags)):
+        return f"; use {other}"
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def to_toml(config: Any) -> str:
