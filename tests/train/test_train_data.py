@@ -1,9 +1,12 @@
 """Prompts and seeds are functions of the step."""
 
+import hashlib
 import json
 from collections import Counter
 from itertools import chain
+from unittest.mock import patch
 
+import omni_train.data
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,9 +30,18 @@ def shared_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("prompts")
 
 
-@settings(max_examples=60, deadline=None)
+ORDERS = pytest.mark.parametrize("max_sorted", [2**16, 0], ids=["sorted", "shuffled"])
+
+
+@ORDERS
+@settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 24), data=st.data(), seed=st.integers(-(2**63), 2**63 - 1))
-def test_steps_repeat_nothing_and_epochs_use_everything_once(shared_folder, num, data, seed):
+def test_steps_repeat_nothing_and_epochs_use_everything_once(shared_folder, max_sorted, num, data, seed):
+    with patch("omni_train.data.MAX_SORTED", max_sorted):
+        check_steps(shared_folder, num, data, seed)
+
+
+def check_steps(shared_folder, num, data, seed):
     per_step = data.draw(st.integers(1, num))
     path = write(shared_folder, "drawn.txt", *(f"prompt {i}" for i in range(num)))
     sampler = PromptSampler(path, prompts_per_step=per_step, seed=seed)
@@ -57,10 +69,48 @@ def test_seeds_and_epochs_have_their_own_order(prompts):
     assert len({tuple(order) for order in orders}) == 6
 
 
-def test_every_prompt_is_as_likely_at_every_place(prompts):
-    path = prompts(4)
-    counts = Counter(PromptSampler(path, prompts_per_step=1, seed=seed).at(1)[0].index for seed in range(2000))
-    assert all(400 < counts[i] < 600 for i in range(4))
+@ORDERS
+def test_every_prompt_is_as_likely_at_every_place(prompts, max_sorted, monkeypatch):
+    monkeypatch.setattr("omni_train.data.MAX_SORTED", max_sorted)
+    sampler = PromptSampler(prompts(5), prompts_per_step=1, seed=0)
+    for place in (0, 1, 4):
+        counts = Counter()
+        for sampler.seed in range(2000):
+            counts[sampler.at(place)[0].index] += 1
+        assert all(320 < counts[i] < 480 for i in range(5))  # 400 with a standard deviation of 18
+
+
+def test_neighbours_in_a_shuffle_say_nothing_of_each_other(prompts, monkeypatch):
+    monkeypatch.setattr("omni_train.data.MAX_SORTED", 0)
+    order = [PromptSampler(prompts(2000), prompts_per_step=2000, seed=0).at(step) for step in range(2)]
+    ranks = [[record.index for record in step] for step in order]
+    pairs = [*zip(ranks[0][:-1], ranks[0][1:], strict=True), *zip(ranks[0], ranks[1], strict=True)]
+    for distance in (1, 2, 3):  # of 4,000 pairs about 2 in 2,000 are so near: 4 each way
+        assert sum(abs(a - b) == distance for a, b in pairs) < 20
+    assert abs(sum(a < b for a, b in pairs) - len(pairs) / 2) < 5 * len(pairs) ** 0.5
+
+
+def test_the_order_of_a_small_file_is_that_of_hashes(prompts):
+    def digest(epoch, i):
+        data = b"".join(number.to_bytes(8, "little", signed=True) for number in (7, epoch, i))
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % 2**63
+
+    sampler = PromptSampler(prompts(50), prompts_per_step=50, seed=7)
+    for epoch in range(3):
+        assert [r.index for r in sampler.at(epoch)] == sorted(range(50), key=lambda i: digest(epoch, i))
+
+
+def test_a_step_of_a_large_file_costs_what_it_draws_and_not_the_file(prompts, monkeypatch):
+    num, calls = 2**16 + 1, []
+    path = prompts(num)
+    sampler = PromptSampler(path, prompts_per_step=4, seed=0)
+    hashed = omni_train.data._hash
+    monkeypatch.setattr("omni_train.data._hash", lambda *numbers: (calls.append(numbers), hashed(*numbers))[1])
+    last = num // 4  # its last place is of the next epoch
+    for step in (0, 1, last, last + 1):
+        assert len({record.index for record in sampler.at(step)}) == 4
+    assert 4 * 4 <= len(calls) < 3000
+    assert sampler.at(last)[0].text == f"prompt {sampler.at(last)[0].index}"
 
 
 def test_text_lines(tmp_path):
@@ -94,11 +144,32 @@ def test_json_lines(tmp_path):
         ('{"prompt": "cat", "negative_prompt": null}', 'line 3: "negative_prompt" must be a string, got NoneType'),
         ('{"prompt": "cat", "size": NaN}', "line 3: not valid JSON: NaN is no JSON number"),
         ('{"prompt": " "}', 'line 3: "prompt" must not be empty'),
+        ('{"prompt": "cat"} {"prompt": "dog"}', "line 3: not valid JSON: more than one value, the second at .* 18"),
+        ('{"prompt": "cat", "size": 1e999}', "line 3: not valid JSON: 1e999 is no finite number"),
+        (r'{"prompt": "cat \ud83d"}', r"line 3: must be Unicode, got '\\ud83d', half of a surrogate pair"),
+        (r'{"prompt": "cat", "tags": [{"\uDC00": 1}]}', "line 3: must be Unicode, .* half of a surrogate pair"),
+        ('{"prompt": "cat", "a": ' + "[" * 60_000, "line 3: not valid JSON: maximum recursion depth"),
+        ('{"prompt": "cat", "a": "' + "x" * 70_000 + '"}', "line 3: must have at most 65536 characters, got 70026"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, line, message):
     path = write(tmp_path, "a.jsonl", '{"prompt": "fine"}', "", line)
     with pytest.raises(ValueError, match=message):
+        load_prompts(path)
+
+
+def test_an_emoji_may_be_a_pair_of_escapes(tmp_path):
+    path = write(tmp_path, "a.jsonl", r'{"prompt": "\ud83d\ude00", "a": 1e308}')
+    assert load_prompts(path) == [PromptRecord(0, "\U0001f600", meta={"a": 1e308})]
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_lines_may_end_as_on_any_system_and_nowhere_else(tmp_path, end):
+    path = tmp_path / "a.txt"
+    path.write_bytes(f"a\u2028b{end}{end}c\x0cd{end}".encode())
+    assert [record.text for record in load_prompts(path)] == ["a\u2028b", "c\x0cd"]
+    path.write_bytes(f"a{end}b{end}{'x' * 70_000}".encode())
+    with pytest.raises(ValueError, match=r"a\.txt, line 3: must have at most 65536 characters"):
         load_prompts(path)
 
 

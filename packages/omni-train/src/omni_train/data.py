@@ -1,17 +1,21 @@
 """Prompts and random seeds as pure functions of the step, so that a resumed run needs no saved state.
 
 Letters: P prompts a step takes, M prompts in the file. Step s takes the places s*P ... s*P + P - 1 of an endless list
-that strings one ordering of the M prompts (an epoch) after another.
+that strings one ordering of the M prompts (an epoch) after another. Up to `MAX_SORTED` prompts are ordered by sorting
+their hashes; of more each place is worked out when it is asked for, so that a million prompts take no time.
 """
 
 import hashlib
-import io
 import json
-from collections.abc import Mapping
+import math
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import gcd
+from functools import lru_cache, partial
 from pathlib import Path
+
+MAX_SORTED = 2**16
+MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
 
 
 @dataclass(frozen=True)
@@ -35,49 +39,78 @@ class PromptSampler:
     """
 
     def __init__(self, path: str | Path, *, prompts_per_step: int, seed: int) -> None:
-        self.records = load_prompts(path)
-        if not 1 <= prompts_per_step <= len(self.records):
+        self._lines, self._split = _read_lines(Path(path))
+        if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
-                f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self.records)}), "
+                f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
                 f"got {prompts_per_step}"
             )
         self.prompts_per_step = prompts_per_step
         self.seed = seed
 
     def __len__(self) -> int:
-        return len(self.records)
+        return len(self._lines)
 
     def at(self, step: int) -> list[PromptRecord]:
         """The P prompts of a step; the same for the same file, P, seed and step, on every rank."""
         if step < 0:
             raise ValueError(f"step must be >= 0, got {step}")
-        num, first = len(self.records), step * self.prompts_per_step
+        num, first = len(self), step * self.prompts_per_step
         places = range(first, first + self.prompts_per_step)
         orders = {epoch: self._order(epoch) for epoch in {place // num for place in places}}
-        return [self.records[orders[place // num][place % num]] for place in places]
+        drawn = [orders[place // num](place % num) for place in places]
+        return [PromptRecord(index, *self._split(self._lines[index])) for index in drawn]
 
-    def _order(self, epoch: int) -> list[int]:
+    def _order(self, epoch: int) -> "Order":
         """The order of an epoch: a permutation whose head avoids what the shared step took from the epoch before."""
-        num, per_step = len(self.records), self.prompts_per_step
-        start = epoch - epoch % (per_step // gcd(num, per_step))  # here a step and an epoch begin together
+        num, per_step = len(self), self.prompts_per_step
+        start = epoch - epoch % (per_step // math.gcd(num, per_step))  # here a step and an epoch begin together
         if num >= 2 * per_step:
             start = max(start, epoch - 1)  # what moves in the head cannot reach the tail: one epoch back is enough
         order = _permutation(self.seed, start, num)
         for later in range(start + 1, epoch + 1):
             num_tail, num_head = later * num % per_step, -later * num % per_step  # the shared step's two parts
-            order = _avoid(_permutation(self.seed, later, num), set(order[num - num_tail :]), num_head)
+            tail = {order(place) for place in range(num - num_tail, num)}
+            order = _avoid(_permutation(self.seed, later, num), tail, num_head)
         return order
 
 
-def _avoid(order: list[int], avoid: set[int], num_head: int) -> list[int]:
-    head = [i for i in order if i not in avoid][:num_head]
-    return head + [i for i in order if i not in set(head)]
+Order = Callable[[int], int]  # from a place to the prompt that stands there
+
+
+def _avoid(order: Order, avoid: set[int], num_head: int) -> Order:
+    """The order, but the first `num_head` that are not in `avoid` come before all others."""
+    first = [order(place) for place in range(num_head + len(avoid))]  # which hold that many
+    head = [i for i in first if i not in avoid][:num_head]
+    taken = set(head)
+    first = head + [i for i in first if i not in taken]
+    return lambda place: first[place] if place < len(first) else order(place)
+
+
+def _permutation(seed: int, epoch: int, num: int) -> Order:
+    """0 ... num-1 as hashes say: the same on every machine and Python version, which `random` does not promise."""
+    return _sorted(seed, epoch, num).__getitem__ if num <= MAX_SORTED else partial(_shuffled, seed, epoch, num)
 
 
 @lru_cache(maxsize=4)
-def _permutation(seed: int, epoch: int, num: int) -> list[int]:
-    """0 ... num-1 sorted by a hash: the same on every machine and Python version, which `random` does not promise."""
+def _sorted(seed: int, epoch: int, num: int) -> list[int]:
     return sorted(range(num), key=lambda i: _hash(seed, epoch, i))
+
+
+def _shuffled(seed: int, epoch: int, num: int, place: int) -> int:
+    """What stands at one place of a permutation, from that place alone.
+
+    A Feistel network (Luby and Rackoff, "How to construct pseudorandom permutations", 1988) permutes the numbers below
+    a power of 4; a number that it sends beyond 0 ... num-1 goes through it again.
+    """
+    bits = ((num - 1).bit_length() + 1) // 2
+    while True:
+        left, right = place >> bits, place & (2**bits - 1)
+        for turn in range(6):
+            left, right = right, left ^ (_hash(seed, epoch, num, turn, right) & (2**bits - 1))
+        place = left << bits | right
+        if place < num:
+            return place
 
 
 def sample_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
@@ -94,15 +127,24 @@ def _hash(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & (2**63 - 1)
 
 
+Parts = tuple[str, str, dict[str, object]]  # text, negative, meta
+
+
 def load_prompts(path: str | Path) -> list[PromptRecord]:
     """All prompts of a `.txt` or `.jsonl` file, in file order.
 
     Raises:
         ValueError: another suffix, a file that cannot be read or is empty, a malformed line (named with its number).
     """
-    path = Path(path)
+    lines, split = _read_lines(Path(path))
+    return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
+
+
+def _read_lines(path: Path) -> tuple[list[str], Callable[[str], Parts]]:
+    """The lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"path must end in .txt or .jsonl, got {path}")
+    split = _split_json if path.suffix == ".jsonl" else _split_text
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
@@ -111,36 +153,58 @@ def load_prompts(path: str | Path) -> list[PromptRecord]:
     except UnicodeDecodeError as exc:
         number = data.count(b"\n", 0, exc.start) + 1
         raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
-    lines = [
-        (number, line.strip()) for number, line in enumerate(io.StringIO(text, newline=None), start=1) if line.strip()
-    ]
-    if not lines:
+    lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    for number, line in enumerate(lines, start=1):
+        try:
+            if len(line) > MAX_LINE_CHARS:
+                raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
+            if line:
+                split(line)
+        except ValueError as exc:
+            raise ValueError(f"{path}, line {number}: {exc}") from exc
+    if not any(lines):
         raise ValueError(f"path must hold at least one prompt, {path} is empty")
-    parse = _parse_json if path.suffix == ".jsonl" else _parse_text
-    return [parse(index, line, f"{path}, line {number}") for index, (number, line) in enumerate(lines)]
+    return [line for line in lines if line], split
 
 
-def _parse_text(index: int, line: str, place: str) -> PromptRecord:
-    return PromptRecord(index=index, text=line)
+def _split_text(line: str) -> Parts:
+    return line, "", {}
 
 
-def _parse_json(index: int, line: str, place: str) -> PromptRecord:
+def _split_json(line: str) -> Parts:
     try:
-        entry = json.loads(line, parse_constant=_no_number)
-    except ValueError as exc:
-        raise ValueError(f"{place}: not valid JSON: {getattr(exc, 'msg', exc)}") from exc
-    if not isinstance(entry, dict):
-        raise ValueError(f"{place}: must be a JSON object, got {type(entry).__name__}")
+        entry, end = _DECODER.raw_decode(line)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"not valid JSON: {getattr(exc, 'msg', exc)}") from exc
+    if end < len(line):
+        raise ValueError(f"not valid JSON: more than one value, the second at character {end + 1}")
+    if type(entry) is not dict:
+        raise ValueError(f"must be a JSON object, got {type(entry).__name__}")
     if "prompt" not in entry:
-        raise ValueError(f'{place}: must have the key "prompt", got the keys {sorted(entry)}')
+        raise ValueError(f'must have the key "prompt", got the keys {sorted(entry)}')
     text, negative = entry.pop("prompt"), entry.pop("negative_prompt", "")
     for key, value in (("prompt", text), ("negative_prompt", negative)):
-        if not isinstance(value, str):
-            raise ValueError(f'{place}: "{key}" must be a string, got {type(value).__name__}')
+        if type(value) is not str:
+            raise ValueError(f'"{key}" must be a string, got {type(value).__name__}')
     if not text.strip():
-        raise ValueError(f'{place}: "prompt" must not be empty')
-    return PromptRecord(index=index, text=text, negative=negative, meta=entry)
+        raise ValueError('"prompt" must not be empty')
+    if _SURROGATE.search(line):  # an escape, maybe one of a pair: a character of its own is no UTF-8
+        try:
+            json.dumps([text, negative, entry], ensure_ascii=False).encode()
+        except UnicodeEncodeError as exc:
+            raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
+    return text, negative, entry
+
+
+def _finite(number: str) -> float:
+    if not math.isfinite(value := float(number)):
+        raise ValueError(f"{number:.40} is no finite number")
+    return value
 
 
 def _no_number(word: str) -> None:
     raise ValueError(f"{word} is no JSON number")
+
+
+_DECODER = json.JSONDecoder(parse_float=_finite, parse_constant=_no_number)
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
