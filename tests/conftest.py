@@ -3,12 +3,17 @@
 import os
 from importlib.util import find_spec
 
+from helpers import TEST_SEED
+
 for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
     os.environ.setdefault(name, "")
 
 
 def pytest_terminal_summary(terminalreporter):
     """Says what was left out and how to run it, so that nobody takes it for passed."""
+    terminalreporter.write_line(
+        f"TEST_SEED={TEST_SEED} drew which of many cases alike ran; make test-all runs every one"
+    )
     if find_spec("vllm_omni") is None:
         terminalreporter.write_line(
             "left out: tests/vllm_engine, as vLLM-Omni is not installed; run make test-vllm-omni"

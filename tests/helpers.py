@@ -1,12 +1,24 @@
 """What several tests share."""
 
+import os
+import random
 from pathlib import Path
+
+import pytest
 
 REPO = Path(__file__).parent.parent
 CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image"
+TEST_SEED = os.environ.get("TEST_SEED", "0")
 
 
 def load_newest(checkpoints, *parts):
     """What `Checkpoint.latest` finds, loaded into the parts."""
     checkpoints.load(saved := checkpoints.latest(), *parts)
     return saved
+
+
+def sampled(cases, count, *, always=()):
+    """The cases as test parameters, marked slow but for those of `always` and `count` others that TEST_SEED draws."""
+    others = sorted(case for case in cases if case not in always)
+    chosen = {*always, *random.Random(f"{TEST_SEED} {others}").sample(others, count)}
+    return [pytest.param(case, id=str(case), marks=() if case in chosen else pytest.mark.slow) for case in cases]

@@ -11,33 +11,26 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import rollouts
-import runs
+import omni_rl.run
 import torch
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT
 from omni_rl.cli import parse_cli
-from omni_rollout.models import qwen_image
+from omni_rl.failures import launch
+from omni_rollout.models import open_model
+from trainer_runs import recipe, tiny
 
 import train_flowgrpo as app
 
-WORDS = ("AB", "CD", "EF")  # of the evaluation
-TINY = replace(
-    app.PRESETS["tiny-signs"],
-    name="run", model=str(CHECKPOINT), prompts=str(REPO / "data" / "tiny-signs" / "train.txt"),
-    eval_prompts="eval.txt", algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
-    group_size=4, batch_size=2, height=32, width=64, num_steps=3, eval_num_steps=2, steps=4, eval_every=2, save_every=1,
-    lr=1e-3, lr_decay=False, ema_decay=0.0, hang_timeout_s=60.0, shard="auto",
+TINY = tiny(
+    recipe(app, "tiny-signs"), name="run", algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None,
+    prompts_per_step=2, group_size=4, batch_size=2, width=64, train_steps=4, save_every=1, lr=1e-3, lr_decay=False,
+    hang_timeout_s=60.0,
 )  # fmt: skip
-
-
-def write_eval_prompts(folder: Path) -> None:
-    """The evaluation's prompts, few."""
-    (folder / "eval.txt").write_text("".join(f'a blue sign that says "{word}"\n' for word in WORDS))
 
 
 def nothing(rank: int) -> None:
@@ -93,7 +86,7 @@ class Life:
 @cache
 def import_all() -> None:
     """Import in this process what loading a model imports, so that no life has to."""
-    qwen_image.load(CHECKPOINT)
+    open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32)
 
 
 def start(folder: Path, work: Callable[[], Any], *, ranks: int = 1, before: Callable[[int], None] = nothing) -> Life:
@@ -137,6 +130,7 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
     os.dup2(sys.stdout.fileno(), 2)
     try:
         torch.set_num_threads(1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have turned off for its jobs
         if place["WORLD_SIZE"] != "1":
             os.environ |= place
         before(int(place["RANK"]))
@@ -153,7 +147,7 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
 
 def train(folder: Path, args: Any, **how: Any) -> Life:
     """A start of the FlowGRPO trainer with these settings."""
-    return start(folder, lambda: runs.launch(app.main, args), **how)
+    return start(folder, lambda: launch(app.main, args), **how)
 
 
 def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: Any) -> Life:
@@ -161,15 +155,14 @@ def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: An
 
     def work() -> None:
         sys.argv = [f"{trainer.__name__}.py", *flags]
-        args = parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags, description=trainer.__doc__)
-        runs.launch(trainer.main, args)
+        launch(trainer.main, parse_cli(trainer.Args, trainer.check_args, flags, app=trainer.__name__))
 
     return start(folder, work, **how)
 
 
 def no_loading(rank: int) -> None:
     """A start that comes to the weights has an exit code of its own."""
-    rollouts.open_engine = lambda *args, **kwargs: os._exit(99)
+    omni_rl.run.load_sharded = omni_rl.run.ENGINES["diffusers"] = lambda *args, **options: os._exit(99)
 
 
 def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:

@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-import runs
 from omni_rl.cli import parse_cli
+from omni_rl.failures import launch
 
 import train_flowgrpo as app
 
@@ -19,7 +19,7 @@ def hang_in_second_update() -> None:
     update = app.update
 
     def slow(run, step, *others):
-        if step == 1:
+        if step.number == 1:
             time.sleep(1000)
         return update(run, step, *others)
 
@@ -33,4 +33,4 @@ if __name__ == "__main__":
         time.sleep(0.01)
     if rank == num_ranks - 1:
         hang_in_second_update()
-    runs.launch(app.main, parse_cli(app.Args, app.PRESETS, app.check_args, sys.argv[1:]))
+    launch(app.main, parse_cli(app.Args, app.check_args, sys.argv[1:], app="train_flowgrpo"))

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import omni_rl.run
 import pytest
-import runs
 import torch
 from apps import app_lives as lives
-from helpers import REPO
+from helpers import REPO, sampled
 from omni_rl.cli import to_toml
 from omni_train.state import train_state
 from safetensors.torch import load_file, save_file
+from trainer_runs import write_eval_prompts
 
 STEPS = 4
 KINDS = {  # ranks, settings
@@ -28,6 +30,7 @@ KINDS = {  # ranks, settings
     "ddp": (2, {"shard": "ddp"}),
     "fsdp2": (2, {"shard": "fsdp2"}),
 }
+ALONE = {"full", "LoRA and average"}
 
 
 @pytest.fixture
@@ -37,14 +40,31 @@ def enter(tmp_path, monkeypatch):
     def enter(name):
         (tmp_path / name).mkdir()
         monkeypatch.chdir(tmp_path / name)
-        lives.write_eval_prompts(tmp_path / name)
+        write_eval_prompts(tmp_path / name)
         return tmp_path / name
 
     return enter
 
 
+@pytest.fixture(scope="module")
+def in_peace(tmp_path_factory, bright_url):
+    """`in_peace(kind)` is the folder of a run of that kind that nobody disturbed."""
+
+    @cache
+    def run(kind):
+        ranks, changes = KINDS[kind]
+        home = tmp_path_factory.mktemp("peace")
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.chdir(home)
+            write_eval_prompts(home)
+            assert_ends_well(lives.train(home, settings(bright_url, **changes), ranks=ranks))
+        return home
+
+    return run
+
+
 def settings(url, **changes):
-    return replace(lives.TINY, steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
+    return replace(lives.TINY, train_steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
 
 
 def assert_ends_well(life):
@@ -89,14 +109,12 @@ def kill_in_save(victim, count):
     return before
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, kind):
+@pytest.mark.parametrize("kind", [*sampled(ALONE, 1), *sampled(KINDS.keys() - ALONE, 1)])
+def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, in_peace, kind):
     ranks, changes = KINDS[kind]
     args = settings(bright_url, **changes)
-    peace = enter("peace")
-    started = time.monotonic()
-    assert_ends_well(lives.train(peace, args, ranks=ranks))
-    seconds = time.monotonic() - started
+    peace = in_peace(kind)
+    seconds = sum(json.loads(line)["time/step_s"] for line in (peace / "runs/run/metrics.jsonl").open())
     killed = enter("killed")
     rng = random.Random(kind)
     for most in (12, 4):  # inside a save, in which the first rank changes much, any other one file
@@ -110,7 +128,7 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, kin
     assert len((killed / "events").read_text().splitlines()) == 2
     for _ in range(3):  # from outside, between any two instructions
         life = lives.train(killed, args, ranks=ranks)
-        time.sleep(rng.uniform(0.1, 0.6) * seconds)
+        time.sleep(rng.uniform(0.2, 0.8) * seconds)
         life.kill()
     assert_ends_well(lives.train(killed, args, ranks=ranks))
     assert [line["step"] for line in lines(killed)] == list(range(STEPS + 1))
@@ -121,26 +139,86 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, kin
     assert len(kept) <= 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_is_told_to_stop_ends_well_and_continues(enter, bright_url, ranks):
-    args = settings(bright_url, save_every=10)
-    peace = enter("peace")
-    assert_ends_well(lives.train(peace, args, ranks=ranks))
+STOPS = {  # kind of run, the signal, whether all ranks get it, as from torchrun, or only the last one
+    "Ctrl-C": ("full", signal.SIGINT, True),
+    "Ctrl-C on two ranks": ("fsdp2", signal.SIGINT, True),
+    "SIGTERM": ("full", signal.SIGTERM, True),
+    "SIGTERM to one of two ranks": ("fsdp2", signal.SIGTERM, False),
+}
+
+
+@pytest.mark.parametrize("stop", sampled(STOPS, 1, always=("Ctrl-C", "Ctrl-C on two ranks")))
+def test_a_run_that_is_told_to_stop_saves_and_continues(enter, bright_url, in_peace, stop):
+    kind, number, to_all = STOPS[stop]
+    ranks, changes = KINDS[kind]
+    args, peace = settings(bright_url, save_every=10, **changes), in_peace(kind)
     stopped = enter("stopped")
     life = lives.train(stopped, args, ranks=ranks)
     log = stopped / "runs/run/metrics.jsonl"
     while not log.exists() or log.read_bytes().count(b"\n") < 2:
         assert not life.has_ended(0), life.text()
         time.sleep(0.002)
-    os.kill(life.pids[-1], signal.SIGTERM)  # one rank is enough
+    for pid in life.pids if to_all else life.pids[-1:]:
+        os.kill(pid, number)
     assert_ends_well(life)
-    (step,) = re.findall(r"^stopped after step (\d); this continues:$", life.text(), flags=re.MULTILINE)
+    assert "Traceback" not in life.text()
+    assert life.text().count("stopping after this step; Ctrl-C once more ends at once") == (number == signal.SIGINT)
+    told = r"^stopped after step (\d); this continues:\n(.*)$"
+    ((step, command),) = re.findall(told, life.text(), flags=re.MULTILINE)
+    assert command.startswith("torchrun --nproc-per-node 2 " if ranks == 2 else shlex.quote(sys.orig_argv[0]))
     assert 1 <= int(step) < STEPS
     assert (stopped / f"runs/run/checkpoints/step-{step:0>8}").is_dir()
-    life = lives.train(stopped, args, ranks=ranks)
-    assert life.wait() == [0] * ranks, life.text()
+    assert_ends_well(lives.train(stopped, args, ranks=ranks))
     assert lines(stopped) == lines(peace)
     assert outcome(stopped) == outcome(peace)
+
+
+def hang_in_second_update(*ranks):
+    """Before a life: these ranks do not come back from their second update, and leave a file each as they hang."""
+    update = lives.app.update
+
+    def hang(run, step, batches):
+        if step.number == 1:
+            Path(f"hangs-{run.dist.rank}").touch()
+            time.sleep(60)
+        return update(run, step, batches)
+
+    def before(rank):
+        if rank in ranks:
+            lives.app.update = hang
+
+    return before
+
+
+@pytest.mark.parametrize("hanging", [(0,), (0, 1), (1,)], ids=str)
+def test_a_second_ctrl_c_ends_at_once(enter, bright_url, hanging):
+    """Also where one rank hangs for good, while the other waits for it."""
+    home, ranks = enter("home"), 1 + max(hanging)
+    life = lives.train(home, settings(bright_url), ranks=ranks, before=hang_in_second_update(*hanging))
+    while len(list(home.glob("hangs-*"))) < len(hanging):
+        assert not life.has_ended(0), life.text()
+        time.sleep(0.002)
+    for _ in range(2):
+        assert not any(life.has_ended(rank) for rank in range(ranks)), life.text()
+        for pid in life.pids:
+            os.kill(pid, signal.SIGINT)
+        time.sleep(0.5)
+    assert life.wait(5)[hanging[0]] == 130, life.text()
+    assert len(re.findall("this continues from the newest", life.text())) == 1, life.text()
+    assert sorted(os.listdir(home / "runs/run/checkpoints")) == ["step-00000000", "step-00000001"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_before_the_first_step_tells_the_command_too(enter, bright_url, ranks):
+    home = enter("home")
+
+    def before(rank):
+        omni_rl.run.load_sharded = lambda *args, **options: signal.raise_signal(signal.SIGINT)
+
+    life = lives.train(home, settings(bright_url), ranks=ranks, before=before)
+    assert life.wait() == [130] * ranks, life.text()
+    assert life.text().count("interrupted; this continues from the newest checkpoint:\n") == 1
+    assert "Traceback" not in life.text()
 
 
 def whole(checkpoint):
@@ -157,31 +235,36 @@ def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
     assert_ends_well(lives.train(home, settings(bright_url, shard=shard), ranks=2))
 
     def only_load(rank):
-        runs.loop = lambda run, step: save_file(train_state(run.net, run.optimizer, run.ema), home / "loaded")
+        def save(run):
+            save_file(train_state(run.net, run.optimizer, run.ema), home / "loaded")
+            sys.exit(0)
+
+        lives.app.Loop = save
 
     assert_ends_well(lives.train(home, settings(bright_url, shard="auto"), before=only_load))
     saved, loaded = whole(home / f"runs/run/checkpoints/step-{STEPS:08}"), load_file(home / "loaded")
     assert loaded.keys() == {name for name in saved if not name.startswith("rng/")}
     assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
-    assert_ends_well(lives.train(home, replace(settings(bright_url), steps=STEPS + 1)))
+    assert_ends_well(lives.train(home, replace(settings(bright_url), train_steps=STEPS + 1)))
     assert [line["step"] for line in lines(home)] == list(range(STEPS + 2))
     assert lines(home)[-1]["policy/first_ratio_max_dev"] == 0
 
 
 def test_the_program_prints_a_command_that_continues(enter, bright_url):
-    """As a user has it: a program in a shell, SIGTERM, and a command to paste into the shell."""
+    """As a user has it: a program in a shell, Ctrl-C, and a command to paste into the shell."""
     home = enter("home")
-    (home / "tiny run.toml").write_text(to_toml(replace(settings(bright_url), steps=200)))
+    (home / "tiny run.toml").write_text(to_toml(replace(settings(bright_url), train_steps=200)))
     command = [sys.executable, str(REPO / "apps/train_flowgrpo.py"), "--config", "tiny run.toml", "--no-lr-decay"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        first = process.stdout.readline()
         for line in process.stdout:
             if line.startswith("step=1/"):
-                process.terminate()
+                process.send_signal(signal.SIGINT)
             if line.startswith("stopped after step"):
                 resume = next(process.stdout).strip()
     assert process.returncode == 0
+    assert first.startswith("runs/run begins: 1 rank on cpu")
     assert shlex.split(resume) == command
-    life = lives.command(home, [*command[2:], "--steps", str(len(lines(home)))])
+    life = lives.command(home, [*command[2:], "--train-steps", str(len(lines(home)))])
     assert_ends_well(life)
     assert re.search(r"^held-out score 0\.\d+ -> 0\.\d+; report, weights and metrics in runs/run$", life.text(), re.M)
