@@ -80,6 +80,7 @@ def parse_cli(
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
     examples, and come after them.
     """
+    os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of other libraries, which read it as they are imported
     try:
         config = read_settings(cls, argv, recipes(app), description or "")
         check(config)

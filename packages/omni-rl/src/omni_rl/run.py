@@ -99,7 +99,6 @@ class Run(Generic[ArgsT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of other libraries
         dist = init_distributed(timeout_s=args.hang_timeout_s)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
