@@ -75,7 +75,7 @@ def main() -> None:
     run = folder / "run"
     sinks = [sink for kind in ("tensorboard", "wandb", "trackio") for sink in tracker(kind, run, "project")]
     with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False) as log:
-        write_eval(run, 0, np.zeros((2, 3, 32, 96), np.uint8), [Sample("a cat", 0.5)] * 2)
+        write_eval(run, 0, np.zeros((2, 32, 96, 3), np.uint8), [Sample("a cat", 0.5)] * 2)
         for step, metrics in LINES:
             log.log(step, metrics)
     stored = {

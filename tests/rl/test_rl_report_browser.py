@@ -10,9 +10,17 @@ import time
 
 import pytest
 from helpers import REPO
-from omni_rl.report import Sample, write_alarm, write_comparison, write_eval, write_report, write_samples
+from omni_rl.report import (
+    Sample,
+    write_alarm,
+    write_comparison,
+    write_eval,
+    write_report,
+    write_samples,
+    write_versions,
+)
 from playwright.sync_api import Page, sync_playwright
-from rl.report_runs import images, metrics, write_metrics, write_run
+from rl.report_runs import images, metrics, samples, write_metrics, write_run
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 HOSTILE = '</script><img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>{{data}} \' & \u2028'
@@ -96,7 +104,7 @@ def test_the_report_shows_all_that_a_run_has(show, tmp_path):
     assert page.title() == page.locator("h1").inner_text() == "run"
     assert headings(page) == ["Alarms", "Pictures", "Recent groups", "Policy", "Time and memory", "Settings"]
     assert page.locator(".status").inner_text().split()[:6] == ["finished", "12", "steps", "in", "26", "s"]
-    assert "0 \u2192 0.24" in page.locator(".tiles").inner_text()
+    assert "0.00 \u2192 0.24" in page.locator(".tiles").inner_text()
     assert page.evaluate("[...document.images].every((image) => image.naturalWidth === 96)")
     assert page.locator(".chart svg path").count() >= 3
     assert page.locator(".alarms").inner_text().split("\n")[0] == "Something odd"
@@ -150,7 +158,7 @@ def test_pointing_at_a_step_reads_it_in_every_chart(show, tmp_path):
     plot.hover(position={"x": left + (right - left) * 5 / 12, "y": 50})
     assert legend(page, "Reward") == "held-out 0.08 at 4 training 0.05"
     assert legend(page, "Gradient norm") == "norm 0.2"
-    assert legend(page, "Seconds per step") == "rollout 1 update 0.5 rest 0.5"
+    assert legend(page, "Seconds per step") == "rollout 1.0 update 0.5 rest 0.5"
     page.mouse.move(0, 0)
     assert legend(page, "Reward") == "held-out 0.24 training 0.12"
 
@@ -227,6 +235,49 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert card.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
     page.get_by_role("slider", name="Evaluation").press("Home")
     assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
+
+
+def test_a_picture_is_enlarged_by_mouse_and_keyboard_and_goes_back(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    small, large = page.locator(".zoom").first, page.locator("dialog")
+    by_mouse = (small.click, lambda: large.locator("img").click())
+    by_keyboard = (lambda: small.press("Enter"), lambda: page.keyboard.press("Escape"))
+    for opens, closes in (by_mouse, by_keyboard):
+        opens()
+        assert large.locator("img").bounding_box()["width"] > 3 * small.bounding_box()["width"]
+        assert "a red sign" in large.inner_text()
+        assert "read AT" in large.inner_text()
+        closes()
+        large.wait_for(state="detached")
+
+
+def test_changed_settings_come_first_and_the_command_can_be_copied(show, browser, tmp_path):
+    folder = write_run(tmp_path / "run")
+    page = show(write_report(folder))
+    assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "train_steps", "lr", "algo"]
+    write_versions(folder, argv=["apps/train.py", "--prompt", "a cat"], changed=["name", "lr"])
+    page = show(write_report(folder))
+    assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "lr"]
+    assert not page.get_by_text("algo", exact=True).is_visible()
+    page.get_by_text("2 settings as by default").click()
+    assert page.get_by_text("algo", exact=True).is_visible()
+    browser.grant_permissions(["clipboard-read", "clipboard-write"])
+    page.get_by_role("button", name="Copy command").click()
+    page.get_by_role("button", name="Copied").wait_for()
+    assert page.evaluate("navigator.clipboard.readText()") == "python apps/train.py --prompt 'a cat'"
+
+
+def test_seconds_per_step_leave_evaluations_out_and_what_was_read_is_drawn_with_known_letters(show, tmp_path):
+    folder = write_run(tmp_path / "run", total=40)
+    lines = metrics(12)
+    lines[0]["time/step_s"] = lines[12]["time/step_s"] = 60.0
+    write_metrics(folder, lines)
+    write_eval(folder, 12, images(1), samples([0.5], read="\uff35JT\ue000A"))
+    page = show(write_report(folder))
+    tile = page.locator(".tiles > div", has_text="Seconds per step").inner_text().split("\n")
+    assert tile == ["Seconds per step", "2", "median of training steps, 32 images/s per device"]
+    assert "about 5 min 6 s left" in page.locator(".status").inner_text()  # 28 x 142 / 13 s: evaluations come again
+    assert "read UJT A" in page.locator(".card").first.inner_text()
 
 
 def test_text_from_files_stays_text(show, tmp_path):

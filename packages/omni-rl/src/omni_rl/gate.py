@@ -1,4 +1,4 @@
-"""The check that an update starts from the policy that sampled."""
+"""The ratio gate: a check that an update starts from the policy that sampled."""
 
 import torch
 from omni_train.dist import Dist, gather_floats
@@ -6,15 +6,18 @@ from torch import Tensor
 
 
 def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: int) -> float:
-    """The largest |ratio - 1| of all ranks before a step's first update; raises on every rank where it is too large.
+    """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
 
     Args:
-        deviations: 0-d, one per forward of this rank: the largest |ratio - 1| of its samples.
+        dist: the ranks.
+        deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its samples,
+            ratio = exp(log_prob - old_log_prob).
         tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
         step: of the training loop, for the message.
 
     Raises:
-        RuntimeError: some rank's deviation is larger, or NaN. The message names the rank, the forward and the causes.
+        RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
+            forward and the causes.
     """
     local = torch.stack(deviations).detach().float()
     by_rank = gather_floats(dist, local).view(dist.world_size, -1).cpu()

@@ -1,10 +1,10 @@
-"""A run's report: one HTML file that shows all there is to see of a run, from plain files that the trainer writes.
+"""Reports of runs: one HTML file a run, drawn from plain files that the trainer writes.
 
     write_versions(folder), write_eval(folder, ...), write_samples(folder, ...), write_alarm(folder, ...)  while it runs
-    write_report(folder)                          runs/NAME/report.html, of what there is at the moment
+    write_report(folder)                          runs/NAME/report.html, of the files that are there
     python -m omni_rl.report runs/a runs/b     several runs in one page
 
-The report is a function of the run folder alone: `omni_rl.report.folder` says what lies where.
+The report is a function of the run folder alone: `omni_rl.report.folder` lists its files.
 """
 
 from omni_rl.report.folder import Sample, write_alarm, write_eval, write_samples, write_versions

@@ -1,4 +1,4 @@
-"""Writes the report of a run, or one page that compares several.
+"""Write the report of a run, or one page that compares several.
 
 python -m omni_rl.report runs/a            writes runs/a/report.html
 python -m omni_rl.report runs/a runs/b     writes runs/comparison.html
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    """What the command line does. A folder that cannot be read ends it with one line and exit code 2."""
+    """Run the command line. A folder that cannot be read ends it with one line and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="python -m omni_rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

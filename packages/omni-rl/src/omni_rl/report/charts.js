@@ -31,6 +31,14 @@ function show(value) {
   return String(Number(value.toPrecision(3)));
 }
 
+// Numbers that stand beside each other, with as many decimals each.
+function alike(values) {
+  const texts = values.map(show);
+  const places = Math.max(...texts.map((text) => (text.split(".")[1] || "").length));
+  if (places > 3 || values.some((value) => typeof value !== "number") || texts.some((text) => text.includes("e"))) return texts;
+  return values.map((value) => value.toFixed(places));
+}
+
 function ticks(low, high, count) {
   const rough = (high - low) / count;
   const power = 10 ** Math.floor(Math.log10(rough));
@@ -83,7 +91,7 @@ function chartFigure(chart) {
   const when = el("span", { class: "when" });
   const rows = (chart.lines || chart.bars).map((line) => ({ line, value: el("span", { class: "value" }) }));
   const legend = rows.map(({ line, value }) =>
-    el("li", { class: line.color }, el("i", { "aria-hidden": "true" }), el("span", { class: "label" }, line.label), value));
+    el("li", { class: line.color, title: line.name }, el("i", { "aria-hidden": "true" }), el("span", { class: "label" }, line.label), value));
   const figure = el("figure", { class: chart.tall ? "chart tall" : "chart" },
     el("figcaption", {}, el("h3", {}, chart.title), when), plot, el("ul", { class: "legend" }, legend),
     chart.note ? el("p", { class: "note" }, chart.note) : null);
@@ -94,10 +102,11 @@ function chartFigure(chart) {
 
   function read(step) {
     const at = steps[step === null ? steps.length - 1 : nearest(steps, step)];
-    const texts = rows.map(({ line, value }) => {
-      const i = nearest(line.x, at);
-      const apart = !chart.bars && line.x[i] !== at;
-      value.textContent = show(line.y[i]) + (apart ? ` at ${show(line.x[i])}` : "");
+    const places = rows.map(({ line }) => nearest(line.x, at));
+    const numbers = alike(rows.map(({ line }, k) => line.y[places[k]]));
+    const texts = rows.map(({ line, value }, k) => {
+      const step = line.x[places[k]];
+      value.textContent = numbers[k] + (chart.bars || step === at ? "" : ` at ${show(step)}`);
       return `${line.label} ${value.textContent}`;
     });
     when.textContent = `step ${chart.bars ? stretch(chart, nearest(steps, at)) : show(at)}`;
@@ -145,7 +154,7 @@ function isSteady(line) {
 }
 
 function steadyFigure(chart) {
-  const rows = chart.lines.map((line) => el("li", { class: line.color }, el("i", { "aria-hidden": "true" }),
+  const rows = chart.lines.map((line) => el("li", { class: line.color, title: line.name }, el("i", { "aria-hidden": "true" }),
     el("span", { class: "label" }, line.label), el("span", { class: "value" }, show(line.y[0]))));
   return el("figure", { class: "chart steady" },
     el("figcaption", {}, el("h3", {}, chart.title), el("span", { class: "when" }, "the same at every step")),
@@ -164,10 +173,12 @@ function frame(chart, width, height, bottom, top) {
   const px = (step) => MARGIN.left + ((step - chart.low) / span) * (right - MARGIN.left);
   const py = (value) => floor - ((value - bottom) / (top - bottom || 1)) * (floor - MARGIN.top);
   const picture = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", focusable: "false" });
-  for (const value of fewTicks(bottom, top, chart.tall ? 5 : 3)) {
+  const values = fewTicks(bottom, top, chart.tall ? 5 : 3);
+  const texts = alike(values);
+  for (const [i, value] of values.entries()) {
     const y = Math.round(py(value)) + 0.5;
     picture.append(svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: y, y2: y }));
-    picture.append(svg("text", { class: "axis", x: MARGIN.left - 8, y: y + 3.5, "text-anchor": "end" }, show(value)));
+    picture.append(svg("text", { class: "axis", x: MARGIN.left - 8, y: y + 3.5, "text-anchor": "end" }, texts[i]));
   }
   const steps = ticks(chart.low, chart.high, Math.max(2, Math.floor(width / 75))).filter(Number.isInteger);
   for (const step of steps) {

@@ -1,4 +1,4 @@
-"""What a report shows of a run, as plain data: curves thinned out, pictures chosen within a budget of bytes, alarms.
+"""The content of a report as plain data: curves thinned out, pictures chosen within a budget of bytes, alarms.
 
 Everything here is read from files, hence from outside: it stays data until the page draws it as text.
 """
@@ -12,6 +12,7 @@ import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from types import UnionType
 from typing import Any
 
@@ -86,6 +87,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
         raise ValueError(f"{folder} holds no metrics.jsonl")
     steps, config, starts = load_metrics(path), read_config(folder), _entries(folder / "versions.jsonl", START)
     seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
+    trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
     recent = seconds[-20:]
     step = int(steps[-1]["step"]) if steps else 0
     return {
@@ -93,7 +95,8 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
         "step": step,
         "total": config["train_steps"] if isinstance(config.get("train_steps"), int) else None,
         "seconds": sum(seconds),
-        "step_s": sum(recent) / len(recent) if recent else None,
+        "step_s": median(trained) if trained else None,  # evaluations and saves, which few steps have, do not move it
+        "pace_s": sum(recent) / len(recent) if recent else None,  # with them, for the time that is left
         "logged_at": path.stat().st_mtime,
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),

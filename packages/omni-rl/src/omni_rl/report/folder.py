@@ -1,4 +1,4 @@
-"""What a run folder holds for its report, and the functions with which a trainer writes it.
+"""The files of a run folder that its report is drawn from, and the functions with which a trainer writes them.
 
     runs/NAME/
       metrics.jsonl      a line a step                                             RunLog
@@ -54,11 +54,11 @@ class Sample:
     """A picture's prompt, score and origin.
 
     Args:
-        prompt: what it was drawn from.
+        prompt: its text.
         reward: its score; None where the scorer gave none.
         group: samples of one group compete.
         seed: of its noise.
-        details: what the scorer says of the score; `target` and `read` are shown as what was wanted and what was read.
+        details: what the scorer adds to the score; `target` and `read` are the text that was wanted and that was read.
         abstained: why there is no score.
     """
 
@@ -265,7 +265,7 @@ def _rows(
 
 
 def _plain(value: object) -> object:
-    """What a scorer says in one text or number, however deeply it is nested."""
+    """The value if it is a text or a number, or else a short text of it, however deeply it is nested."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 
 

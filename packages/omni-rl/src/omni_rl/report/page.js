@@ -27,7 +27,7 @@ function last(items) {
 }
 
 function isGoing(run) {
-  const patience = 120 + 10 * (run.step_s || 0);
+  const patience = 120 + 10 * (run.pace_s || 0);
   return run.total !== null && run.step < run.total && Date.now() / 1000 - run.logged_at < patience;
 }
 
@@ -40,7 +40,7 @@ function section(title, note, ...children) {
 
 function status(run) {
   if (isGoing(run)) {
-    const left = run.step_s ? `, about ${duration((run.total - run.step) * run.step_s)} left` : "";
+    const left = run.pace_s ? `, about ${duration((run.total - run.step) * run.pace_s)} left` : "";
     return { word: "running", text: `step ${run.step} of ${run.total}${left}` };
   }
   const done = run.total !== null && run.step >= run.total;
@@ -87,19 +87,24 @@ function signed(value) {
   return (value < 0 ? "\u2212" : "+") + show(Math.abs(Number(value.toPrecision(2))));
 }
 
+function fromTo(values) {
+  const [first, now] = alike([values[0], last(values)]);
+  return values.length > 1 ? `${first} \u2192 ${now}` : now;
+}
+
 function tiles(run) {
   const { "eval/reward": held, "reward/mean": train, "perf/images_per_s_per_device": speed, "perf/peak_memory_mb": memory } = run.curves;
   const made = [];
   if (held) {
-    const [first, now] = [held.y[0], last(held.y)];
-    const change = held.y.length > 1 ? `${signed(now - first)} since step ${show(held.x[0])}` : "";
-    made.push(tile("Held-out score", held.y.length > 1 ? `${show(first)} \u2192 ${show(now)}` : show(now), change));
+    const change = held.y.length > 1 ? `${signed(last(held.y) - held.y[0])} since step ${show(held.x[0])}` : "";
+    made.push(tile("Held-out score", fromTo(held.y), change));
   }
   if (train) {
     const part = train.y.slice(-10);
     made.push(tile("Training reward", show(part.reduce((a, b) => a + b, 0) / part.length), part.length > 1 ? `mean of the last ${part.length} ${train.low ? "points" : "steps"}` : ""));
   }
-  if (run.step_s) made.push(tile("Seconds per step", show(run.step_s), speed ? `${show(median(speed.y.slice(-10)))} images/s per device` : ""));
+  const rate = speed ? `, ${show(median(speed.y.slice(-10)))} images/s per device` : "";
+  if (run.step_s) made.push(tile("Seconds per step", show(run.step_s), `median of training steps${rate}`));
   const peak = memory && Math.max(...memory.y);
   if (memory) made.push(tile("Peak memory", peak >= 10240 ? `${show(peak / 1024)} GB` : `${show(peak)} MB`, "first rank"));
   return made.length ? el("dl", { class: "tiles" }, made) : null;
@@ -114,7 +119,7 @@ function runTable() {
     const held = run.curves["eval/reward"];
     const start = last(run.starts);
     return el("tr", {}, el("th", { scope: "row" }, swatch(i), run.name),
-      el("td", {}, `${status(run).word}, ${run.step} steps`), el("td", {}, held ? `${show(held.y[0])} \u2192 ${show(last(held.y))}` : "none"),
+      el("td", {}, `${status(run).word}, ${run.step} steps`), el("td", {}, held ? fromTo(held.y) : "none"),
       el("td", {}, show(run.step_s)), el("td", {}, start && start.commit ? start.commit.slice(0, 7) : "none"));
   });
   const names = ["Run", "State", "Held-out score", "Seconds per step", "Commit"];
@@ -151,11 +156,11 @@ function domain() {
 function linesOf(spec) {
   if (!MANY) {
     const found = Object.entries(spec.lines).filter(([name]) => RUNS[0].curves[name]);
-    return found.map(([name, label], i) => ({ label, color: COLORS[i % 8], smooth: spec.smooth, ...RUNS[0].curves[name] }));
+    return found.map(([name, label], i) => ({ label, name, color: COLORS[i % 8], smooth: spec.smooth, ...RUNS[0].curves[name] }));
   }
   const names = Object.keys(spec.lines).filter((name) => RUNS.some((run) => run.curves[name]));
   const drawn = names.map((name) => {
-    const lines = RUNS.map((run, i) => ({ label: run.name, color: COLORS[i % 8], smooth: spec.smooth, ...run.curves[name] }));
+    const lines = RUNS.map((run, i) => ({ label: run.name, name, color: COLORS[i % 8], smooth: spec.smooth, ...run.curves[name] }));
     return Object.assign(lines.filter((line) => line.x), { metric: spec.lines[name] });
   });
   return drawn.find((lines) => !lines.every(isSteady)) || drawn[0] || [];
@@ -176,7 +181,7 @@ function timeChart(run) {
   const middles = from.map((step, i) => (step + to[i]) / 2);
   const names = Object.keys(seconds).filter((name) => Math.max(...seconds[name]) > 0);
   const color = (name, i) => (name === "rest" ? "c0" : ["c6", "c5", "c3", "c7", "c4", "c2", "c8", "c1"][i % 8]);
-  const bars = names.map((name, i) => ({ label: name, color: color(name, i), x: middles, y: seconds[name] }));
+  const bars = names.map((name, i) => ({ label: name, name: name === "rest" ? null : `time/${name.replaceAll(" ", "_")}_s`, color: color(name, i), x: middles, y: seconds[name] }));
   const note = "Where the seconds of a step go, on the first rank.";
   return chartFigure({ title: "Seconds per step", note, bars, middles, from, to, low: from[0] - 0.5, high: last(to) + 0.5 });
 }
@@ -257,7 +262,21 @@ function pane(label, picture, prompt, mark = null) {
   const share = picture.reward === null ? 0 : scoreShare(picture.reward);
   bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
   return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
-    image, bar, el("p", { class: "said" }, said(picture)));
+    zoom(image, label, picture, prompt), bar, el("p", { class: "said" }, said(picture)));
+}
+
+// A picture that fills the screen when it is clicked.
+function zoom(image, label, picture, prompt) {
+  const button = el("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${label}: ${prompt}` }, image);
+  button.addEventListener("click", () => {
+    const close = el("button", { type: "button" }, "Close");
+    const box = el("dialog", { class: "large", "aria-label": `${label}: ${prompt}` }, image.cloneNode(), el("p", {}, prompt), el("p", { class: "said" }, said(picture)), close);
+    box.addEventListener("click", () => box.close());
+    box.addEventListener("close", () => box.remove());
+    document.body.append(box);
+    box.showModal();
+  });
+  return button;
 }
 
 // The prompt; a long one is cut to a few lines, and whole when pointed at.
@@ -399,17 +418,41 @@ function word(value) {
 function origin(run) {
   const start = last(run.starts);
   if (!start) return null;
-  const { command, packages, ...facts } = start;
-  return el("div", { class: "origin" }, el("h3", {}, "Origin"), el("pre", {}, el("code", {}, command.split(" ").flatMap((part) => [el("span", {}, part), " "]))),
+  const { command, packages, changed, ...facts } = start;
+  const text = el("pre", {}, el("code", {}, command.split(" ").flatMap((part) => [el("span", {}, part), " "])));
+  return el("div", { class: "origin" }, el("h3", {}, "Origin"), text, copier(command, text),
     pairs(Object.entries(facts).filter(([, value]) => value !== "")),
     run.starts.length > 1 ? el("p", { class: "note" }, `Started ${run.starts.length} times; this is the last start.`) : null,
     el("details", {}, el("summary", {}, "Versions"), pairs(Object.entries(packages || {}))));
 }
 
+// A button that copies a text; where the browser keeps its clipboard to itself, it marks the text's element.
+function copier(text, place) {
+  const button = el("button", { type: "button" }, "Copy command");
+  button.addEventListener("click", async () => {
+    if (navigator.clipboard) await navigator.clipboard.writeText(text);
+    else getSelection().selectAllChildren(place);
+    button.textContent = navigator.clipboard ? "Copied" : "Marked: copy it with Ctrl+C";
+    setTimeout(() => { button.textContent = "Copy command"; }, 2000);
+  });
+  return button;
+}
+
+// All settings; where it is known which of them were changed, those first and the others folded.
+function settings(run) {
+  const changed = new Set((last(run.starts) || {}).changed);
+  const entries = Object.entries(run.config);
+  if (!entries.length) return null;
+  const some = entries.filter(([name]) => changed.has(name));
+  if (!some.length) return pairs(entries);
+  const others = entries.filter(([name]) => !changed.has(name));
+  return el("div", {}, pairs(some), el("details", {}, el("summary", {}, `${plural(others.length, "setting")} as by default`), pairs(others)));
+}
+
 function settingSection() {
   const runs = RUNS.filter((run) => Object.keys(run.config).length || run.starts.length);
   if (!runs.length) return null;
-  if (!MANY) return section("Settings", "", Object.keys(RUNS[0].config).length ? pairs(Object.entries(RUNS[0].config)) : null, origin(RUNS[0]));
+  if (!MANY) return section("Settings", "", settings(RUNS[0]), origin(RUNS[0]));
   const all = RUNS.map((run) => ({ ...run.config, ...flat(last(run.starts)) }));
   const names = [...new Set(all.flatMap((config) => Object.keys(config)))].filter((name) => new Set(all.map((c) => word(c[name]))).size > 1);
   const rows = names.map((name) => el("tr", {}, el("th", { scope: "row" }, name), all.map((config) => el("td", {}, word(config[name])))));
@@ -417,12 +460,12 @@ function settingSection() {
   const table = el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Table of settings" },
     el("table", {}, el("thead", {}, headings), el("tbody", {}, rows)));
   return section("Settings that differ", "", rows.length ? table : el("p", {}, "None."),
-    runs.map((run) => el("details", {}, el("summary", {}, `All settings of ${run.name}`), pairs(Object.entries(run.config)), origin(run))));
+    runs.map((run) => el("details", {}, el("summary", {}, `All settings of ${run.name}`), settings(run), origin(run))));
 }
 
 function flat(start) {
   if (!start) return {};
-  const { packages, command, started, ...facts } = start;
+  const { packages, command, started, changed, ...facts } = start;
   return { ...facts, ...packages };
 }
 
@@ -435,7 +478,7 @@ function rewardSection() {
 
 function foot() {
   const logged = new Date(Math.max(...RUNS.map((run) => run.logged_at)) * 1000);
-  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. This file needs no network.`);
+  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. This file needs no network. What a metric means stands in docs/metrics.md; its name shows where a chart's legend is pointed at.`);
 }
 
 const EMPTY = RUNS.every((run) => !Object.keys(run.curves).length);
