@@ -3,21 +3,21 @@
 from dataclasses import replace
 
 import pytest
-import rollouts
-import runs
 import torch
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
-from omni_rl.cli import base_config, to_toml
-from omni_rollout.models import qwen_image
-from omni_rollout.types import pad_alike
+from omni_rl.run import Step, base_params
+from omni_rl.selection import TrainBatch
+from omni_rollout import Trajectory
 from omni_sched import step_noise
-from omni_train.lora import adapter_params
+from omni_train.lora import adapter, adapter_params
 from trainer_runs import (
     assert_same_gradients,
     cli,
     keep_gradients,
-    lone_rank,
+    lone_run,
+    recipe,
+    rollout,
     tiny,
     train,
     train_on_ranks,
@@ -27,7 +27,7 @@ from trainer_runs import (
 
 import train_nft as app
 
-TINY = tiny(app.PRESETS["tiny-signs"], prompts_per_step=2, group_size=4, batch_size=4, train_levels=2)
+TINY = tiny(recipe(app, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4, train_levels=2)
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 
 
@@ -41,7 +41,9 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("algo", sorted(app.ALGOS))
 def test_training_raises_a_reward_that_can_be_raised(here, bright_url, algo):
-    args = replace(TINY, scorer_url=bright_url, algo=algo, group_size=8, batch_size=8, lr=3e-4, steps=10, eval_every=10)
+    args = replace(
+        TINY, scorer_url=bright_url, algo=algo, group_size=8, batch_size=8, lr=3e-4, train_steps=10, eval_every=10
+    )
     lines = train(app, args)
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.02
     assert (here / "runs" / args.name / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
@@ -49,60 +51,59 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, algo):
 
 def points_of(run):
     """One rollout, graded by hand with one sample left out, and all its noised samples."""
-    batches, _ = app.rollout(run, step=0)
+    batches, _ = rollout(run, base_params(run.args))
     advantages, weights = torch.linspace(-1, 2, 8).view(2, 4), torch.ones(2, 4)
     advantages[1, 2] = weights[1, 2] = 0
-    points = [p for i, b in enumerate(batches) for p in app.noise_afresh(run.args, b, advantages[i], weights[i])]
-    return batches, advantages, weights, points
+    graded = [TrainBatch(*row) for row in zip(batches, advantages, weights, strict=True)]
+    return graded, [point for batch in graded for point in app.noise_afresh(run.args, batch)]
 
 
 def whole(points):
     """All points as one batch."""
-    names = ("x0", "noise", "sigma", "x_t", "advantages", "weights")
-    joined = {name: torch.cat([getattr(at, name) for at in points]) for name in names}
-    cond = {name: torch.cat(pad_alike([at.cond[name] for at in points], dim=1)) for name in points[0].cond}
-    return app.Noised(cond=cond, **joined)
+    drawn = Trajectory.cat([at.batch.trajectory for at in points])
+    advantages, weights = (torch.cat([getattr(at.batch, name) for at in points]) for name in ("advantages", "weights"))
+    noised = (torch.cat([getattr(at, name) for at in points]) for name in ("noise", "sigma", "x_t"))
+    return app.Noised(TrainBatch(drawn, advantages, weights), *noised)
 
 
-def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here, monkeypatch):
-    run = lone_rank(replace(TINY, sample_with="policy"), rollouts)
-    batches, advantages, weights, points = points_of(run)
-    kept = keep_gradients(app, monkeypatch)
-    app.update(run, 0, batches, advantages, weights)
+def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here):
+    run = lone_run(replace(TINY, sample_with="policy"))
+    graded, points = points_of(run)
+    kept = keep_gradients(run)
+    app.update(run, Step(0), graded)
     at = whole(points)
-    velocity = qwen_image.predict_velocity(run.net, at.x_t, at.sigma, at.cond)
+    x0, batch = at.batch.trajectory.x0, at.batch
+    velocity = app.predict(run, run.net, at)
     # At velocity = old the loss has the gradient of A sigma^2 / (5 w) times the flow-matching error, w = mean |x - x0|.
-    error = (velocity - (at.noise - at.x0)).flatten(1).square().mean(dim=1)
-    width = (at.x_t - at.sigma.view(-1, 1, 1, 1) * velocity - at.x0).flatten(1).abs().mean(dim=1).detach()
+    error = (velocity - (at.noise - x0)).flatten(1).square().mean(dim=1)
+    width = (at.x_t - at.sigma.view(-1, 1, 1, 1) * velocity - x0).flatten(1).abs().mean(dim=1).detach()
     run.net.zero_grad()
-    (at.weights * at.advantages / 5 * 5 * at.sigma.square() / width * error).mean().backward()
+    (batch.weights * batch.advantages / 5 * 5 * at.sigma.square() / width * error).mean().backward()
     assert_same_gradients(kept[0], run.params)
 
 
-def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here, monkeypatch):
-    run = lone_rank(replace(TINY, sample_with="policy", algo="awm"), rollouts)
-    batches, advantages, weights, points = points_of(run)
-    kept = keep_gradients(app, monkeypatch)
-    app.update(run, 0, batches, advantages, weights)
+def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
+    run = lone_run(replace(TINY, sample_with="policy", algo="awm"))
+    graded, points = points_of(run)
+    kept = keep_gradients(run)
+    app.update(run, Step(0), graded)
     at = whole(points)
-    velocity = qwen_image.predict_velocity(run.net, at.x_t, at.sigma, at.cond)
-    log_prob = awm_log_prob(velocity, at.x0, at.noise, at.sigma)
+    log_prob = awm_log_prob(app.predict(run, run.net, at), at.batch.trajectory.x0, at.noise, at.sigma)
     run.net.zero_grad()
-    (-at.weights * at.advantages * log_prob).mean().backward()  # at ratio 1
+    (-at.batch.weights * at.batch.advantages * log_prob).mean().backward()  # at ratio 1
     assert_same_gradients(kept[0], run.params)
 
 
 def test_each_stratum_of_the_schedule_gives_one_level(here):
-    args = replace(TINY, num_steps=6, train_levels=2, train_low=1, train_high=5)
-    run = lone_rank(args, rollouts)
-    (batch, other), _ = app.rollout(run, step=0)
+    args = replace(TINY, num_inference_steps=6, train_levels=2, train_low=1, train_high=5)
+    (batch, other), _ = rollout(lone_run(args), base_params(args))
     ones = torch.ones(4)
-    points = app.noise_afresh(args, batch, ones, ones)
+    points = app.noise_afresh(args, TrainBatch(batch, ones))
     for at, strata in zip(points, (batch.sigmas[1:3], batch.sigmas[3:5]), strict=True):
         assert all(sigma in strata for sigma in at.sigma)
         level = at.sigma.view(-1, 1, 1, 1)
         torch.testing.assert_close(at.x_t, (1 - level) * batch.x0 + level * at.noise)
-    all_levels = app.noise_afresh(replace(args, train_levels=4), other, ones, ones)
+    all_levels = app.noise_afresh(replace(args, train_levels=4), TrainBatch(other, ones))
     assert [at.sigma.tolist() for at in all_levels] == [[sigma.item()] * 4 for sigma in batch.sigmas[1:5]]
     noises = torch.stack([at.noise for at in all_levels])
     used = torch.stack([step_noise([p.seed for p in other.prompts], k, batch.x0.shape[1:]) for k in range(-1, 6)])
@@ -112,50 +113,58 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
 
 
 def test_samples_without_a_score_take_no_part(here):
-    run = lone_rank(replace(TINY, group_size=2), rollouts)
+    run = lone_run(replace(TINY, group_size=2))
+    batches, prompts = rollout(run, base_params(run.args))
     scores = [Score(0.5), Score(0.25), Score(0.0), Score(1.0)]
-    _, weights, metrics = app.grade(run, [*scores[:2], Score(None, abstained="unreadable"), scores[3]])
-    assert weights.tolist() == [[1, 1, 0, 0]]  # one sample alone is no group either
-    assert metrics["reward/abstained_ratio"] == 0.5
-    advantages, weights, _ = app.grade(run, scores)
-    assert weights.min() == 1
-    assert advantages[0, 3] == -advantages[0, 2] > 0
+
+    def grade(scores):
+        step = Step(0)
+        return app.grade(run, step, prompts, batches, scores), step
+
+    (batch,), step = grade([*scores[:2], Score(None, abstained="unreadable"), scores[3]])
+    assert batch.weights.tolist() == [1, 1, 0, 0]  # one sample alone is no group either
+    assert step.metrics["reward/abstained_ratio"] == 0.5
+    (batch,), step = grade(scores)
+    assert batch.weights.min() == 1
+    assert batch.advantages[3] == -batch.advantages[2] > 0
+    assert step.has_signal
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
-        app.grade(run, [Score(None, abstained="broken")] * 4)
+        grade([Score(None, abstained="broken")] * 4)
+    assert not grade([Score(0.5)] * 4)[1].has_signal
 
 
 @pytest.mark.parametrize("lora", [LORA, {}], ids=["lora", "full"])
 def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_url, monkeypatch, lora):
     args = replace(
-        TINY, scorer_url=bright_url, lr=1e-2, steps=4, eval_every=4, old_schedule="linear", updates_per_step=2,
+        TINY, scorer_url=bright_url, lr=1e-2, train_steps=4, eval_every=4, old_schedule="linear", num_minibatches=2,
         old_every=2, old_decay_max=0.005, **lora,
     )  # fmt: skip
     trained, kept, images = [], [], []
-    refresh, rollout = app.refresh_old, app.rollout
+    refresh, draw = app.refresh_old, app.draw
 
     def values(tensors):
         return torch.cat([t.detach().flatten() for t in tensors]).clone()
 
+    def old_values(run):
+        return values(adapter_params(run.net, "old") if lora else [old for _, old in run.snapshot.pairs()])
+
     def refresh_and_keep(run, step):
         if not kept:
-            kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.pairs()]))
+            kept.append(old_values(run))
         decay = refresh(run, step)
         trained.append(values(adapter_params(run.net, "default") if lora else run.params))
-        kept.append(values(adapter_params(run.net, "old") if lora else [old for _, old in run.copy.pairs()]))
+        kept.append(old_values(run))
         return decay
 
-    def rollout_twice(run, step):
+    def draw_twice(run, prompts, params):
         """Once as the old policy, which the trainer has put in place, and once as the trained one."""
-        batches, pending = rollout(run, step)
-        with app.old_policy(run) if not lora else app.adapter(run.net, "default"):  # exchanges the two again
-            images.append((batches[0].x0, run.on.engine.generate(batches[0].prompts, params(run)).x0))
+        batches, pending = draw(run, prompts, params)
+        with run.old_policy() if not lora else adapter(run.net, "default"):  # exchanges the two again
+            images.append((batches[0].x0, run.engine.generate(batches[0].prompts, params).x0))
         return batches, pending
 
-    def params(run):
-        return app.SamplingParams(run.args.num_steps, run.args.height, run.args.width)
-
     monkeypatch.setattr(app, "refresh_old", refresh_and_keep)
-    monkeypatch.setattr(app, "rollout", rollout_twice)
+    monkeypatch.setattr(app, "draw", draw_twice)
     lines = train(app, args)
     # Refreshed after steps 2 and 4, that is after 4 and 8 optimizer steps, and never keeps more than 0.005.
     decays = [1.0, old_policy_decay(4, schedule="linear"), 1.0, 0.005]
@@ -208,11 +217,11 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, changes, 
 @pytest.mark.parametrize("lora", [LORA, {}], ids=["lora", "full"])
 def test_the_old_policy_survives_a_stop(here, bright_url, lora):
     args = replace(
-        TINY, scorer_url=bright_url, lr=1e-2, old_schedule="linear", updates_per_step=2, save_every=1, steps=4,
+        TINY, scorer_url=bright_url, lr=1e-2, old_schedule="linear", num_minibatches=2, save_every=1, train_steps=4,
         old_every=3, ema_decay=0.9, **lora,
     )  # fmt: skip
     unbroken = train(app, replace(args, name="unbroken"))
-    train(app, replace(args, name="broken", steps=2))
+    train(app, replace(args, name="broken", train_steps=2))
     resumed = train(app, replace(args, name="broken"))
     for line, other in zip(unbroken, resumed, strict=True):
         for key in ("reward/mean", "policy/loss", "policy/grad_norm", "policy/old_deviation", "eval/reward"):
@@ -225,51 +234,21 @@ def test_every_logged_name_is_documented(here, bright_url):
         assert undocumented(train(app, replace(args, name=algo, algo=algo))) == set()
 
 
-def test_the_plan_counts_the_forwards_of_an_update(here, monkeypatch):
-    args = replace(TINY, algo="awm", updates_per_step=2, sample_with="policy", old_kl_coef=0.1)
-    run = lone_rank(args, rollouts)
-    run.copy = runs.Snapshot(run.params)
-    count = [0]
-    run.net.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
-    keep_gradients(app, monkeypatch)
-    batches, _ = app.rollout(run, step=0)
-    planned = app.num_forwards(args)
-    assert count[0] == planned["rollout"]
-    app.update(run, 0, batches, torch.ones(2, 4), torch.ones(2, 4))
-    assert count[0] == sum(planned.values())
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "--scorer-url must be the URL of a reward server"),
-        (["--algo", "grpo"], "nft"),
-        (["--scorer-url", "http://x", "--batch-size", "7"], "--batch-size times ranks (7) must divide"),
-        (["--scorer-url", "http://x", "--updates-per-step", "3"], "--updates-per-step must divide a rank's batches"),
-        (["--scorer-url", "http://x", "--train-low", "10"], "--train-low and --train-high must bound steps"),
-        (
-            ["--scorer-url", "http://x", "--train-levels", "11"],
-            "--train-levels must be from 1 to the number",
-        ),
-        (["--scorer-url", "http://x", "--kl-coef", "0.1"], "--kl-coef needs --lora-rank > 0"),
-        (["--scorer-url", "http://x", "--nft-beta", "0"], "--nft-beta must be >= 1e-12, got 0.0"),
-        (["--scorer-url", "http://x", "--old-decay-max", "1.5"], "--old-decay-max must be <= 1"),
+        ("", "--scorer-url must be the URL of a reward server"),
+        ("--algo grpo", "--algo must be one of 'nft', 'awm'"),
+        ("--scorer-url http://x --batch-size 7", "--batch-size times ranks (7) must divide"),
+        ("--scorer-url http://x --num-minibatches 3", "--num-minibatches must divide a rank's batches"),
+        ("--scorer-url http://x --train-low 10", "--train-low and --train-high must bound steps of the rollout (10)"),
+        ("--scorer-url http://x --train-levels 11", "--train-levels must be from 1 to the 10 trained steps, got 11"),
+        ("--scorer-url http://x --nft-beta 0", "--nft-beta must be >= 1e-12, got 0"),
+        ("--scorer-url http://x --old-decay-max 1.5", "--old-decay-max must be <= 1, got 1.5"),
     ],
 )
-def test_a_mistake_on_the_command_line_ends_with_code_2(flags, message):
-    code, printed = cli(app, *flags)
+def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(flags, message):
+    code, printed = cli(app, "--preset", "tiny-signs", *flags.split())
     assert code == 2, printed
     assert message in printed
-    assert "Traceback" not in printed
-
-
-def test_presets_are_the_published_ones_and_can_be_repeated_from_a_file(tmp_path):
-    for name, preset in app.PRESETS.items():
-        app.check_args(replace(preset, scorer_url="http://x", shard="none"))
-        (tmp_path / f"{name}.toml").write_text(to_toml(preset))
-        assert base_config(app.Args(), {}, path=str(tmp_path / f"{name}.toml")) == preset
-    nft, awm, verl = (app.PRESETS[name] for name in ("nft-ocr", "awm-ocr", "qwen-image-ocr-lora"))
-    assert (nft.prompts_per_step, nft.group_size, nft.num_steps, nft.nft_beta, nft.kl_coef) == (48, 24, 10, 0.1, 1e-4)
-    assert (nft.old_schedule, nft.updates_per_step, nft.lr, nft.lora_rank) == ("delayed_linear", 2, 3e-4, 32)
-    assert (awm.num_steps, awm.train_levels, awm.weighting, awm.clip_range, awm.lr) == (14, 6, "ghuber", 1.0, 3e-4)
-    assert (verl.prompts_per_step, verl.group_size, verl.old_every, verl.nft_beta) == (24, 16, 2, 0.1)
+    assert printed.count("\n") == 1

@@ -3,24 +3,23 @@
 import json
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pretrain_sign_reader
 import pytest
-import rollouts
 import tiny_signs
 import torch
-from helpers import CHECKPOINT, REPO
+from helpers import REPO
 from omni_rl import direct_rewards
-from omni_rl.cli import base_config, to_toml
-from omni_rollout.models import qwen_image
+from omni_rl.run import Step, base_params
 from omni_sched import step_noise
 from trainer_runs import (
     assert_same_gradients,
     cli,
     keep_gradients,
-    lone_rank,
+    lone_run,
+    recipe,
+    rollout,
     tiny,
     train,
     train_on_ranks,
@@ -31,7 +30,7 @@ from trainer_runs import (
 import train_srpo as app
 
 READER = str(REPO / "checkpoints" / "tiny-signs-reader")
-TINY = tiny(app.PRESETS["tiny-signs"], reward_model=READER, prompts_per_step=8, batch_size=4)
+TINY = tiny(recipe(app, "tiny-signs"), reward_model=READER, prompts_per_step=8, batch_size=4)
 CPU = torch.device("cpu")
 
 
@@ -55,8 +54,15 @@ def test_training_raises_its_reward_and_that_of_a_scorer_that_only_watches(here,
     """The reader's gradient makes signs that OCR, another network, reads better."""
     (here / "eval.txt").write_text("".join(f"{prompt}\n" for prompt in signs(32)[0]))
     url, token = ocr_flags[1], ocr_flags[3]
-    args = replace(TINY, watch_scorer_url=url, scorer_token_file=token, num_steps=6, eval_num_steps=6, batch_size=16)
-    lines = train(app, replace(args, prompts_per_step=16, steps=24, eval_every=24, lr=2e-4))
+    args = replace(
+        TINY,
+        watch_scorer_url=url,
+        scorer_token_file=token,
+        num_inference_steps=6,
+        eval_num_inference_steps=6,
+        batch_size=16,
+    )
+    lines = train(app, replace(args, prompts_per_step=16, train_steps=24, eval_every=24, lr=2e-4))
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.15
     assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
     assert (here / "runs" / args.name / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
@@ -196,23 +202,12 @@ def test_both_steps_end_at_one_level_and_stay_in_the_range():
     torch.testing.assert_close(up[2], 0.3 - 0.29 * (u - length))
 
 
-def one_rank(args):
-    run = lone_rank(args, rollouts)
-    scorer = app.connect(args, CPU_DIST)
-    run.on = replace(run.on, client=scorer)
-    return run
-
-
-CPU_DIST = SimpleNamespace(device=CPU, world_size=1)
-
-
-def test_gradients_are_one_pass_over_all_samples_and_both_steps(monkeypatch):
-    args = replace(TINY, positive_words="Clear, Sharp", threshold=5.0)
-    run = one_rank(args)
-    batches, _ = app.rollout(run, step=1)
-    kept = keep_gradients(app, monkeypatch)
-    metrics = app.update(run, 1, batches)
-    reward, model = run.on.client.reward, run.on.engine.sampler.model
+def test_gradients_are_one_pass_over_all_samples_and_both_steps():
+    args, step = replace(TINY, positive_words="Clear, Sharp", threshold=5.0), Step(1)
+    run, reward = lone_run(args), direct_rewards.load_sign_reader(READER, CPU)
+    batches, _ = rollout(run, base_params(args), number=1)
+    kept = keep_gradients(run)
+    metrics = app.update(run, step, reward, batches)
     run.net.zero_grad()
     losses = []
     for batch in batches:
@@ -222,8 +217,9 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps(monkeypatch):
             start, end, discount = app.levels(args, batch, inversion=inversion)
             s, t = start.view(-1, 1, 1, 1), end.view(-1, 1, 1, 1)
             x = (1 - s) * batch.x0 + s * noise
-            velocity = qwen_image.predict_velocity(run.net, x, start, batch.cond)
-            image = qwen_image.decode(model, (x + (t - s) * velocity - t * noise) / (1 - t))
+            velocity = run.model.predict_velocity(run.net, x, start, batch.cond, batch.params)
+            x0 = (x + (t - s) * velocity - t * noise) / (1 - t)
+            image = run.model.decode(run.engine.parts, x0, batch.cond, batch.params)[0]["image"].permute(0, 3, 1, 2)
             good, bad = (reward(image, [f"{word}. {text}" for text in texts]) for word in ("Sharp", "Smudged"))
             relative = (1 + discount) * bad - good if inversion else (1 + discount) * good - bad
             losses.append(5.0 - relative)  # none reaches the threshold
@@ -233,11 +229,11 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps(monkeypatch):
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
-def test_a_sample_past_the_threshold_has_no_gradient(monkeypatch):
-    run = one_rank(replace(TINY, threshold=-5.0))
-    batches, _ = app.rollout(run, step=0)
-    kept = keep_gradients(app, monkeypatch)
-    assert app.update(run, 0, batches)["policy/denoising_active_fraction"] == 0.0
+def test_a_sample_past_the_threshold_has_no_gradient():
+    run, reward = lone_run(replace(TINY, threshold=-5.0)), direct_rewards.load_sign_reader(READER, CPU)
+    batches, _ = rollout(run, base_params(run.args))
+    kept = keep_gradients(run)
+    assert app.update(run, Step(0), reward, batches)["policy/denoising_active_fraction"] == 0.0
     assert all(grad is None or not grad.any() for grad in kept[0])
 
 
@@ -258,9 +254,9 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, changes, modes):
 
 
 def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(here):
-    args = replace(TINY, steps=4, save_every=1, updates_per_step=2, ema_decay=0.9)
+    args = replace(TINY, train_steps=4, save_every=1, num_minibatches=2, ema_decay=0.9)
     unbroken = train(app, replace(args, name="unbroken"))
-    train(app, replace(args, name="broken", steps=2))
+    train(app, replace(args, name="broken", train_steps=2))
     for line, other in zip(unbroken, train(app, replace(args, name="broken")), strict=True):
         for key in ("policy/loss", "policy/grad_norm", "eval/reward"):
             assert line.get(key) == other.get(key), (line["step"], key)
@@ -270,12 +266,10 @@ def test_every_logged_name_is_documented(here, bright_url):
     assert undocumented(train(app, replace(TINY, watch_scorer_url=bright_url))) == set()
 
 
-def test_the_published_preset_s_reward_trains(here, clip_folder):
-    """CLIP's reward with LoRA and guidance, on signs."""
-    preset = app.PRESETS["qwen-image-pickscore"]
-    args = tiny(
-        preset, name="clip", reward_model=str(clip_folder), dtype="float32", height=32, width=64, lora_rank=4,
-        batch_size=2, prompts_per_step=2, guidance_scale=2.0, threshold=100.0,
+def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
+    args = replace(
+        TINY, name="clip", reward="clip", reward_model=str(clip_folder), width=64, lora_rank=4, batch_size=2,
+        prompts_per_step=2, true_cfg_scale=2.0, threshold=100.0,
     )  # fmt: skip
     lines = train(app, args)
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
@@ -284,20 +278,20 @@ def test_the_published_preset_s_reward_trains(here, clip_folder):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--preset", "tiny-signs", "--batch-size", "7"], "--batch-size times ranks (7) must divide a step's samples"),
-        (["--preset", "tiny-signs", "--updates-per-step", "3"], "--updates-per-step must divide a rank's batches (2)"),
-        (["--level-high", "1"], "--level-low must be < --level-high, and that < 1"),
-        (["--level-step", "1"], "--level-step must be < 1"),
-        (["--positive-words", " , "], "--positive-words and --negative-words must hold a word"),
-        (["--reward", "hps"], "sign-reader"),
-        (["--scorer-url", "http://x"], "--scorer-url"),
+        ("--batch-size 7", "--batch-size times ranks (7) must divide a step's samples"),
+        ("--num-minibatches 3", "--num-minibatches must divide a rank's batches (2)"),
+        ("--level-high 1", "--level-low must be < --level-high, and that < 1, got 0.2 and 1"),
+        ("--level-step 1", "--level-step must be < 1, got 1"),
+        ("--positive-words ,", "--positive-words must hold a word, got ','"),
+        ("--reward hps", "--reward must be one of 'sign-reader', 'clip'"),
+        ("--scorer-url http://x", "unknown flag --scorer-url"),
     ],
 )
-def test_a_mistake_on_the_command_line_ends_with_code_2(flags, message):
-    code, printed = cli(app, *flags)
+def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(flags, message):
+    code, printed = cli(app, "--preset", "tiny-signs", *flags.split())
     assert code == 2, printed
     assert message in printed
-    assert "Traceback" not in printed
+    assert printed.count("\n") == 1
 
 
 def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(tmp_path):
@@ -306,21 +300,3 @@ def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(
     assert printed.count("\n") == 1
     assert "reader.safetensors" in printed
     assert not (REPO / "runs" / "no-reward").exists()
-
-
-def test_presets_are_the_published_ones_and_can_be_repeated_from_a_file(tmp_path):
-    for name, preset in app.PRESETS.items():
-        app.check_args(replace(preset, shard="none", dtype="float32"))
-        (tmp_path / f"{name}.toml").write_text(to_toml(preset))
-        assert base_config(app.Args(), {}, path=str(tmp_path / f"{name}.toml")) == preset
-    preset = app.PRESETS["qwen-image-pickscore"]
-    assert (preset.lr, preset.max_grad_norm, preset.weight_decay, preset.num_steps) == (5e-6, 0.1, 1e-4, 25)
-    assert (preset.threshold, preset.level_step, preset.height) == (0.7, 0.1, 720)
-    # Their levels are steps 5 and 30 of a schedule of 50, shifted by 3.
-    shifted = [3 * s / (1 + 2 * s) for s in (1 - 5 / 50, 1 - 30 / 50)]
-    assert (preset.level_high, preset.level_low) == pytest.approx(shifted, abs=1e-3)
-
-
-def test_the_model_is_the_shipped_one():
-    assert Path(app.Args().model) == CHECKPOINT
-    assert Path(app.Args().reward_model) == Path(READER)
