@@ -196,12 +196,12 @@ def main(args: Args) -> None:
                 batches, pending = draw(run, prompts, params_at(args, step))
             with run.phase("reward_wait"):
                 scores = collect(run.dist, pending)
-            show(run, step, batches, scores)
             advantages, keep = grade(run, step, prompts, batches, scores)
             chosen = select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
             run.sync(step)
+            show(run, step, batches, scores)
 
 
 def settle(args: Args, *, is_exact: bool) -> Args:

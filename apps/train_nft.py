@@ -162,11 +162,11 @@ def main(args: Args) -> None:
                     batches, pending = draw(run, prompts, base_params(args))
             with run.phase("reward_wait"):
                 scores = collect(run.dist, pending)
-            show(run, step, batches, scores)
             graded = grade(run, step, prompts, batches, scores)
             with run.updating(step):
                 step.metrics |= update(run, step, graded)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
+            show(run, step, batches, scores)
 
 
 def sampling_policy(run: Run[Args]) -> AbstractContextManager[None]:

@@ -123,13 +123,13 @@ def main(args: Args) -> None:
             with run.phase("rollout"):
                 batches, pending = draw(run, prompts, base_params(args))
                 scores = collect(run.dist, pending)
-            show(run, step, batches, scores)
             alike = torch.zeros(len(prompts), dtype=torch.long)  # nothing is compared within a group: the step is one
             rewards = gather_rewards(run.dist, batches, scores, alike)
             step.metrics |= describe_rewards(rewards, alike, scores, need_one=True)
             with run.updating(step):
                 step.metrics |= update(run, step, reward, batches)
             run.sync(step)
+            show(run, step, batches, scores)
 
 
 def levels(args: Args, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:

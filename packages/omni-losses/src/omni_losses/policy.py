@@ -18,9 +18,8 @@ from omni_losses._checks import (
     require_positive,
     require_shape_of,
 )
-from omni_losses._ratio import clip_metrics, ratio_metrics
 from omni_losses.divergence import gaussian_kl
-from omni_losses.output import LossOutput, weighted_mean
+from omni_losses.output import LossOutput, clip_metrics, ratio_metrics, weighted_mean
 
 ClipRange = float | tuple[float, float]
 

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from omni_losses._checks import require_clip_width, require_shape_of
-from omni_losses._ratio import clip_metrics, ratio_metrics
-from omni_losses.output import LossOutput
+from omni_losses.output import LossOutput, clip_metrics, ratio_metrics
 
 
 def gspo_loss(
