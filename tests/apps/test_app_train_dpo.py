@@ -306,7 +306,7 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
     def fault(**sides):
         (here / "pairs.jsonl").write_text(json.dumps({"prompt": "x", "win": "w.safetensors"} | sides) + "\n")
         with pytest.raises(ValueError, match=r"^--preferences: pairs.jsonl, pair 1, ") as caught:
-            train(app, replace(TINY, preferences="pairs.jsonl", group_size=2))
+            train(app, replace(TINY, preferences="pairs.jsonl", group_size=2, prompts_per_step=1))
         assert not (here / "runs").exists()
         return str(caught.value)
 
