@@ -23,20 +23,22 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: those that its index names, or all that there are.
+    """The safetensors files of a part's folder: those that its index names, or the one that has the libraries' name.
 
     Raises:
         ValueError: there are none, or the index is damaged.
     """
-    files = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
+    for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
+        index = folder / f"{name}.index.json"
+        if not index.is_file():
+            if (folder / name).is_file():
+                return [folder / name]
+            continue
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
-        files = {folder / name for name in names.values()}
-    if not files:
-        raise ValueError(f"model must have its weights as safetensors, {folder} holds none")
-    return sorted(files)
+        return sorted({folder / name for name in names.values()})
+    raise ValueError(f"model must have its weights as safetensors, {folder} holds none")
 
 
 def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:

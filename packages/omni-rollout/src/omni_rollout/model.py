@@ -25,8 +25,12 @@ class Model(Protocol):
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
 
     @property
+    def path(self) -> str:
+        """The folder or hub id of the checkpoint."""
+
+    @property
     def folder(self) -> Path:
-        """Where the checkpoint lies."""
+        """Where its configuration lies, and its weights once they are fetched."""
 
     @property
     def config(self) -> Mapping[str, Any]:

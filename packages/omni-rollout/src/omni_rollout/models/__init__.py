@@ -9,7 +9,7 @@ from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.qwen_image import QwenImage
 
 # What model_index.json calls the pipeline -> the model's class. A new model is one more line.
-MODELS: dict[str, Callable[[Path], Model]] = {
+MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
 }
 
@@ -22,6 +22,6 @@ def open_model(path: str | Path) -> Model:
     """
     folder = local_folder(path)
     kind = read_json(folder / "model_index.json").get("_class_name")
-    if kind not in MODELS:
-        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind}")
-    return MODELS[kind](folder)
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}")
+    return MODELS[kind](path)

@@ -1,6 +1,7 @@
 """What models have in common whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
 
 import inspect
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -12,7 +13,8 @@ from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 Value = TypeVar("Value", int, float, bool, str, list)
-UNUSABLE = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RuntimeError)  # of a library's class
+# What a library's class raises when it is made of values that it does not check.
+UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class DiffusersModel:
@@ -33,6 +35,7 @@ class DiffusersModel:
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
 
     def __init__(self, path: str | Path) -> None:
+        self.path = str(path)
         self.folder = local_folder(path)
         self.config: dict[str, Any] = read_json(self.folder / "model_index.json")
         for part, kind in self.PARTS.items():
@@ -54,13 +57,16 @@ class DiffusersModel:
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
         """One value of a part's configuration; the default of the part's class where an older file lacks it.
 
+        A list is one of numbers.
+
         Raises:
             ValueError: it is missing, or of another type.
         """
         value = self.config[part].get(name, default)
         if kind is float and type(value) is int:
             value = float(value)
-        if type(value) is not kind:
+        of_numbers = not isinstance(value, list) or all(type(entry) in (int, float) for entry in value)
+        if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not of_numbers:
             raise ValueError(f"{name} of {self.folder / part} must be of type {kind.__name__}, got {value!r:.80}")
         return value
 
@@ -82,16 +88,23 @@ class DiffusersModel:
         for part, (_, name) in self.PARTS.items():
             if name.endswith("Tokenizer") or part == "scheduler":
                 continue
-            wanted, found = self._empty(part).state_dict(), safetensors_shapes(self.folder / part)
-            if part not in self.NETS:  # older names are translated while they are loaded
-                continue
-            if missing := wanted.keys() - found.keys():
-                some = f"{len(missing)} weights, such as {min(missing)}"
-                raise ValueError(f"model is incomplete: {self.folder / part} lacks {some}")
-            for weight, tensor in wanted.items():
-                if tuple(tensor.shape) != found[weight]:
-                    says = f"{found[weight]}, its configuration says {tuple(tensor.shape)}"
-                    raise ValueError(f"model is damaged: {weight} of {self.folder / part} has the shape {says}")
+            wanted = self._empty(part).state_dict()
+            if Path(self.path).is_dir():  # what a hub id names is fetched when it is loaded
+                self._check_weights(part, wanted)
+
+    def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
+        folder, found = self.folder / part, safetensors_shapes(self.folder / part)
+        if part not in self.NETS:  # older names are translated while they are loaded
+            return
+        if missing := wanted.keys() - found.keys():
+            raise ValueError(f"model is incomplete: {folder} lacks {len(missing)} weights, such as {min(missing)}")
+        if surplus := found.keys() - wanted.keys():
+            some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
+            raise ValueError(f"model is damaged: {folder} has {some}")
+        for name, tensor in wanted.items():
+            if tuple(tensor.shape) != found[name]:
+                says = f"{found[name]}, its configuration says {tuple(tensor.shape)}"
+                raise ValueError(f"model is damaged: {name} of {folder} has the shape {says}")
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
         """All parts, frozen, in eval mode. net: put in place of the checkpoint's own, whose weights are not read.
@@ -114,7 +127,8 @@ class DiffusersModel:
         return self._empty(self.NETS[0])
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
-        """The safetensors files of a part."""
+        """The safetensors files of a part; those of a hub id are fetched."""
+        local_folder(self.path, f"{part}/*.safetensors")
         return safetensors_files(self.folder / part)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
@@ -138,7 +152,7 @@ class DiffusersModel:
         cls = self._class(part)
         if not issubclass(cls, nn.Module):
             return cls.from_pretrained(self.folder, subfolder=part)
-        safetensors_files(self.folder / part)  # or the library looks for other formats
+        self.weight_files(part)  # or the library looks for other formats
         module, report = cls.from_pretrained(
             self.folder, subfolder=part, dtype=dtype, use_safetensors=True, output_loading_info=True
         )
@@ -152,6 +166,7 @@ class DiffusersModel:
 
     def _empty(self, part: str) -> nn.Module:
         from accelerate import init_empty_weights
+        from huggingface_hub.errors import StrictDataclassError
 
         cls, file = self._class(part), self.folder / part / "config.json"
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
@@ -161,13 +176,14 @@ class DiffusersModel:
                     module = cls.from_config(self.config[part])
                 else:
                     module = cls(cls.config_class.from_dict(self.config[part]))
-        except UNUSABLE as exc:
-            raise ValueError(f"model is damaged: no {cls.__name__} can be made of {file}: {exc}") from exc
+        except (*UNUSABLE, StrictDataclassError) as exc:
+            reason = " ".join(str(exc).split())
+            raise ValueError(f"model is damaged: no {cls.__name__} can be made of {file}: {reason:.300}") from exc
         return module.requires_grad_(False)
 
 
-def local_folder(path: str | Path) -> Path:
-    """The folder of a checkpoint; of a hub id the folder to which its files are downloaded.
+def local_folder(path: str | Path, *patterns: str) -> Path:
+    """The folder of a checkpoint; of a hub id that to which its configuration, or files of `patterns`, are fetched.
 
     Raises:
         ValueError: there is neither.
@@ -180,17 +196,20 @@ def local_folder(path: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(path), allow_patterns=["*.json", "*.txt", "*.model", "*.safetensors"]))
+        wanted = list(patterns) or ["*.json", "*.txt", "*.model"]
+        return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"]))
     except (OSError, ValueError) as exc:
         raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {exc}") from exc
 
 
-def check_size(params: Params, unit: int) -> None:
-    """Raises ValueError unless height and width are positive multiples of `unit` pixels; names the nearest."""
+def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
+    """Raises ValueError unless height and width are from 1 to `most` times `unit` pixels; names the nearest."""
+    bound = "" if most is None else f" up to {most * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
-        if value < unit or value % unit:
-            nearest = max(1, round(value / unit)) * unit
-            raise ValueError(f"{name} must be a positive multiple of {unit} pixels, such as {nearest}, got {value}")
+        if value < unit or value % unit or (most is not None and value > most * unit):
+            nearest = min(max(1, round(value / unit)), most or math.inf) * unit
+            rule = f"{name} must be a positive multiple of {unit} pixels{bound}, such as {nearest}"
+            raise ValueError(f"{rule}, got {value}")
 
 
 def check_scale(name: str, scale: float) -> None:
@@ -215,11 +234,18 @@ def pixels(media: Tensor) -> Tensor:
 
 
 def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for a value of another type than the default of the parameter that takes it."""
+    """Raises ValueError for a value that is unlike the default of the parameter that takes it."""
     for name, parameter in signature.parameters.items():
-        value, default = config.get(name, parameter.default), parameter.default
-        if value is None or default is None or default is inspect.Parameter.empty:
+        value, default = config.get(name), parameter.default
+        if value is None or default in (None, inspect.Parameter.empty) or _alike(value, default):
             continue
-        alike = {tuple: (list, tuple), list: (list, tuple), float: (float, int)}.get(type(default), type(default))
-        if not isinstance(value, alike) or isinstance(value, bool) != isinstance(default, bool):
-            raise ValueError(f"{name} of {file} must be like {default!r:.40}, got {value!r:.80}")
+        raise ValueError(f"{name} of {file} must be like {default!r:.40}, got {value!r:.80}")
+
+
+def _alike(value: object, default: object) -> bool:
+    """Whether a value of a JSON file has the type of a default, and its entries that of the default's."""
+    if isinstance(default, list | tuple):
+        return isinstance(value, list | tuple) and (not default or all(_alike(entry, default[0]) for entry in value))
+    if isinstance(default, float):
+        return type(value) in (int, float)
+    return type(value) is type(default)

@@ -66,8 +66,8 @@ class VllmOmniEngine:
             raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
         self.weight_version = weight_version
         self.moved_bytes = 0
-        folder, local_rank = str(model.folder), device.index or 0
-        self._worker = start_worker(PIPELINES[kind], folder, local_rank=local_rank, dtype=dtype, together=together)
+        local_rank = device.index or 0
+        self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(dtype))
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters that lie in the engine's storage
