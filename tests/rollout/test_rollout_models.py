@@ -5,6 +5,7 @@ bounds hold on any CPU.
 """
 
 import re
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from build_tiny_models import tiny_checkpoint
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Model, Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -76,6 +78,24 @@ ROWS = {
         statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
         guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
     ),
+    **{
+        f"sd35-{size}": Row(
+            checkpoint=lambda size=size: tiny_checkpoint(f"sd35-{size}", REPO / ".pytest_cache" / "tiny-models"),
+            unguided=Params(6, 48, 80),
+            guided=Params(6, 48, 80, guidance_scale=4.5),
+            stock=lambda params, negative: {
+                "guidance_scale": params.guidance_scale,
+                "negative_prompt": negative if params.guidance_scale > 1 else None,
+            },
+            without_gradient=frozenset(  # the last block makes no queries of the text
+                f"transformer_blocks.2.attn.{name}"
+                for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+            ),
+            lora_layers=3 * 8 - 1,
+            nearest=(({"height": 56}, 64), ({"width": 400}, 384)),
+        )
+        for size in ("medium", "large")
+    },
 }
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
 PROMPTS = [Prompt(text, 0, i, seed=i, negative="bad and blurry") for i, text in enumerate(TEXTS)]
@@ -306,3 +326,21 @@ def test_only_the_model_s_own_files_know_it():
         if not any(place in path.as_posix() for place in own):
             found = {name for name in names if re.search(rf"\b{name}\b", path.read_text("utf-8"))}
             assert found == set(), path
+
+
+@pytest.mark.parametrize("name", [model.__module__.rpartition(".")[2] for model in MODELS.values()][1:])
+def test_the_commit_that_brought_a_model_touched_nothing_else(name):
+    """Of all models but the first: its file and rows, its builder, its tests, and recipes."""
+
+    def git(*words):
+        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
+
+    path = f"packages/omni-rollout/src/omni_rollout/models/{name}.py"
+    commits = git("log", "--diff-filter=A", "--format=%H", "--", path)
+    if not commits:
+        pytest.skip("the history is not here")
+    own = ("packages/omni-rollout/src/omni_rollout/models/", "tests/rollout/", "tests/vllm_engine/", "docs/")
+    rows = ("packages/omni-rollout/src/omni_rollout/engines/vllm_omni/pipelines.py", "scripts/build_tiny_models.py")
+    touched = git("show", "--name-only", "--format=", commits[-1])
+    assert path in touched
+    assert [file for file in touched if not file.startswith(own) and "recipes/" not in file and file not in rows] == []

@@ -7,10 +7,12 @@ from omni_rollout.files import read_json
 from omni_rollout.model import Model
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.models.sd3 import StableDiffusion3
 
 # What model_index.json calls the pipeline -> the model's class. A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
+    "StableDiffusion3Pipeline": StableDiffusion3,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
 
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip - after the worker
+from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline  # isort: skip
 
 
 class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
@@ -22,6 +23,17 @@ class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
         self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
 
 
+class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
+    """Stable Diffusion 3 and 3.5."""
+
+    part_names = (*tuple(f"{kind}{i}" for kind in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")), "vae")
+    diffusers_names: ClassVar = {}
+    packed: ClassVar = {
+        "to_qkv": ["to_q", "to_k", "to_v"],
+        "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"],
+    }
+
+
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """vLLM-Omni's transformer wants the padded length of every text, which diffusers' reads off the text itself."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
@@ -31,4 +43,5 @@ def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, A
 # What model_index.json calls the pipeline -> the class that samples it.
 PIPELINES: dict[str, type[RolloutPipeline]] = {
     "QwenImagePipeline": QwenImageRollout,
+    "StableDiffusion3Pipeline": StableDiffusion3Rollout,
 }

@@ -1,0 +1,144 @@
+"""Stable Diffusion 3 and 3.5, medium and large (arXiv 2403.03206): text to image, a flow in the latents of an 8x VAE.
+
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text positions (77 of two
+CLIP encoders, 256 of T5), D text width. All texts fill all positions, so that nothing is masked.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from omni_sched import shift_sigmas
+from torch import Tensor, nn
+
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_scale, check_size, pixels
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+T5_TOKENS = 256
+PIXELS_PER_TOKEN = 16  # 8 by the VAE, 2 by the patches
+
+
+class StableDiffusion3(DiffusersModel):
+    """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1."""
+
+    PIPELINE = "StableDiffusion3Pipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_2": ("transformers", "CLIPTextModelWithProjection"),
+        "text_encoder_3": ("transformers", "T5EncoderModel"),
+        "tokenizer": ("transformers", "CLIPTokenizer"),
+        "tokenizer_2": ("transformers", "CLIPTokenizer"),
+        "tokenizer_3": ("transformers", "T5Tokenizer"),
+        "transformer": ("diffusers", "SD3Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; the second attention of 3.5 medium stays as it is
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+    )
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks."""
+        super().check(params)
+        check_size(params, PIXELS_PER_TOKEN, most=self.value("transformer", "pos_embed_max_size", int))
+        check_scale("guidance_scale", params.guidance_scale)
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int]:
+        """(C, h, w).
+
+        Raises:
+            ValueError: height or width is no positive multiple of 16 pixels.
+        """
+        check_size(params, PIXELS_PER_TOKEN)
+        return self.value("transformer", "in_channels", int), params.height // 8, params.width // 8
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0, whatever the size.
+
+        diffusers spaces the steps evenly between the shifted ends of the training schedule, and shifts them again.
+        """
+        if self.config["scheduler"].get("use_dynamic_shifting"):
+            raise ValueError(f"use_dynamic_shifting of {self.folder / 'scheduler'} must be false for a {self.PIPELINE}")
+        shift = self.value("scheduler", "shift", float, 1.0)
+        lowest = shift_sigmas(torch.tensor(1 / self.value("scheduler", "num_train_timesteps", int, 1000)), shift)
+        levels = torch.linspace(1, float(lowest), params.num_inference_steps)
+        return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
+        text = prompt.negative if negative else prompt.text
+        length = parts.tokenizer.model_max_length  # for both, as the pipeline has it
+        clip, pooled = _encode_clip(parts.tokenizer, parts.text_encoder, text, length)
+        clip_2, pooled_2 = _encode_clip(parts.tokenizer_2, parts.text_encoder_2, text, length)
+        t5 = parts.text_encoder_3(_tokens(parts.tokenizer_3, parts.text_encoder_3, text, T5_TOKENS))[0]
+        clips = torch.cat([clip, clip_2], dim=-1)
+        clips = nn.functional.pad(clips, (0, t5.shape[-1] - clips.shape[-1]))
+        return {"embeds": torch.cat([clips, t5], dim=1)[0], "pooled": torch.cat([pooled, pooled_2], dim=-1)[0]}
+
+    def is_guided(self, params: Params) -> bool:
+        """Whether guidance_scale is above 1."""
+        return params.guidance_scale > 1
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D] and `pooled` [B, D']; with guidance also their negatives. Both halves of
+        classifier-free guidance run as one batch.
+        """
+        embeds, pooled = cond["embeds"], cond["pooled"]
+        guided = self.is_guided(params)
+        if guided:
+            embeds, pooled = both(cond, "embeds"), both(cond, "pooled")
+            x, sigma = torch.cat([x, x]), torch.cat([sigma, sigma])
+        velocity = net(
+            hidden_states=x.to(embeds.dtype),
+            timestep=sigma.float() * 1000,
+            encoder_hidden_states=embeds,
+            pooled_projections=pooled,
+            return_dict=False,
+        )[0].float()
+        if not guided:
+            return velocity
+        positive, negative = velocity.chunk(2)
+        return negative + params.guidance_scale * (positive - negative)
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        scale, shift = self._statistics()
+        images = parts.vae.decode((x0 / scale + shift).to(parts.vae.dtype), return_dict=False)[0]
+        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """The clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
+        scale, shift = self._statistics()
+        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
+        return (parts.vae.encode(images).latent_dist.mode().float() - shift) * scale
+
+    def _statistics(self) -> tuple[float, float]:
+        """The VAE's scale and shift."""
+        return self.value("vae", "scaling_factor", float), self.value("vae", "shift_factor", float)
+
+
+def _encode_clip(
+    tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int
+) -> tuple[Tensor, Tensor]:
+    """The features [1, length, D] before the last layer, and the pooled ones [1, D']."""
+    out = encoder(_tokens(tokenizer, encoder, text, length), output_hidden_states=True)
+    return out.hidden_states[-2], out[0]
+
+
+def _tokens(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int) -> Tensor:
+    """The ids [1, length] of a text, cut or filled up to the length."""
+    ids = tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    return ids.to(encoder.device)

@@ -1,0 +1,150 @@
+"""Builds checkpoints of random weights and a few hundred thousand parameters, offline and in seconds.
+
+    python scripts/build_tiny_models.py --out models/ sd35-medium sd35-large
+
+What the pipelines hard-wire (latent channels, strides, patches, lengths of texts) is the real models'; widths, depths
+and vocabularies are tiny. `tiny_checkpoint` keeps what it has built, for tests.
+"""
+
+import argparse
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ALPHABET = [chr(code) for code in range(33, 127)]
+
+
+def tiny_checkpoint(name: str, cache: Path) -> Path:
+    """The folder of the checkpoint of that name, built where the cache has none of this version of the file."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = cache / f"{name}-{digest}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as aside:
+            build(name, Path(aside) / name)
+            try:
+                os.rename(Path(aside) / name, folder)
+            except OSError:  # another process was faster
+                if not folder.is_dir():
+                    raise
+    return folder
+
+
+def build(name: str, folder: Path) -> None:
+    """Writes a checkpoint of BUILDERS; its weights depend on the name alone."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        BUILDERS[name]().save_pretrained(folder)
+
+
+def build_sd35(**transformer: Any) -> Any:
+    """A StableDiffusion3Pipeline with the given settings of its transformer."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+    from transformers import T5Config, T5EncoderModel
+
+    clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=8,
+            num_layers=3,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            joint_attention_dim=64,
+            caption_projection_dim=64,
+            pooled_projection_dim=64,
+            pos_embed_max_size=24,
+            qk_norm="rms_norm",
+            **transformer,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=AutoencoderKL(
+            block_out_channels=(8, 8, 16, 16),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            latent_channels=16,
+            norm_num_groups=4,
+            sample_size=64,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+        ),
+        text_encoder=build_clip(clip_tokenizer, "quick_gelu"),
+        text_encoder_2=build_clip(clip_tokenizer, "gelu"),
+        text_encoder_3=T5EncoderModel(
+            T5Config(
+                vocab_size=len(t5_tokenizer),
+                d_model=64,
+                d_kv=16,
+                d_ff=64,
+                num_layers=2,
+                num_heads=2,
+                feed_forward_proj="gated-gelu",
+                is_encoder_decoder=False,
+            )
+        ),
+        tokenizer=clip_tokenizer,
+        tokenizer_2=build_clip_tokenizer(),
+        tokenizer_3=t5_tokenizer,
+    )
+
+
+def build_clip(tokenizer: Any, activation: str) -> Any:
+    """A CLIP text encoder of three layers."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            projection_dim=32,
+            hidden_act=activation,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def build_clip_tokenizer() -> Any:
+    """One token per letter, and another for the last of a word."""
+    from transformers import CLIPTokenizer
+
+    tokens = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET), "<|startoftext|>", "<|endoftext|>"]
+    return CLIPTokenizer(vocab={token: i for i, token in enumerate(tokens)}, merges=[], model_max_length=77)
+
+
+def build_t5_tokenizer() -> Any:
+    """One token per letter."""
+    from transformers import T5Tokenizer
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in ALPHABET)]
+    return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {
+    "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
+    "sd35-large": build_sd35,
+}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="+", choices=BUILDERS, help="checkpoints to build")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write them to, each in one of its name")
+    settings = parser.parse_args()
+    for wanted in settings.names:
+        build(wanted, settings.out / wanted)
+        print(settings.out / wanted)
