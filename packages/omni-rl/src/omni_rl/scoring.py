@@ -32,7 +32,8 @@ class Scorer(Protocol):
     """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
 
     @property
-    def busy_s(self) -> float: ...
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
 
     def submit(
         self,
