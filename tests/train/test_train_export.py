@@ -7,15 +7,16 @@ import pytest
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from helpers import CHECKPOINT
-from omni_rollout import Prompt, SamplingParams
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rollout import Params, Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
 from omni_train.export import model_card
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights import FULL_FILE, LORA_FILE, save_weights
 
+MODEL, PARAMS = open_model(CHECKPOINT), Params(6, 32, 96)
 PROMPT = 'a blue sign that says "K7QX"'
 CARD = {
     "base": "Qwen/Qwen-Image",
@@ -28,7 +29,8 @@ CARD = {
 
 @pytest.fixture(scope="module")
 def base():
-    return qwen_image.load(CHECKPOINT)
+    """The parts of the checkpoint, as the model's door loads them."""
+    return MODEL.load(device="cpu", dtype=torch.float32)
 
 
 @pytest.fixture
@@ -44,19 +46,20 @@ def open_pipe(folder):
 
 def trained(base, *, lora):
     """The model as training might leave it; alpha is twice the rank, so a reader that ignores it is found out."""
-    model = copy.deepcopy(base)
+    parts = copy.deepcopy(base)
     generator = torch.Generator().manual_seed(4)
     if lora:
-        add_lora(model.transformer, qwen_image.LORA_TARGETS, rank=4, alpha=8, seed=3)
-    params = adapter_params(model.transformer, "default")[1::2] if lora else list(model.transformer.parameters())
+        add_lora(parts.net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=3)
+    params = adapter_params(parts.net, "default")[1::2] if lora else list(parts.net.parameters())
     for p in params:
         p.data += 0.03 * torch.randn(p.shape, generator=generator)
-    return model
+    return parts
 
 
-def our_image(model):
-    engine, params = DiffusersEngine(qwen_image, model), SamplingParams(6, 32, 96)
-    return qwen_image.decode(model, engine.generate([Prompt(PROMPT, group=0, seed=5)], params).x0)
+def our_image(parts):
+    drawn = DiffusersEngine(MODEL, parts).generate([Prompt(PROMPT, group=0, index=0, seed=5)], PARAMS)
+    media, _ = MODEL.decode(parts, drawn.x0, drawn.cond, PARAMS)
+    return media["image"].permute(0, 3, 1, 2)
 
 
 def stock_image(pipe):
@@ -68,9 +71,9 @@ def stock_image(pipe):
 
 def exported(base, folder, kind):
     """The image that a run's own engine draws with the weights that it exports to the folder."""
-    model = trained(base, lora=kind == "lora")
-    save_weights(model.transformer, folder, init_distributed(), card=CARD)
-    image = our_image(model)
+    parts = trained(base, lora=kind == "lora")
+    save_weights(parts.net, folder, init_distributed(), card=CARD)
+    image = our_image(parts)
     assert (image - our_image(base)).abs().max() > 0.1  # training has changed the picture
     return image
 
@@ -161,5 +164,5 @@ def test_the_card_tells_base_algorithm_settings_scores_and_command():
 )
 def test_a_card_that_lacks_a_fact_is_refused_before_anything_is_written(base, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        save_weights(base.transformer, tmp_path / "weights", init_distributed(), card=CARD | change)
+        save_weights(base.net, tmp_path / "weights", init_distributed(), card=CARD | change)
     assert list(tmp_path.iterdir()) == []
