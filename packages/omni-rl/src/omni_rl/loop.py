@@ -26,7 +26,6 @@ from omni_train.weights import save_weights
 from omni_rl.alarms import Alarm, new_alarms
 from omni_rl.args import RunArgs, without_secrets
 from omni_rl.failures import BrokenRunError
-from omni_rl.report import write_alarm
 from omni_rl.report.folder import command_line
 from omni_rl.run import HIDDEN, Run, Step
 from omni_rl.sampling import evaluate
@@ -85,7 +84,7 @@ class Loop:
         self._done = done
         if run.dist.is_main:
             self._lines.append({"step": done} | step.metrics)
-            _report_alarms(run.folder, done, new_alarms(self._lines))
+            _print_alarms(done, new_alarms(self._lines))
         stopping = self._stop.requested(run.dist)
         if stopping or done % args.save_every == 0 or done == args.train_steps:  # after the line: none must be lost
             with run.phase("save"):
@@ -135,12 +134,11 @@ def _model_card(run: Run[RunArgs], metrics: dict[str, float]) -> dict[str, objec
     }
 
 
-def _report_alarms(folder: Path, done: int, alarms: Sequence[Alarm]) -> None:
-    """Put alarms on the terminal and into the report."""
+def _print_alarms(done: int, alarms: Sequence[Alarm]) -> None:
+    """Print alarms; the report draws the same from the log."""
     for alarm in alarms:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
         print(f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)
-        write_alarm(folder, done, alarm.title, numbers=alarm.numbers, look=alarm.look)
 
 
 def _summary(run: Run[RunArgs]) -> str:
