@@ -1,6 +1,6 @@
 """Trace one training step of a real run: which functions of this tree run, and in which frames the loss is computed.
 
-python tests/arch/step_trace.py [SETTING=VALUE ...]       prints the files, functions and code lines of a FlowGRPO step
+PYTHONPATH=tests:scripts python tests/arch/step_trace.py [SETTING=VALUE ...]    prints the files, functions and code lines of a FlowGRPO step
 """
 
 import ast
