@@ -1,6 +1,8 @@
 """Trace one training step of a real run: which functions of this tree run, and in which frames the loss is computed.
 
-PYTHONPATH=tests:scripts python tests/arch/step_trace.py [SETTING=VALUE ...]    prints the files, functions and code lines of a FlowGRPO step
+PYTHONPATH=tests:scripts python tests/arch/step_trace.py [SETTING=VALUE ...]
+
+prints the files of a FlowGRPO step with the code lines of the functions that ran.
 """
 
 import ast
@@ -22,13 +24,14 @@ from omni_train.log import RunLog
 from records import record
 
 REPO = Path(__file__).parents[2]
+LOOP = "main"  # the function of a trainer that has the loop
 Function = tuple[str, str, int]
 STEP = {"train_steps": 1, "eval_every": 100, "num_inference_steps": 4, "batch_size": 4}
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One step, of the first `rollout` phase to the end of `sync`.
+    """One step: what the loop's body runs, without what happens between steps.
 
     loop: (file, name, first line) of each function that ran on the thread of the loop. others: the same of the threads
     that send images to the scorer. chain: names from the outermost frame of this tree to the one that takes the maximum
@@ -39,9 +42,10 @@ class Trace:
     others: set[Function]
     chain: list[str]
 
-    def frames(self, name: str) -> int:
-        """Calls between the loop, in the function of that name, and the arithmetic of the loss."""
-        return len(self.chain) - 1 - self.chain.index(name)
+    @property
+    def frames(self) -> int:
+        """Calls between the loop and the arithmetic of the loss."""
+        return len(self.chain) - 1 - self.chain.index(LOOP)
 
 
 def code_lines(functions: set[Function], repo: Path = REPO) -> dict[str, int]:
@@ -74,7 +78,7 @@ def trace(url: str, repo: Path = REPO, **settings: Any) -> Trace:
 
 
 class _Follower:
-    """Notes each call in the tree between the phases `rollout` and `sync` of the log."""
+    """Notes each call in the tree from the first one of the loop's body, after line 0 of the log, to the sync's end."""
 
     def __init__(self, repo: Path, out: Path) -> None:
         self._roots = tuple(f"{repo}/{name}/" for name in ("apps", "packages"))
@@ -84,22 +88,32 @@ class _Follower:
         self._chain: list[str] = []
 
     def install(self) -> None:
-        """Follow this thread and those that it will start."""
+        """Follow this thread and those that it will start, once the first line is logged."""
         self._thread = threading.get_ident()
         threading.setprofile(self._see)
-        phase, follower = RunLog.phase, self
+        log, phase, follower = RunLog.log, RunLog.phase, self
+
+        def logged(self: RunLog, *args: Any, **options: Any) -> None:
+            log(self, *args, **options)
+            sys.setprofile(follower._wait)
 
         @contextmanager
-        def followed(log: RunLog, name: str) -> Iterator[None]:
-            if name == "rollout":
-                follower._active = True
-                sys.setprofile(follower._see)
-            with phase(log, name):
+        def followed(self: RunLog, name: str) -> Iterator[None]:
+            with phase(self, name):
                 yield
             if name == "sync" and follower._active:
                 follower._end()
 
-        RunLog.phase = followed  # type: ignore[method-assign]
+        RunLog.log, RunLog.phase = logged, followed  # type: ignore[method-assign]
+
+    def _wait(self, frame: FrameType, event: str, arg: object) -> None:
+        """Begin with the first function of the tree that the loop's body calls."""
+        caller = frame.f_back
+        from_loop = caller is not None and caller.f_code.co_name == LOOP and self._is_ours(caller)
+        if event == "call" and from_loop and self._is_ours(frame) and not frame.f_code.co_filename.endswith("loop.py"):
+            self._active = True
+            sys.setprofile(self._see)
+            self._see(frame, event, arg)
 
     def _see(self, frame: FrameType, event: str, arg: object) -> None:
         if not self._active:

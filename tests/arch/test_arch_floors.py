@@ -1,4 +1,4 @@
-"""Who may import whom, where a device may be named, and what no file may hold.
+"""Who may import whom, where a device, a model or an engine may be named, and what no file may hold.
 
 Each rule is a function from a file's place and source to its faults. It is run over the tree, where it must find none,
 and over small bad sources, where it must find one: a rule that cannot fail holds nothing.
@@ -13,6 +13,8 @@ from fnmatch import fnmatch
 
 import pytest
 from helpers import REPO
+from omni_rl.engines import ENGINES
+from omni_rollout.models import MODELS
 
 # A place is a path below packages/*/src, as omni_sched/steps.py, or below the repository, as apps/sample.py.
 SIBLINGS = {"omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train", "omni_rl"}
@@ -39,6 +41,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
+    "apps/*": {"torch", "numpy", *SIBLINGS},
 }
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/testing.py": {"uvicorn"},
@@ -56,6 +59,15 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker alone meets the process group
 }
 MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/engines/vllm_omni/engine.py")
+MAY_NAME_MODELS = (
+    "omni_rollout/models/*",
+    "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
+    "scripts/pretrain_tiny_signs.py",  # builders of the checkpoints that are shipped
+    "scripts/build_tiny_*.py",
+)
+MAY_NAME_ENGINES = ("omni_rl/engines.py", "omni_rl/args.py", "omni_rollout/engines/*")  # args.py has the choices
+MODEL_WORDS = {word for kind, door in MODELS.items() for word in (kind, door.__name__, door.__module__.split(".")[-1])}
+MODEL = re.compile(rf"(?<![a-zA-Z0-9])({'|'.join(MODEL_WORDS)})(?![0-9])")
 DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
@@ -137,6 +149,50 @@ def device_faults(place: str, source: str) -> list[str]:
     return [f"{place} must not name a device: {name}" for name in names if DEVICE.search(name)]
 
 
+def model_faults(place: str, source: str) -> list[str]:
+    """Names of a model's class, module or pipeline outside its file; docstrings and comments may speak of them."""
+    if any(fnmatch(place, pattern) for pattern in MAY_NAME_MODELS):
+        return []
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            node.value = ast.Constant("")
+    return [f"{place} must not name a model: {found[1]}" for found in MODEL.finditer(ast.unparse(tree))]
+
+
+def engine_faults(place: str, source: str) -> list[str]:
+    """Comparisons with an engine's name, and questions for its class, where it can be asked itself."""
+    if any(fnmatch(place, pattern) for pattern in MAY_NAME_ENGINES):
+        return []
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and "engine" in ast.unparse(node):
+            faults += [ast.unparse(node) for part in ast.walk(node) if getattr(part, "value", "") in ENGINES]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            faults += [ast.unparse(node) for part in ast.walk(node.args[1]) if ast.unparse(part).endswith("Engine")]
+    return [f"{place} must ask the engine instead: {fault}" for fault in faults]
+
+
+def open_faults(place: str, source: str) -> list[str]:
+    """Settings without a type, and parameters that take anything under any name."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.arguments):
+            named = {arg.arg: arg.annotation for arg in (*node.args, *node.kwonlyargs)}
+            faults += ["args: Any"] if ast.unparse(named.get("args") or ast.Constant(0)) == "Any" else []
+            others = node.kwarg if node.kwarg and node.kwarg.arg == "others" else None
+            faults += ["**others: Any"] if others and ast.unparse(others).partition(": ")[2] in ("", "Any") else []
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            faults += [ast.unparse(node)] if ast.unparse(node.args[0]).split(".")[-1] == "args" else []
+    return [f"{place} must not have {fault}" for fault in faults]
+
+
+def alone_faults(place: str, source: str) -> list[str]:
+    """Whatever ties an app to the folder that it stands in."""
+    names = {node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name)}
+    return [f"{place} must not use {name}" for name in sorted(names & {"__file__", "__path__"})]
+
+
 def safety_faults(place: str, source: str) -> list[str]:
     """Whatever runs code that came in as data, or imports by string."""
     faults = [name for name, _ in imports(source) if UNSAFE_MODULES & set(name.split("."))]
@@ -184,6 +240,16 @@ def all_sources() -> Iterator[tuple[str, str]]:
     yield from app_sources()
 
 
+def script_sources() -> Iterator[tuple[str, str]]:
+    for path in sorted(REPO.glob("scripts/**/*.py")):
+        yield path.relative_to(REPO).as_posix(), path.read_text(encoding="utf-8")
+
+
+def everything() -> Iterator[tuple[str, str]]:
+    yield from all_sources()
+    yield from script_sources()
+
+
 Sources = Callable[[], Iterator[tuple[str, str]]]
 Rule = Callable[[str, str], list[str]]
 
@@ -191,12 +257,16 @@ Rule = Callable[[str, str], list[str]]
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
-        (floor_faults, package_sources),
+        (floor_faults, all_sources),
+        (model_faults, everything),
+        (engine_faults, everything),
+        (open_faults, all_sources),
+        (alone_faults, app_sources),
         (device_faults, package_sources),
         (safety_faults, all_sources),
         (tracked_faults, tracked_files),
     ],
-    ids=["floors", "devices", "safety", "tracked"],
+    ids=["floors", "models", "engines", "open", "alone", "devices", "safety", "tracked"],
 )
 def test_the_tree_keeps_the_rule(rule: Rule, sources: Sources):
     places = dict(sources())
@@ -206,7 +276,7 @@ def test_the_tree_keeps_the_rule(rule: Rule, sources: Sources):
 
 def test_every_package_has_its_line_and_its_sources_are_found():
     assert {place.partition("/")[0] for place, _ in package_sources()} == SIBLINGS
-    assert {pattern.partition("/")[0] for pattern in MAY_IMPORT} == SIBLINGS
+    assert {pattern.partition("/")[0] for pattern in MAY_IMPORT} == {*SIBLINGS, "apps"}
     assert "apps/train_flowgrpo.py" in dict(app_sources())
 
 
@@ -232,6 +302,23 @@ BAD = [
     (floor_faults, "omni_train/lora.py", "import diffusers"),
     (floor_faults, "omni_rl/cli.py", "import tyro"),
     (floor_faults, "omni_train/log.py", "from rich.progress import Progress"),
+    (floor_faults, "apps/sample.py", "import train_flowgrpo"),
+    (floor_faults, "apps/sample.py", "from settings import Args"),
+    (floor_faults, "apps/sample.py", "def f():\n    import diffusers"),
+    (model_faults, "apps/train_nft.py", "from omni_rollout.models import qwen_image"),
+    (model_faults, "omni_rl/run.py", "from omni_rollout.models.qwen_image import QwenImage"),
+    (model_faults, "omni_rl/run.py", 'if kind == "QwenImagePipeline": f()'),
+    (model_faults, "scripts/score.py", "QwenImageTransformer2DModel.from_pretrained(path)"),
+    (engine_faults, "omni_rl/run.py", 'if args.engine == "diffusers": f()'),
+    (engine_faults, "omni_rl/run.py", 'if args.engine in ("vllm-omni", "other"): f()'),
+    (engine_faults, "apps/train_srpo.py", "isinstance(run.engine, DiffusersEngine)"),
+    (engine_faults, "apps/train_srpo.py", "isinstance(run.engine, (int, engines.VllmOmniEngine))"),
+    (open_faults, "omni_rl/run.py", "def f(args: Any, x: int): ..."),
+    (open_faults, "apps/train_nft.py", "def f(now, **others: Any): ..."),
+    (open_faults, "apps/train_nft.py", "def f(now, **others): ..."),
+    (open_faults, "omni_rl/run.py", 'getattr(run.args, "algo", "")'),
+    (open_faults, "omni_rl/run.py", 'hasattr(args, "height")'),
+    (alone_faults, "apps/sample.py", "ROOT = Path(__file__).parents[1]"),
     (device_faults, "omni_sched/noise.py", "torch.cuda.synchronize()"),
     (device_faults, "omni_sched/noise.py", "x.to('cuda:1')"),
     (device_faults, "omni_sched/noise.py", "x.is_cuda"),
@@ -269,6 +356,18 @@ def test_the_rule_can_fail(rule: Rule, place: str, source: str):
         (floor_faults, "omni_rollout/types.py", "from omni_sched import Transition\nfrom . import testing"),
         (floor_faults, "omni_reward/wire.py", "import json\nimport safetensors.numpy\nfrom safetensors import x"),
         (floor_faults, "omni_rl/cli.py", "import argparse"),
+        (floor_faults, "apps/sample.py", "import sys\nfrom omni_rl.args import RunArgs\nimport torch"),
+        (model_faults, "omni_rollout/models/qwen_image.py", "class QwenImage: ..."),
+        (
+            model_faults,
+            "omni_rl/args.py",
+            'def f():\n    """As qwen_image does."""\n    path = "tiny-signs-qwen-image"',
+        ),
+        (engine_faults, "omni_rollout/models/diffusers_model.py", 'if library == "diffusers": f()'),
+        (engine_faults, "omni_rl/engines.py", 'if engine == "diffusers": f()'),
+        (engine_faults, "omni_rl/args.py", 'engine: Literal["diffusers", "vllm-omni"] = "diffusers"'),
+        (open_faults, "omni_sched/_levels.py", "def f(x: Tensor, **others: Tensor): ..."),
+        (open_faults, "omni_rl/run.py", "def f(args: RunArgs): return getattr(type(args)(), name)"),
         (device_faults, "omni_train/device.py", "torch.cuda.is_available()"),
         (device_faults, "omni_train/dist.py", 'def f():\n    """On cuda and npu."""\n    input_ids = num_inputs = 1'),
         (safety_faults, "omni_rollout/types.py", "net.eval()\nre.compile(x)\nnet.compile()"),

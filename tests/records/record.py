@@ -36,12 +36,6 @@ from safetensors.torch import load_file
 
 REPO = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("runs.json")
-SINCE_D58C3F1 = {  # setting -> its name at that commit
-    "train_steps": "steps", "num_inference_steps": "num_steps", "eval_num_inference_steps": "eval_num_steps",
-    "num_minibatches": "updates_per_step", "best_worst_n": "best_of_n", "filter_groups": "drop_zero_signal",
-    "iters_per_window": "window_iters", "compress_ratio": "flash_ratio", "same_start_noise": "share_noise",
-    "true_cfg_scale": "guidance_scale",
-}  # fmt: skip
 
 TINY: dict[str, Any] = {
     "name": "run", "eval_prompts": "eval.txt", "prompts_per_step": 2, "group_size": 4, "batch_size": 2, "height": 32,
@@ -235,19 +229,18 @@ def train(
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if ranks > 1 else {}
             os.environ |= {name: str(value) for name, value in place.items()} if ranks > 1 else {}
-            _program(repo / f"apps/{app}.py", command_line(settings, repo), folder, folder / f"out-{rank}.txt", before)
+            _program(repo / f"apps/{app}.py", command_line(settings), folder, folder / f"out-{rank}.txt", before)
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
     if any(codes):
         texts = "\n".join((folder / f"out-{rank}.txt").read_text() for rank in range(ranks))
         raise RuntimeError(f"{app} ended with {codes}:\n{texts}")
 
 
-def command_line(settings: Mapping[str, Any], repo: Path) -> list[str]:
-    """The settings as flags of the trainers in that tree."""
-    names = SINCE_D58C3F1 if (repo / "apps/presets.py").exists() else {}
+def command_line(settings: Mapping[str, Any]) -> list[str]:
+    """The settings as flags."""
     result = []
     for name, value in settings.items():
-        flag = "--" + names.get(name, name).replace("_", "-")
+        flag = "--" + name.replace("_", "-")
         result += [flag] if value is True else [flag, str(value)]
     return result
 
@@ -263,7 +256,6 @@ def _program(script: Path, argv: list[str], folder: Path, output: Path, before: 
         os.environ["OMP_NUM_THREADS"] = "1"
         torch.set_num_threads(1)  # sums in another order would be other numbers
         sys.argv = [str(script), *argv]
-        sys.path.insert(0, str(script.parent))
         before()
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as exc:
