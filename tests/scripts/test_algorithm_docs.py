@@ -7,13 +7,13 @@ import shlex
 from dataclasses import asdict, fields
 from pathlib import Path
 
-import leaderboard
 import omni_losses
 import pytest
 from helpers import REPO
 from leaderboard import ENTRIES
-from leaderboard_runs import OURS
-from omni_rl.cli import parse_cli
+from omni_rl import args as settings
+from omni_rl.cli import parse_cli, recipes
+from trainer_runs import recipe
 
 TABLE = "docs/algorithms.md"
 PAGES = {path.name: path.read_text("utf-8") for path in sorted((REPO / "docs" / "algorithms").glob("*.md"))}
@@ -68,9 +68,16 @@ def flags_of(row):
 
 
 def parsed(trainer, flags, monkeypatch):
-    """The settings that flags come to, with files taken to be there."""
-    monkeypatch.setattr(Path, "is_file", lambda path: True)
-    return parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags)
+    """The settings that flags come to, with the shipped prompts and a model where they name none; no file is read."""
+    data = {"--model": "m", "--prompts": "data/tiny-signs/train.txt", "--eval-prompts": "data/tiny-signs/eval.txt"}
+    if "reward_model" in trainer.Args.__dataclass_fields__:
+        data["--reward-model"] = "m"
+    given = [] if "--preset" in flags else [word for pair in data.items() for word in pair]
+    monkeypatch.chdir(REPO)
+    if hasattr(trainer, "check_preferences"):
+        monkeypatch.setattr(trainer, "check_preferences", lambda path, *, height, width: None)
+        monkeypatch.setattr(settings, "PromptSampler", lambda path, *, prompts_per_step, seed: None)
+    return parse_cli(trainer.Args, trainer.check_args, [*given, *flags], app=trainer.__name__)
 
 
 # Everything is there
@@ -86,12 +93,12 @@ def test_a_row_says_what_was_measured(entry, monkeypatch):
     row = row_of(entry.title)
     assert row["algorithm"] == f"[{entry.title}](algorithms/{entry.page})"
     assert code(row["app"]) == [entry.app]
-    flags, preset = flags_of(row), leaderboard.preset(entry)
+    flags, preset = flags_of(row), recipe(TRAINERS[entry.app], entry.preset)
     args = parsed(TRAINERS[entry.app], ["--dry-run", *flags], monkeypatch)
     names = {word[2:].replace("-", "_") for word in flags if word.startswith("--")}
-    told = {name: getattr(args, name) for name in names & {"algo", "adv_std", "share_noise", "step_weights"}}
+    told = {name: getattr(args, name) for name in names & {"algo", "adv_std", "same_start_noise", "step_weights"}}
     assert {name: getattr(preset, name) for name in told} == told
-    for name in names & {"window_size", "window_iters", "flash_ratio"}:
+    for name in names & {"window_size", "iters_per_window", "compress_ratio"}:
         assert getattr(preset, name) != getattr(type(preset)(), name), f"the preset leaves {name} as it is"
 
 
@@ -182,16 +189,16 @@ def same(cell, value):
 
 
 def ours(page, column):
-    """The settings that a column of a page's table tells: of a preset, of the trainer, or of a loss."""
+    """The settings that a column of a page's table tells: of a recipe, of the trainer, or of a loss."""
     if column in omni_losses.__all__:
         parameters = inspect.signature(getattr(omni_losses, column)).parameters
         return {name: parameter.default for name, parameter in parameters.items()}
     trainer = APP_OF[page]
-    return asdict(trainer.Args() if column == "default" else trainer.PRESETS[column])
+    return asdict(trainer.Args() if column == "default" else recipe(trainer, column))
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_settings_are_those_of_the_presets(page):
+def test_settings_are_those_of_the_recipes(page):
     columns, wrong = set(), []
     for (first, second, *names), rows in tables(section(page, "Settings")):
         assert (first, second) == ("setting", "published")
@@ -224,8 +231,9 @@ def test_a_curve_comes_with_the_command_that_repeats_it(entry, monkeypatch):
     start = f"python apps/{entry.app}.py --preset {entry.preset} "
     (command,) = (text for text in code(curve) if text.startswith(start))
     args = parsed(TRAINERS[entry.app], shlex.split(command)[2:], monkeypatch)
-    preset = asdict(leaderboard.preset(entry))
-    assert {name for name, value in asdict(args).items() if value != preset[name]} <= OURS
+    preset = asdict(recipe(TRAINERS[entry.app], entry.preset))
+    files = {"eval_prompts", "preferences", "scorer_url", "watch_scorer_url"}
+    assert {name for name, value in asdict(args).items() if value != preset[name]} <= files
 
 
 def test_pages_show_only_their_own_curves():
@@ -240,7 +248,7 @@ def test_pages_show_only_their_own_curves():
 def test_flags_presets_files_and_names_are_in_the_code(page):
     trainer = APP_OF.get(Path(page).name)
     known = {f.name for one in [trainer] * bool(trainer) or TRAINERS.values() for f in fields(one.Args)} | {"preset"}
-    presets = {name for one in TRAINERS.values() for name in one.PRESETS}
+    presets = {name for app in TRAINERS for name in recipes(app)}
     for text in code(ALL[page]):
         if text.startswith("python "):
             continue  # checked as a command
@@ -267,4 +275,4 @@ def test_a_function_is_in_the_file_that_is_named_with_it(page):
 @pytest.mark.parametrize("row", [text for page in PAGES for text in code(PAGES[page]) if text.startswith("Algo(")])
 def test_rows_that_a_reader_may_add_are_rows(row):
     algo = eval(row, vars(TRAINERS["train_flowgrpo"]))
-    assert algo.needs_mean == (algo.loss.__name__ != "clipped")
+    assert algo.moments == (algo.loss.__name__ != "clipped")

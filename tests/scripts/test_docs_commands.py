@@ -13,19 +13,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import settings
 import torch
-from apps import app_lives as lives
+import trainer_runs
 from apps.conftest import bright_url as bright_url
 from helpers import CHECKPOINT, REPO
 from omni_reward import cli
 from omni_reward.combine import parse
 from omni_reward.scorers import SCORERS
+from omni_rl import args as settings
 from omni_rl.cli import parse_cli
 from omni_rl.report.__main__ import main as write_report
-from omni_rollout.models import qwen_image
-from omni_train.dist import Dist
+from omni_rollout.models import open_model
 from omni_train.weights import save_weights
+from PIL import Image
 from rl.report_runs import write_run
 
 import sample
@@ -47,7 +47,6 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
 CI = (REPO / ".ci" / "run").read_text("utf-8")
 RUN_BY_CI_AS = {"demo": "demo-short", "install-vllm-omni": "test-vllm-omni"}  # the same recipe, or a part of another
 TESTS = "".join(path.read_text("utf-8") for path in REPO.glob("tests/**/test_*.py"))
-ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
 def blocks(page):
@@ -67,14 +66,19 @@ COMMANDS = {" ".join(words): words for words in commands() if words}
 
 
 @pytest.fixture
-def place(tmp_path, monkeypatch, bright_url):
+def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data", "checkpoints"):
+    for name in ("data/tiny-signs", "checkpoints"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(REPO / name)
     for name in ("my_prompts.txt", "my_eval.txt"):
         (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
-    return SimpleNamespace(folder=tmp_path, url=bright_url, monkeypatch=monkeypatch)
+    pairs = tmp_path / "data" / "pairs"
+    pairs.mkdir()
+    Image.new("RGB", (96, 32)).save(pairs / "sign.png")
+    (pairs / "pairs.jsonl").write_text('{"prompt": "a sign", "win": "sign.png", "lose": "sign.png"}\n' * 64)
+    return SimpleNamespace(folder=tmp_path, url=bright_url, monkeypatch=monkeypatch, capfd=capfd)
 
 
 def check_make(words, place):
@@ -91,21 +95,25 @@ def check_server(words, place):
 
 
 def check_trainer(words, place):
-    """A dry run on as many ranks; of a model on the hub, or files that others make, only the settings are checked."""
+    """A dry run on as many ranks; of a model on the hub, and of an engine, only the settings are checked."""
     script = next(word for word in words if word.startswith("apps/"))
-    trainer = importlib.import_module(Path(script).stem)
+    app = importlib.import_module(Path(script).stem)
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
     flags = [place.url if word.startswith("http:") else word for word in words[words.index(script) + 1 :]]
-    if {"qwen-image-ocr-lora", "--preferences", "vllm-omni"} & set(flags):
+    place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
+    with place.monkeypatch.context() as patch:
         for name, number in (("WORLD_SIZE", ranks), ("RANK", 0)) if ranks > 1 else ():
-            place.monkeypatch.setenv(name, str(number))
-        place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
-        place.monkeypatch.setattr(Path, "is_file", lambda path: True)
-        parse_cli(trainer.Args, trainer.PRESETS, trainer.check_args, flags)
+            patch.setenv(name, str(number))
+        args = parse_cli(app.Args, app.check_args, [*flags, "--dry-run"], app=app.__name__)
+    if not args.model.startswith("checkpoints/") or args.engine != "diffusers":
         return
-    life = lives.command(place.folder, [*flags, *({"--dry-run"} - set(flags))], trainer=trainer, ranks=ranks)
-    assert life.wait() == [0] * ranks, life.text()
-    assert f"plan: ranks: {ranks}, " in life.text()
+    if ranks > 1:
+        with pytest.raises(FileNotFoundError, match=r"metrics\.jsonl"):  # a dry run leaves nothing
+            trainer_runs.train_on_ranks(app, args, ranks=ranks)
+    else:
+        with pytest.raises(SystemExit, match="^0$"):
+            app.main(args)
+    assert f"plan: ranks: {ranks}, " in place.capfd.readouterr().out
 
 
 def check_sample(words, place):
@@ -113,10 +121,11 @@ def check_sample(words, place):
     if "--weights" in words:
         weights = Path(words[words.index("--weights") + 1])
         weights.parent.mkdir(parents=True)
-        save_weights(qwen_image.load(CHECKPOINT).transformer, weights, ALONE)
-    args = parse_cli(sample.Args, {}, sample.check_args, words[2:])
-    if args.model == sample.Args.model:
-        sample.main(replace(args, num_images=1, num_steps=2))
+        net = open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32).net
+        save_weights(net, weights, trainer_runs.place())
+    args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
+    if args.model.startswith("checkpoints/"):
+        sample.main(replace(args, num_images=1, num_inference_steps=2))
         assert Path(args.out).is_file()
 
 
@@ -174,6 +183,25 @@ def test_a_command(place, command):
     assert rule, f"nobody runs {command!r}"
     rule(COMMANDS[command], place)
 
+
+ROWS = re.findall(r"^\|.*\| `(apps/train_\w+\.py [^`]*)`", PAGES["README.md"], re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_of_the_readme_is_a_run_that_can_start(place, row):
+    check_trainer(["python", *row.split()], place)
+
+
+def test_the_readme_has_a_row_for_every_trainer():
+    assert {row.split()[0] for row in ROWS} == {f"apps/{path.name}" for path in (REPO / "apps").glob("train_*.py")}
+
+
+def test_one_training_step_is_read_in_at_most_twelve_files():
+    order = PAGES["README.md"].partition("\n## Read it\n")[2].partition("\n## ")[0]
+    files = re.findall(r"\]\(([^)]+\.py)\)", order)
+    assert files[0] == "apps/train_flowgrpo.py"
+    assert len(files) == len(set(files)) == len(re.findall(r"^\d+\. ", order, re.MULTILINE)) <= 12
+    assert [name for name in files if not (REPO / name).is_file()] == []
 
 @pytest.mark.parametrize("page", sorted(page for page, text in PAGES.items() if re.search("```(python|json)", text)))
 def test_code_is_run_by_a_test(page):
