@@ -44,7 +44,6 @@ class RunArgs:
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
-    lora_dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the adapters
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
@@ -125,8 +124,8 @@ def check_run(args: RunArgs, world_size: int) -> None:
     name, mode = PurePath(args.name), sharding(args, world_size)
     required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
     missing = next((key for key, value in required.items() if not value), "")
-    lora_only = {"targets": args.lora_targets, "dtype": args.lora_dtype, "init": args.lora_init}
-    unused = next((key for key, value in lora_only.items() if value not in ("", "float32", "default")), "")
+    lora_only = {"targets": args.lora_targets, "init": args.lora_init}
+    unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
     require(
         (not missing, f"--{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),

@@ -369,7 +369,6 @@ def _add_adapters(net: nn.Module, model: Model, args: RunArgs, *, old_policy: bo
             alpha=args.lora_alpha,
             adapter=name,
             seed=args.seed,
-            dtype=getattr(torch, args.lora_dtype),
             init=args.lora_init,
         )
     return net if args.lora_rank else net.requires_grad_(True)
