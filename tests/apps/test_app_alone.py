@@ -1,0 +1,63 @@
+"""Each app is one file: copied alone to an empty folder it answers, plans and trains with what is installed."""
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+from helpers import CHECKPOINT, REPO
+from omni_train.log import load_metrics
+
+APPS = sorted(path.stem for path in (REPO / "apps").glob("*.py"))
+PROMPTS = REPO / "data" / "tiny-signs" / "eval.txt"
+SMALL = {
+    "model": CHECKPOINT, "prompts": PROMPTS, "eval_prompts": "eval.txt", "prompts_per_step": 2, "group_size": 2,
+    "batch_size": 2, "height": 32, "width": 96, "num_inference_steps": 3, "eval_num_inference_steps": 2,
+    "train_steps": 2, "eval_every": 2,
+}  # fmt: skip
+OWN = {
+    "train_srpo": {"reward_model": REPO / "checkpoints" / "tiny-signs-reader"},
+    "sample": {name: SMALL[name] for name in ("model", "prompts", "batch_size", "num_inference_steps")},
+}
+
+
+@pytest.fixture
+def python(tmp_path):
+    """`python(app, flags)`: the output of the app's copy, isolated: neither its folder nor PYTHONPATH is searched."""
+    (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
+
+    def python(app, *flags):
+        shutil.copy(REPO / "apps" / f"{app}.py", tmp_path)
+        command = [sys.executable, "-I", f"{app}.py", *flags]
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout
+
+    return python
+
+
+def small(app, url):
+    """Flags of a small run of the app."""
+    settings = OWN["sample"] if app == "sample" else SMALL | OWN.get(app, {})
+    scored = app not in ("sample", "train_srpo")
+    words = [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    return [*words, "--scorer-url", url] if scored else words
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_an_app_answers_alone(python, app):
+    assert "usage:" in python(app, "--help")
+
+
+@pytest.mark.parametrize("app", [app for app in APPS if app != "sample"])
+def test_a_trainer_plans_and_trains_alone(python, tmp_path, bright_url, app):
+    flags = small(app, bright_url)
+    assert "plan: samples per step: 4," in python(app, *flags, "--dry-run")
+    assert not (tmp_path / "runs").exists()
+    python(app, *flags)
+    assert [line["step"] for line in load_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+def test_sampling_needs_nothing_beside_it(python, tmp_path):
+    python("sample", *small("sample", ""), "--num-images", "2")
+    assert (tmp_path / "sheet.png").stat().st_size > 1000
