@@ -40,12 +40,33 @@ def test_a_log_that_is_not_told_keeps_every_whole_line(tmp_path):
 def test_a_crash_while_lines_are_dropped_loses_none(tmp_path, monkeypatch):
     write(tmp_path, range(5))
     with monkeypatch.context() as patch:
-        patch.setattr("omni_train.log.write_file", full_disk)
+        patch.setattr("omni_train.files.write_file", full_disk)
         with pytest.raises(OSError, match="No space"):
             write(tmp_path, [], resume_step=2)
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4]
     write(tmp_path, [3], resume_step=2)  # what the crash left does not stand in the way
     assert steps_in(tmp_path) == [0, 1, 2, 3]
+
+
+def test_lines_that_a_power_failure_took_are_told(tmp_path):
+    write(tmp_path, range(3))
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl lacks the steps 3 to 5: they were lost"):
+        write(tmp_path, [6], resume_step=5)
+    assert steps_in(tmp_path) == [0, 1, 2, 6]
+
+
+def test_damaged_metrics_are_found_before_the_run_is_loaded(run_ranks, tmp_path):
+    write(tmp_path, range(3))
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'{"step": 1', b"\0" * 10))
+
+    def work(dist):
+        with pytest.raises(ValueError, match=r"rank 0: \S+metrics\.jsonl, line 2: not valid JSON .* Delete the line"):
+            claim_folder(dist, tmp_path, has_checkpoint=True)
+
+    run_ranks(work)
+    with pytest.raises(ValueError, match=r"line 2: not valid JSON"):
+        write(tmp_path, [], resume_step=2)
 
 
 def full_disk(path, data):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 import warnings
@@ -157,6 +158,66 @@ def test_plain_progress_is_one_line_a_step_with_the_time_left(open_log, capsys):
     assert first.startswith("step=1/4 loss=1 reward=0.1235 step_s=")
     assert "hidden" not in first
     assert "eta=0:00:00" in last
+
+
+@pytest.mark.parametrize("line", ['{"loss": 1.0}', '{"step": "1"}', '{"step": 1, "loss": "x"}', '{"step": 1.5}', "[]"])
+def test_a_line_that_is_no_step_is_an_error(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 0}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: must be .* Delete the line, or move the file away"):
+        load_metrics(path)
+
+
+class BrokenSink:
+    """Fails whenever it is called."""
+
+    def __call__(self, step, metrics):
+        raise KeyError("no such chart")
+
+    def close(self):
+        raise OSError("no space left")
+
+
+def test_a_sink_that_fails_neither_stops_training_nor_hides_its_error(open_log, lines):
+    seen = []
+
+    def train():
+        with open_log(sinks=[BrokenSink(), lambda *args: seen.append(args)]) as log:
+            log.log(0, {})
+            log.log(1, {})
+            raise ZeroDivisionError
+
+    with pytest.warns(UserWarning, match="a sink of the log failed") as caught, pytest.raises(ZeroDivisionError):
+        train()
+    assert len(lines()) == len(seen) == 2
+    told = [str(warning.message).rpartition("failed: ")[2] for warning in caught]
+    assert told == ["KeyError: 'no such chart'", "OSError: no space left"]  # once each
+
+
+def test_the_time_left_is_that_of_training_steps_and_evaluations(open_log, capsys, monkeypatch):
+    """Evaluations of 50 s before the first step, after every other and after the last; steps of 10 s, one of 100 s."""
+    now = [0.0]
+    monkeypatch.setattr("omni_train.log.time.perf_counter", lambda: now[0])
+    with open_log(total_steps=7, eval_every=2) as log:
+        for step in range(8):
+            now[0] += (0 if step == 0 else 100 if step == 3 else 10) * 1.0
+            if step % 2 == 0 or step == 7:
+                with log.phase("eval"):
+                    now[0] += 50.0
+            log.log(step, {})
+    told = [line.partition("eta=")[2] for line in capsys.readouterr().out.splitlines()]
+    evals = (4, 3, 3, 2, 2, 1, 0)  # that are left after steps 1 to 7
+    left_s = [(7 - step) * 10 + evals[step - 1] * 50 for step in range(1, 8)]
+    assert told == ["", *(f"0:{seconds // 60:02}:{seconds % 60:02}" for seconds in left_s)]
+
+
+def test_a_narrow_terminal_shows_the_time_left_and_the_last_evaluation(open_log, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "72")
+    with open_log(tty=True, total_steps=400, columns=["reward/mean", "eval/reward", "policy/some_long_name"]) as log:
+        log.log(0, {"eval/reward": 0.25})
+        log.log(1, {"reward/mean": 0.5, "policy/some_long_name": 1.0})
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.search(r"1/400 eta 0:00:\d\d eval/reward=0.25 reward/mean=0.5 ", last)
 
 
 def test_the_time_left_follows_the_seconds_of_a_step(open_log, capsys, monkeypatch):

@@ -442,6 +442,7 @@ def _open_log(args: RunArgs, dist: Dist, folder: Path, *, resume_step: int) -> R
         folder,
         is_main=dist.is_main,
         total_steps=args.train_steps,
+        eval_every=args.eval_every,
         tty=None if dist.mesh is None else False,
         columns=COLUMNS,
         resume_step=resume_step,

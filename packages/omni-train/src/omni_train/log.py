@@ -6,16 +6,18 @@ import os
 import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Self
 
 from torch import Tensor
 
 from omni_train.device import synchronize
 from omni_train.dist import Dist, same_error
-from omni_train.files import sync_folder, write_file
+from omni_train.files import damaged_line, read_jsonl, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -38,6 +40,7 @@ class RunLog:
         tty: bool | None = None,
         columns: Sequence[str] = (),
         resume_step: int | None = None,
+        eval_every: int = 0,
     ) -> None:
         """Open the log.
 
@@ -46,11 +49,16 @@ class RunLog:
             is_main: whether this rank reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                One that has a `close` is closed with the log. See `omni_rl.sinks`.
+                One that has a `close` is closed with the log. One that fails is a warning, and no more: what it shows
+                is in the file. See `omni_rl.sinks`.
             tty: whether to draw a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
-                will come again: -1 drops all, None keeps all.
+                will come again: -1 drops all, None keeps all. Lines that are missing before it are a warning.
+            eval_every: steps from one phase "eval" to the next, for the estimate; there is one after the last step too.
+
+        Raises:
+            ValueError: the file has a damaged line.
         """
         self.last_phase = "none"  # the phase entered last, on every rank
         self._is_main = is_main
@@ -59,12 +67,17 @@ class RunLog:
         self._columns = tuple(columns)
         self._phases: dict[str, float] = {}
         self._warned: set[str] = set()
+        self._eval_every = eval_every
+        self._eval_s = 0.0
+        self._train_s: deque[float] = deque(maxlen=20)  # the last steps tell more about the next than the first did
         self._step_start = time.perf_counter()
         if is_main:
-            path = Path(folder) / "metrics.jsonl"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _keep_lines(path, resume_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._path = Path(folder) / "metrics.jsonl"
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._path.touch()
+            last = _keep_lines(self._path, resume_step)
+            if resume_step is not None and last < resume_step:
+                warnings.warn(f"{self._path} lacks the steps {last + 1} to {resume_step}: they were lost", stacklevel=2)
             self._show = _progress(total_steps, sys.stdout.isatty() if tty is None else tty)
 
     @contextmanager
@@ -96,6 +109,7 @@ class RunLog:
         if num_images:
             per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in self._phases.items()}
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
+        left_s = self._left_s(step, times["time/step_s"])
         self._phases, self._step_start = {}, now
         values = {name: _number(value) for name, value in metrics.items()}
         taken = sorted(({"step"} | set(times)) & set(values))
@@ -104,24 +118,45 @@ class RunLog:
         values |= times
         self._write(step, values)
         for sink in self._sinks:
-            sink(step, values)
+            with self._guarded():
+                sink(step, values)
         shown = self._columns or tuple(metrics)[:6]
-        self._show.update(step, {name: values[name] for name in shown if name in values}, times["time/step_s"])
+        self._show.update(step, {name: values[name] for name in shown if name in values}, times["time/step_s"], left_s)
 
     def close(self) -> None:
-        """Close the file, end the progress bar, close the sinks."""
+        """End the progress bar, close the sinks."""
         if self._is_main:
             self._show.close()
-            self._file.close()
             for sink in self._sinks:
-                if hasattr(sink, "close"):
-                    sink.close()
+                with self._guarded():
+                    getattr(sink, "close", lambda: None)()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Whatever a sink raises as a warning, once for the same words: neither training nor its error waits for it."""
+        try:
+            yield
+        except Exception as exc:  # of any library
+            if str(exc) not in self._warned:
+                self._warned.add(str(exc))
+                warnings.warn(f"a sink of the log failed: {type(exc).__name__}: {exc}", stacklevel=4)
+
+    def _left_s(self, step: int, step_s: float) -> float | None:
+        """Seconds to the end of the run: the median training step and the last evaluation; None before there is one."""
+        self._eval_s = self._phases.get("eval", self._eval_s)
+        if step > 0:
+            self._train_s.append(step_s - self._phases.get("eval", 0.0))
+        if not self._train_s:
+            return None
+        total, every = self._total_steps, self._eval_every
+        num_evals = -(-total // every) - step // every if every and step < total else 0
+        return (total - step) * median(self._train_s) + num_evals * self._eval_s
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         """JSON knows no NaN or infinity: they become null, with one warning for each name."""
@@ -130,9 +165,10 @@ class RunLog:
                 self._warned.add(name)
                 warnings.warn(f"metric {name} is {value} at step {step}; written as null", stacklevel=3)
         entry = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())  # a checkpoint that the disk has must not outlive the lines before it
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # a checkpoint that the disk has must not outlive the lines before it
 
 
 class _Lines:
@@ -140,33 +176,35 @@ class _Lines:
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._seconds: list[float] = []
 
-    def update(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        self._seconds = [*self._seconds[-19:], seconds]  # the last 20 steps tell more about the next than the first did
-        left_s = (self._total_steps - step) * sum(self._seconds) / len(self._seconds)
+    def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
         parts = [f"step={step}/{self._total_steps}", *(f"{name}={value:.4g}" for name, value in values.items())]
-        print(*parts, f"step_s={seconds:.1f}", f"eta={_clock(left_s)}", flush=True)
+        eta = [] if left_s is None else [f"eta={_clock(left_s)}"]
+        print(*parts, f"step_s={seconds:.1f}", *eta, flush=True)
 
     def close(self) -> None:
         pass
 
 
 class _Bar:
-    """Progress as a bar with the same numbers behind it; needs rich."""
+    """Progress as a bar with the same numbers behind it, the last of each that was logged; needs rich."""
 
     def __init__(self, total_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.table import Column
 
-        self._bar = Progress(
-            BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[values]}")
-        )
-        self._task = self._bar.add_task("", total=total_steps, values="")
+        text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+        self._bar = Progress(BarColumn(bar_width=12), text, expand=True)
+        self._total_steps, self._values = total_steps, dict[str, float]()
+        self._task = self._bar.add_task("", total=total_steps)
         self._bar.start()
 
-    def update(self, step: int, values: Mapping[str, float], seconds: float) -> None:
-        text = " ".join(f"{name}={value:.4g}" for name, value in values.items())
-        self._bar.update(self._task, completed=step, values=text)
+    def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
+        self._values |= values
+        eta = [] if left_s is None else [f"eta {_clock(left_s)}"]
+        shown = (f"{name}={value:.4g}" for name, value in self._values.items())
+        text = " ".join([f"{step}/{self._total_steps}", *eta, *shown])
+        self._bar.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
         self._bar.stop()
@@ -202,13 +240,13 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
             saves no checkpoints, whose folder must be new.
 
     Raises:
-        ValueError: `folder` has metrics, which the run would continue as if they were its own.
+        ValueError: `folder` has metrics, which the run would continue as if they were its own, or damaged ones.
     """
     with same_error(dist):
         if dist.is_main:
             path = folder / "metrics.jsonl"
-            lines = load_metrics(path) if path.exists() and not has_checkpoint else []
-            if any(line["step"] > 0 or has_checkpoint is None for line in lines):
+            lines = load_metrics(path) if path.exists() else []
+            if not has_checkpoint and any(line["step"] > 0 or has_checkpoint is None for line in lines):
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
 
 
@@ -218,29 +256,27 @@ def load_metrics(path: str | Path) -> list[dict[str, float]]:
     A step that was logged again after a resume counts once, as logged last. A last line torn by a crash is left out.
 
     Raises:
-        ValueError: any other line is not valid JSON.
+        ValueError: any other line is damaged; it is named.
     """
-    steps: dict[float, dict[str, float]] = {}
-    lines = Path(path).read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or torn
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError as exc:
-            raise ValueError(f"{path}, line {number}: not valid JSON: {exc.msg}") from exc
-        steps[entry["step"]] = {name: math.nan if value is None else value for name, value in entry.items()}
+    steps = {entry["step"]: entry for entry in _read_lines(path)}
     return [steps[step] for step in sorted(steps)]
 
 
-def _keep_lines(path: Path, last_step: int | None) -> None:
-    """Drop a last line torn by a crash, and the lines of steps after `last_step`; a crash now leaves old or new."""
-    if not path.exists():
-        return
+def _read_lines(path: str | Path) -> list[dict[str, float]]:
+    """Every line, as it stands in the file."""
+    entries = read_jsonl(path)
+    for number, entry in enumerate(entries, start=1):
+        if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
+            raise damaged_line(path, number, "must be numbers, one of them the step")
+    return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]
+
+
+def _keep_lines(path: Path, last_step: int | None) -> int:
+    """Drop a last line torn by a crash, and the lines of steps after `last_step`; the last step kept, -1 for none."""
     data = path.read_bytes()
-    lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-    kept = b"".join(line for line in lines if last_step is None or json.loads(line)["step"] <= last_step)
-    if kept != data:
-        temporary = path.with_suffix(".tmp")
-        temporary.unlink(missing_ok=True)
-        write_file(temporary, kept)
-        temporary.replace(path)
-        sync_folder(path.parent)
+    steps = [int(entry["step"]) for entry in _read_lines(path)]
+    kept = [i for i, step in enumerate(steps) if last_step is None or step <= last_step]
+    lines = data.split(b"\n")
+    if (text := b"".join(lines[i] + b"\n" for i in kept)) != data:
+        write_atomically(path, text)
+    return max((steps[i] for i in kept), default=-1)
