@@ -223,3 +223,13 @@ def test_the_reward_of_the_quickstart_is_a_score_function():
     exec(code, names)
     image = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8).numpy()
     assert names["score"]({"image": image}, ["a", "b"], [{}, {}]) == pytest.approx([0.2, 0.2])
+
+
+def test_the_changelog_renames_flags_that_are_gone_to_flags_that_are_there():
+    text = (REPO / "CHANGELOG.md").read_text("utf-8")
+    renamed = re.findall(r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", text, re.MULTILINE)
+    trainers = [importlib.import_module(path.stem) for path in (REPO / "apps").glob("train_*.py")]
+    flags = {name.replace("_", "-") for app in trainers for name in app.Args.__dataclass_fields__}
+    assert len(renamed) >= 9
+    assert {old for old, _ in renamed} & flags == set()
+    assert {new for _, new in renamed} - flags == set()
