@@ -10,7 +10,6 @@ Import from the modules, in reading order:
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.ema`: a moving average of the weights, for evaluation
 - `omni_train.snapshot`: a copy of the weights that stays as it is, such as a reference or an old policy
-- `omni_rl.gate`: the check that an update starts from the policy that sampled
 - `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
@@ -18,9 +17,6 @@ Import from the modules, in reading order:
 - `omni_train.lock`: one writer per run folder
 - `omni_train.signals`: SIGTERM and Ctrl-C as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights
-- `omni_rl.report`: one page that shows a run, and the files that it is drawn from
-- `omni_rl.sinks`: the report, TensorBoard, Weights & Biases and Trackio as sinks of the log
-- `omni_rl.cli`: settings from a preset, a TOML file and the command line
 
 This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and
 the function `shard` never hides the module `shard`.
