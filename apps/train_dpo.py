@@ -89,6 +89,7 @@ from omni_rollout.types import join
 from omni_sched import add_noise, shift_sigmas, step_noise
 from omni_train.data import sample_seed
 from omni_train.dist import gather_floats
+from omni_train.optim import StepResult
 from torch import Tensor, nn
 
 
@@ -213,7 +214,10 @@ def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
     with torch.no_grad(), run.reference() as net:
         references = [[errors(run, net, at, params) for at in batches] for batches in points]
     seen, results = [], []
-    for number in [u for u in range(num_updates) if num_pairs[u]]:
+    for number in range(num_updates):
+        if not num_pairs[number]:
+            results.append(StepResult(grad_norm=0.0, skipped=True))
+            continue
         for at, old in zip(points[number], references[number], strict=True):
             real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
             now = errors(run, run.net, at, params)
@@ -223,9 +227,9 @@ def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
             seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step))
     step.metrics["policy/pairs"] = float(sum(num_pairs))
-    if not results:
+    if not seen:
         step.has_signal = False
-        return {}
+        return {"policy/skipped_updates": float(num_updates)}
     share = dist.world_size / (sum(num_pairs) * args.levels_per_pair)
     sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
     return policy_metrics(dist, [sums], results)

@@ -104,6 +104,7 @@ def lone_run(args, *, rank=0, world_size=1):
     return Run(
         args=args,
         algorithm="test",
+        base=args.model,
         config={},
         dist=place(rank, world_size),
         mode="none",
@@ -115,6 +116,7 @@ def lone_run(args, *, rank=0, world_size=1):
         ema=None,
         snapshot=None,
         reference_net=None,
+        has_reference_adapter=False,
         scorer=NobodyScores(),
         watch=None,
         prompts=PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed),
@@ -123,7 +125,8 @@ def lone_run(args, *, rank=0, world_size=1):
         checkpoints=None,
         log=None,
         first_step=0,
-        forwards=Counter(),
+        lock=None,
+        counts=Counter(),
         version=0,
     )
 

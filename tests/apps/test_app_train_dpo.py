@@ -129,7 +129,7 @@ def test_best_and_worst_are_a_pair_and_no_score_is_in_none():
 def test_a_step_without_pairs_leaves_the_weights_alone():
     run, _, pairs, step = choose(TINY, [0.5] * 8)
     before = [p.detach().clone() for p in run.params]
-    assert app.update(run, step, pairs) == {}
+    assert app.update(run, step, pairs) == {"policy/skipped_updates": 1}
     assert step.metrics["policy/pairs"] == 0
     assert not step.has_signal
     assert all(map(torch.equal, before, run.params))

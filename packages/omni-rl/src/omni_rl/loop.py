@@ -32,11 +32,12 @@ from omni_rl.sampling import evaluate
 
 
 class Loop:
-    """The training steps of a run that are left; a `with` block around them closes the run, whatever happens."""
+    """The training steps of a run that are left; the `with` block closes its log, and after success the run."""
 
     def __init__(self, run: Run[RunArgs]) -> None:
         self.run = run
         self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._in_step = False  # whether the trainer's own lines run
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -47,7 +48,7 @@ class Loop:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         with self._open:
-            if isinstance(error, RewardError):  # of all ranks at once, before the weights were touched
+            if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
                 save(self.run, self._done)
         if isinstance(error, Exception):
             raise BrokenRunError(self.run.log.last_phase, error) from error
@@ -61,13 +62,15 @@ class Loop:
             if stopping:
                 return
             step, busy_s = Step(number), run.scorer.busy_s
-            run.forwards.clear()
+            run.counts.clear()
+            self._in_step = True
             yield step
+            self._in_step = False
             if not step.has_signal and run.dist.is_main:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
             step.metrics |= run.memory("", peak=True)
-            forwards = torch.tensor([float(run.forwards["samples"])])
+            forwards = torch.tensor([float(run.counts["forwards"])])
             step.metrics["perf/forwards"] = gather_floats(run.dist, forwards).sum().item()
             stopping = self._finish(step)
         if run.dist.is_main and self._done == args.train_steps:
@@ -76,11 +79,11 @@ class Loop:
     def _finish(self, step: Step) -> bool:
         """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
+        num_drawn = run.counts["drawn"]  # an evaluation draws more
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done)
-        num_samples = args.prompts_per_step * args.group_size // run.dist.world_size if done else 0
-        run.log.log(done, step.metrics, num_images=num_samples)
+        run.log.log(done, step.metrics, num_images=num_drawn)
         self._done = done
         if run.dist.is_main:
             self._lines.append({"step": done} | step.metrics)
@@ -126,7 +129,7 @@ def _model_card(run: Run[RunArgs], metrics: dict[str, float]) -> dict[str, objec
         return None
     first = held_out_scores(run.folder)[:1] if run.dist.is_main else []
     return {
-        "base": run.args.model,
+        "base": run.base,
         "algorithm": run.algorithm,
         "settings": asdict(without_secrets(run.args)),
         "scores": {"held-out": metrics["eval/reward"], **({"held-out, base": first[0]} if first else {})},

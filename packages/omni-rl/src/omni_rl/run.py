@@ -23,7 +23,7 @@ from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.device import memory
 from omni_train.dist import Dist, gather_json, init_distributed, mean_metrics, same_error, shutdown
 from omni_train.ema import Ema
-from omni_train.files import file_digest
+from omni_train.files import file_digest, probe_digest, write_atomically
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
@@ -52,12 +52,13 @@ class Run(Generic[ArgsT]):
 
     params: what is trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without
     LoRA, if it has one. reference_net: the frozen reference of such a run, if it has one. first_step: finished steps
-    with which the loop begins. version: of the weights that the engine has. forwards: samples that have passed the
-    transformers of trainer and engine.
+    with which the loop begins. lock: of the folder. counts: samples that have passed the nets, as `forwards`, and that
+    were `drawn`. version: of the weights that the engine has.
     """
 
     args: ArgsT
     algorithm: str
+    base: str
     config: dict[str, object]
     dist: Dist
     mode: Mode
@@ -69,6 +70,7 @@ class Run(Generic[ArgsT]):
     ema: Ema
     snapshot: Snapshot | None
     reference_net: nn.Module | None
+    has_reference_adapter: bool
     scorer: Scorer
     watch: Scorer | None
     prompts: PromptSampler
@@ -77,7 +79,8 @@ class Run(Generic[ArgsT]):
     checkpoints: Checkpoint
     log: RunLog
     first_step: int
-    forwards: Counter[str]
+    lock: RunLock
+    counts: Counter[str]
     version: int = -1
 
     @staticmethod
@@ -102,21 +105,24 @@ class Run(Generic[ArgsT]):
         dist = init_distributed(timeout_s=args.hang_timeout_s)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        _same_settings(dist, args)
         mode = sharding(args, dist.world_size)
         with same_error(dist):
             model, prompts, eval_records = _read_inputs(args)
+            config = asdict(without_secrets(args)) | _digests(model, args)
+        _check_alike(dist, asdict(args) | config)
+        frozen = _frozen_adapters(model, args, old_policy=old_policy, reference=reference)
         folder = Path("runs") / args.name
         checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
-        config = asdict(without_secrets(args)) | _digests(args)
         saved = checkpoints.latest()
         if saved:
             check_config(saved, config, ignore=(*_may_change(args), "scorer"))
-            checkpoints.verify(saved, _add_adapters(model.empty_net(), model, args, old_policy=old_policy))
+            checkpoints.verify(saved, _add_adapters(model.empty_net(), model, args, frozen))
         if args.dry_run:
             if dist.is_main:
                 copies = 4 + bool(args.ema_decay) + old_policy  # 4: weight, gradient, two moments
-                print(to_toml(without_secrets(args)), _plan(args, dist, mode, model, copies, saved), sep="\n")
+                separate = reference and not args.lora_rank
+                plan = _plan(args, dist, mode, model, copies, saved, has_reference=separate)
+                print(to_toml(without_secrets(args)), plan, sep="\n")
             shutdown()
             sys.exit(0)
         with same_error(dist):
@@ -124,13 +130,13 @@ class Run(Generic[ArgsT]):
             if saved and saved.config.get("scorer") != versions:
                 was = saved.config.get("scorer")
                 raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {versions}")
-        RunLock(folder, dist)
+        lock = RunLock(folder, dist)
         if checkpoints.latest() != saved:
             raise ValueError(f"{folder} has got another checkpoint from a run that has ended meanwhile: start again")
         claim_folder(dist, folder, has_checkpoint=saved is not None)
         if dist.is_main:
             print(_greeting(args, dist, mode, saved), flush=True)
-        engine, net = _load(args, dist, mode, model, old_policy=old_policy)
+        engine, net = _load(args, dist, mode, model, frozen)
         params = [p for p in net.parameters() if p.requires_grad]
         optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
         ema = Ema(params, decay=args.ema_decay)
@@ -144,6 +150,7 @@ class Run(Generic[ArgsT]):
         run = Run(
             args=args,
             algorithm=algorithm,
+            base=args.init_weights if args.lora_rank and _start_files(model, args) else args.model,
             config=config | {"scorer": versions},
             dist=dist,
             mode=mode,
@@ -155,6 +162,7 @@ class Run(Generic[ArgsT]):
             ema=ema,
             snapshot=snapshot,
             reference_net=reference_net,
+            has_reference_adapter="reference" in frozen,
             scorer=opened,
             watch=watch,
             prompts=prompts,
@@ -163,7 +171,8 @@ class Run(Generic[ArgsT]):
             checkpoints=checkpoints,
             log=_open_log(args, dist, folder, resume_step=first_step - 1),
             first_step=first_step,
-            forwards=_count_forwards(engine.net, net, reference_net),
+            lock=lock,
+            counts=_count_forwards(engine.net, net, reference_net),
         )
         run.sync_weights(max(first_step - 1, 0))
         return run
@@ -230,6 +239,9 @@ class Run(Generic[ArgsT]):
         """The policy as it was before training, for the length of the `with` block."""
         if self.reference_net is not None:
             yield self.reference_net
+        elif self.has_reference_adapter:
+            with lora.adapter(self.net, "reference"):
+                yield self.net
         else:
             with lora.reference(self.net):
                 yield self.net
@@ -245,6 +257,7 @@ class Run(Generic[ArgsT]):
         if self.watch:
             self.watch.close()
         self.engine.close()
+        self.lock.release()
 
 
 class Step:
@@ -292,9 +305,9 @@ def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Se
     return {f"policy/{name}": value for name, value in named.items()}
 
 
-def _same_settings(dist: Dist, args: RunArgs) -> None:
-    """Raise ValueError on every rank unless all were started with the same settings."""
-    by_rank: list[Any] = gather_json(dist, asdict(args))
+def _check_alike(dist: Dist, settings: Mapping[str, object]) -> None:
+    """Raise ValueError on every rank unless all have the same settings and files."""
+    by_rank: list[Any] = gather_json(dist, settings)
     for rank, other in enumerate(by_rank):
         names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
         if names:
@@ -318,16 +331,26 @@ def _open_scorers(
     """What scores samples, what else evaluations ask, and the name and version of the first, "" without a server."""
     watch: Scorer | None = None
     if args.watch_scorer_url:
-        watch, _ = connect(args.watch_scorer_url, args, dist, canary, model.MEDIA)
+        watch, _ = connect(args.watch_scorer_url, args, dist, canary, model.MEDIA, name="--watch-scorer-url")
     if not isinstance(scorer, str):
         return scorer(dist), watch, ""
     client, version = connect(scorer, args, dist, canary, model.MEDIA, parts=parts)
     return client, watch, version
 
 
-def _digests(args: RunArgs) -> dict[str, str]:
-    """Digests of the files whose content decides what is learned."""
-    return {"prompts_digest": file_digest(args.prompts)}
+def _digests(model: Model, args: RunArgs) -> dict[str, str]:
+    """Digests of the files whose content decides what is learned: the prompts and the weights to start from."""
+    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
+    weights = [*model.weight_files(model.NETS[0]), *start]
+    return {"prompts_digest": file_digest(args.prompts), "weights_digest": probe_digest(weights)}
+
+
+def _frozen_adapters(model: Model, args: RunArgs, *, old_policy: bool, reference: bool) -> tuple[str, ...]:
+    """The frozen adapters beside the trained one: the old policy, and the reference where training starts from one."""
+    if not args.lora_rank:
+        return ()
+    starts_adapted = bool(args.init_weights) and not _start_files(model, args)
+    return (*(["old"] if old_policy else []), *(["reference"] if reference and starts_adapted else []))
 
 
 def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord]]:
@@ -358,10 +381,10 @@ def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord
     return model, prompts, eval_records
 
 
-def _add_adapters(net: nn.Module, model: Model, args: RunArgs, *, old_policy: bool) -> nn.Module:
-    """The net with what is trained: a fresh adapter, and one of the old policy that equals it, or all weights."""
+def _add_adapters(net: nn.Module, model: Model, args: RunArgs, frozen: Sequence[str]) -> nn.Module:
+    """The net with what is trained: a fresh adapter, and frozen ones that equal it, or all weights."""
     targets = args.lora_targets.split(",") if args.lora_targets else model.LORA_TARGETS
-    for name in ("default", *(["old"] if old_policy else [])) if args.lora_rank else ():
+    for name in ("default", *frozen) if args.lora_rank else ():
         lora.add_lora(
             net,
             targets,
@@ -379,7 +402,7 @@ def _start_files(model: Model, args: RunArgs) -> list[Path]:
     return saved_files(args.init_weights, part=model.NETS[0]) if args.init_weights else []
 
 
-def _load(args: RunArgs, dist: Dist, mode: Mode, model: Model, *, old_policy: bool) -> tuple[Engine, nn.Module]:
+def _load(args: RunArgs, dist: Dist, mode: Mode, model: Model, frozen: Sequence[str]) -> tuple[Engine, nn.Module]:
     """The engine and the net, ready to train, whose weights are the engine's own wherever that can be."""
     dtype = getattr(torch, args.dtype)
     with same_error(dist):
@@ -389,13 +412,17 @@ def _load(args: RunArgs, dist: Dist, mode: Mode, model: Model, *, old_policy: bo
         elif _start_files(model, args):
             own = _fill(model, args, dist, "none", trained=False)
     engine, net = ENGINES[args.engine](model, own, dist, dtype)
-    _add_adapters(net, model, args, old_policy=old_policy)
-    if args.lora_rank and args.init_weights and not _start_files(model, args):
-        for name in ("default", *(["old"] if old_policy else [])):
-            load_adapter(net, args.init_weights, adapter=name, part=model.NETS[0])
+    _add_adapters(net, model, args, frozen)
+    starts = _start_files(model, args)
+    if args.lora_rank and args.init_weights and not starts:
+        with flag("--init-weights: "):
+            for name in ("default", *frozen):
+                load_adapter(net, args.init_weights, adapter=name, part=model.NETS[0])
     if args.gradient_checkpointing:
         net.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of all diffusers models
     if not engine.shares_weights and mode != "fsdp2":
+        if starts:  # the engine has loaded the checkpoint's
+            engine.load_weights(named_weights(net), version=0)
         engine.adopt(lora.unadapted_params(net))
         net.to(dist.device)  # what the engine does not hold
     if args.lora_rank:
@@ -419,7 +446,7 @@ def _fill(model: Model, args: RunArgs, dist: Dist, mode: Mode, *, trained: bool)
         compute_dtype=dtype if mode == "fsdp2" else None,
         param_dtype=torch.float32 if trained else dtype,
         trainable=trained,
-    )
+    ).eval()
 
 
 def _greeting(args: RunArgs, dist: Dist, mode: Mode, saved: Saved | None) -> str:
@@ -433,7 +460,7 @@ def _open_log(args: RunArgs, dist: Dist, folder: Path, *, resume_step: int) -> R
     """The log of the run, with its report and tracker as sinks; beside it the settings and all versions."""
     sinks = []
     if dist.is_main:
-        (folder / "config.toml").write_text(to_toml(without_secrets(args)))
+        write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
         facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
         changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
         write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
@@ -450,16 +477,19 @@ def _open_log(args: RunArgs, dist: Dist, folder: Path, *, resume_step: int) -> R
     )
 
 
-def _plan(args: RunArgs, dist: Dist, mode: Mode, model: Model, copies: int, saved: Saved | None) -> str:
+def _plan(
+    args: RunArgs, dist: Dist, mode: Mode, model: Model, copies: int, saved: Saved | None, *, has_reference: bool
+) -> str:
     """A rank's part of a training step and the memory of its weights, from the model's configuration alone.
 
     copies: float32 numbers that are held for each trained weight.
     """
-    net = _add_adapters(model.empty_net(), model, args, old_policy=False)
+    net = _add_adapters(model.empty_net(), model, args, ())
     num_weights = sum(p.numel() for p in net.parameters())
     num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
     share = dist.world_size if mode == "fsdp2" else 1
-    frozen_mb = (num_weights - num_trained) * getattr(torch, args.dtype).itemsize / share / 2**20
+    num_frozen = num_weights - num_trained + num_weights * has_reference
+    frozen_mb = num_frozen * getattr(torch, args.dtype).itemsize / share / 2**20
     trained_mb = 4 * num_trained * copies / share / 2**20
     samples = args.prompts_per_step * args.group_size
     lines = {
@@ -480,7 +510,7 @@ def _count_forwards(*nets: nn.Module | None) -> Counter[str]:
     seen: Counter[str] = Counter()
 
     def count(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        seen["samples"] += len(next(iter((*args, *kwargs.values()))))  # the first input is a batch, in any model
+        seen["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input is a batch, in any model
 
     for net in {net for net in nets if net is not None}:  # the embedded engine's is the trainer's
         net.register_forward_pre_hook(count, with_kwargs=True)

@@ -54,9 +54,9 @@ def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 
 
     unit: how many prompts in a row one rank draws all of, such as a group.
     """
-    run = max(batch_size, unit)
-    for start in range(dist.rank * run, len(prompts), dist.world_size * run):
-        for first in range(start, start + run, batch_size):
+    per_turn = max(batch_size, unit)
+    for start in range(dist.rank * per_turn, len(prompts), dist.world_size * per_turn):
+        for first in range(start, start + per_turn, batch_size):
             yield prompts[first : first + batch_size]
 
 
@@ -80,6 +80,7 @@ def draw(
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
+        run.counts["drawn"] += len(batch)
         pending.append(submit(run.scorer, batch))
     return batches, pending
 

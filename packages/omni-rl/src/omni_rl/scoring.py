@@ -77,13 +77,21 @@ def abstain(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score
 
 
 def connect(
-    urls: str, args: RunArgs, dist: Dist, canary: PromptRecord, kinds: Sequence[str], *, parts: Sequence[str] = ()
+    urls: str,
+    args: RunArgs,
+    dist: Dist,
+    canary: PromptRecord,
+    kinds: Sequence[str],
+    *,
+    name: str = "--scorer-url",
+    parts: Sequence[str] = (),
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
 
     Each server has scored a canary: a grey image of the run's size with the text and meta of a real prompt.
 
-    kinds: of media that the model draws, of which the scorer may take some. parts: that its scores must name.
+    kinds: of media that the model draws, of which the scorer may take some. name: of the flag that holds the URLs.
+    parts: that its scores must name.
 
     Raises:
         ValueError: a server does not answer, refuses the token or the canary, or takes other media.
@@ -98,7 +106,7 @@ def connect(
         on_failure=args.on_failure,
         proxy=args.scorer_proxy,
     )
-    with flag("--scorer-url: "):
+    with flag(f"{name}: "):
         client = open_client()
     image = np.full((1, args.height, args.width, 3), 127, dtype=np.uint8)
     try:
@@ -106,10 +114,10 @@ def connect(
         media = {"image": image} if info["media"] == ["image"] else None
         replies = client.check(media, [canary.text], [dict(canary.meta)])
     except RewardError as exc:
-        raise ValueError(f"--scorer-url must be a reward server that answers: {exc}") from exc
+        raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
     require(
         (set(info["media"]) <= set(kinds),
-         f"--scorer-url must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
+         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
         *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip

@@ -1,0 +1,109 @@
+"""What a run starts from and what it may not lose: given weights, a reference, a scorer that fails in an evaluation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from omni_reward import RewardError
+from omni_rl.failures import BrokenRunError
+from omni_rl.run import Run
+from omni_rl.sampling import evaluate
+from omni_train.log import load_metrics
+from trainer_runs import recipe, tiny, train, write_eval_prompts
+
+import train_dpo
+import train_flowgrpo as app
+
+TINY = tiny(
+    recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
+    group_size=4, batch_size=4, lr=1e-3, lr_decay=False,
+)  # fmt: skip
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("trained", [{}, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("then", [{}, LORA], ids=["full", "lora"])
+def test_a_run_goes_on_from_the_weights_of_another(here, bright_url, trained, then):
+    first = train(app, replace(TINY, scorer_url=bright_url, name="first", **trained))
+    args = replace(TINY, scorer_url=bright_url, name="second", init_weights="runs/first/weights", **then)
+    if trained and not then:
+        with pytest.raises(ValueError, match="holds a LoRA adapter, which needs --lora-rank > 0"):
+            train(app, args)
+        return
+    second = train(app, args)
+    assert first[0]["eval/reward"] != first[-1]["eval/reward"]
+    assert second[0]["eval/reward"] == pytest.approx(first[-1]["eval/reward"], abs=1e-6)
+
+
+@pytest.mark.parametrize("trained", [{}, LORA], ids=["full", "lora"])
+def test_the_reference_is_the_policy_that_training_starts_from(here, bright_url, trained):
+    """Also where that is another run's: the first pairs have no margin, and the first steps no KL."""
+    train(app, replace(TINY, scorer_url=bright_url, name="first", **trained))
+    start = {"scorer_url": bright_url, "init_weights": "runs/first/weights", "train_steps": 1, "eval_every": 1}
+    pairs = tiny(recipe(train_dpo, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4)
+    assert train(train_dpo, replace(pairs, name="pairs", **start, **trained))[1]["policy/margin"] == 0.0
+    assert train(app, replace(TINY, name="kl", kl_coef=0.1, **start, **trained))[1]["policy/kl"] == 0.0
+
+
+def test_weights_that_changed_since_the_run_began_are_noticed(here, bright_url):
+    train(app, replace(TINY, scorer_url=bright_url, name="first", **LORA))
+    args = replace(TINY, scorer_url=bright_url, name="second", init_weights="runs/first/weights", save_every=1, **LORA)
+    train(app, replace(args, train_steps=1))
+    train(app, replace(TINY, scorer_url=bright_url, name="first", train_steps=4, **LORA))
+    with pytest.raises(ValueError, match="weights_digest"):
+        train(app, args)
+
+
+def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here, bright_url, monkeypatch):
+    calls = []
+
+    def lose(run: Run, done: int):
+        calls.append(done)
+        if done == 2:
+            raise RewardError("the scorer is gone")
+        return evaluate(run, done)
+
+    unbroken = train(app, replace(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
+    monkeypatch.setattr("omni_rl.loop.evaluate", lose)
+    with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
+        train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
+    assert calls == [0, 2]
+    assert [path.name for path in sorted((here / "runs/broken/checkpoints").iterdir())][-1] == "step-00000001"
+    monkeypatch.undo()
+    monkeypatch.chdir(here)
+    resumed = train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
+    for line, other in zip(unbroken, resumed, strict=True):
+        assert line.get("policy/loss") == other.get("policy/loss")
+        assert line.get("eval/reward") == other.get("eval/reward")
+
+
+def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright_url, monkeypatch):
+    def lose(run: Run, done: int):
+        raise RewardError("the scorer is gone")
+
+    monkeypatch.setattr("omni_rl.loop.evaluate", lose)
+    for _ in range(2):
+        with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
+            train(app, replace(TINY, scorer_url=bright_url))
+    assert not list((here / "runs").glob("*/checkpoints/*"))
+
+
+def test_the_reference_of_all_weights_has_no_gradient_and_is_in_eval_mode(here, bright_url, monkeypatch):
+    seen = []
+    monkeypatch.setattr(app, "grade", lambda run, *args: seen.append(run) or 1 / 0)
+    with pytest.raises(BrokenRunError, match="ZeroDivisionError"):
+        train(app, replace(TINY, scorer_url=bright_url, kl_coef=0.1))
+    (run,) = seen
+    assert not run.net.training
+    assert not run.reference_net.training
+    assert all(not p.requires_grad for p in run.reference_net.parameters())
+    assert all(map(torch.equal, run.net.parameters(), run.reference_net.parameters()))
+    assert len(load_metrics(run.folder / "metrics.jsonl")) == 1
