@@ -26,8 +26,10 @@ class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
 class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
     """Stable Diffusion 3 and 3.5."""
 
-    part_names = (*tuple(f"{kind}{i}" for kind in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")), "vae")
-    diffusers_names: ClassVar = {}
+    part_names = (
+        *("text_encoder", "text_encoder_2", "text_encoder_3"),
+        *("tokenizer", "tokenizer_2", "tokenizer_3", "vae"),
+    )
     packed: ClassVar = {
         "to_qkv": ["to_q", "to_k", "to_v"],
         "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"],
