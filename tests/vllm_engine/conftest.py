@@ -4,9 +4,8 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from helpers import CHECKPOINT
 from train.conftest import run_ranks as run_ranks
-from vllm_omni_helpers import open_engine
+from vllm_omni_helpers import load_net, open_engine
 
 if find_spec("vllm_omni") is None:  # tests/conftest.py says so at the end of the run
     collect_ignore_glob = ["test_*.py"]
@@ -22,12 +21,10 @@ def engine():
 @pytest.fixture
 def net(engine):
     """A trainer's transformer of its own; afterwards the engine has the checkpoint's weights again."""
-    from omni_rollout.models import qwen_image
-
-    net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
+    net = load_net()
     before = {name: view.clone() for name, view in engine.weights().items()}
     yield net
     with torch.no_grad():
         for name, view in engine.weights().items():
             view.copy_(before[name])
-    engine._shared.clear()
+    engine._adopted.clear()

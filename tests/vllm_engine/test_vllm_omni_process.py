@@ -12,17 +12,17 @@ import setproctitle
 import torch
 from helpers import CHECKPOINT
 from omni_rollout import Prompt
-from omni_rollout.models import qwen_image
-from omni_rollout.vllm_omni_worker import check_versions
+from omni_rollout.engines.vllm_omni.worker import check_versions
+from omni_rollout.models import open_model
 from omni_train.dist import same_error
 from omni_train.shard import shard
 from omni_train.weights import named_weights
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 from vllm_omni.platforms import current_omni_platform
-from vllm_omni_helpers import PARAMS, gap, open_engine, train
+from vllm_omni_helpers import MODEL, PARAMS, gap, load_net, open_engine, train
 
-PROMPTS = [Prompt(f'a red sign that says "{word}"', group=0, seed=i) for i, word in enumerate(["AB", "CD"])]
+PROMPTS = [Prompt(f'a red sign that says "{word}"', group=0, index=i, seed=i) for i, word in enumerate(["AB", "CD"])]
 
 
 def process():
@@ -48,7 +48,7 @@ def test_the_process_is_as_it_was_and_a_second_engine_can_follow():
         assert process() == before
         engine.close()
         assert process() == before
-    assert first.media.shape == (2, 3, 32, 96)
+    assert first.media["image"].shape == (2, 32, 96, 3)
 
 
 @pytest.mark.parametrize(
@@ -82,13 +82,13 @@ def test_two_ranks_sample_train_and_sync(run_ranks, mode):
         before = process()
         engine = open_engine(device=dist.device)
         kept = process() == before
-        net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
+        net = load_net()
         if mode == "ddp":
-            engine.share(net.named_parameters())
-        shard(net, dist.mesh, mode=mode, block_names=qwen_image.BLOCK_NAMES)
+            engine.adopt(net.named_parameters())
+        shard(net, dist.mesh, mode=mode, block_names=MODEL.BLOCK_NAMES)
         # Ranks draw other prompts in batches of other sizes: sampling is nobody else's business.
         trajectory = engine.generate(PROMPTS[: 1 + dist.rank], PARAMS)
-        first = gap(net, trajectory, PARAMS)
+        first = gap(net, trajectory)
         train(net, trajectory)
         engine.load_weights(named_weights(net), version=1)
         after = engine.generate(PROMPTS, PARAMS)
@@ -98,8 +98,8 @@ def test_two_ranks_sample_train_and_sync(run_ranks, mode):
         return {
             "kept": kept and process() == before,
             "first": first,
-            "stale": gap(net, trajectory, PARAMS),
-            "after": gap(net, after, PARAMS),
+            "stale": gap(net, trajectory),
+            "after": gap(net, after),
             "moved": engine.moved_bytes,
             "ranks": ones.item(),
             "x0": after.x0.sum().item(),
@@ -119,8 +119,8 @@ def test_two_ranks_sample_train_and_sync(run_ranks, mode):
 def test_a_streamed_sync_has_one_gathered_parameter_at_a_time(run_ranks):
     def work(dist):
         engine = open_engine(device=dist.device)
-        net = qwen_image.load_transformer(CHECKPOINT).requires_grad_(True)
-        shard(net, dist.mesh, mode="fsdp2", block_names=qwen_image.BLOCK_NAMES)
+        net = load_net()
+        shard(net, dist.mesh, mode="fsdp2", block_names=MODEL.BLOCK_NAMES)
         alive, most = [], 0
 
         def watched():
@@ -145,14 +145,16 @@ def test_an_error_of_one_rank_ends_both(run_ranks, tmp_path, monkeypatch, where)
     (tmp_path / "empty").mkdir()
 
     def work(dist):
-        path = str(tmp_path / "empty" if where == "config" and dist.rank == 1 else CHECKPOINT)
+        model = open_model(CHECKPOINT)
+        if where == "config" and dist.rank == 1:
+            model.path = str(tmp_path / "empty")
         if where == "load" and dist.rank == 1:
             DiffusionWorker.load_model = fail
         if where == "constructor":  # it makes groups, so it can only fail on all ranks together
             DiffusionWorker._create_profiler = fail
         start = time.monotonic()
         try:
-            open_engine(path, device=dist.device, together=lambda: same_error(dist))
+            open_engine(model, device=dist.device, together=lambda: same_error(dist))
         except (OSError, ValueError, RuntimeError) as exc:
             ones = torch.ones(1)
             torch.distributed.all_reduce(ones)

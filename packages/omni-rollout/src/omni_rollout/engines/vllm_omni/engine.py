@@ -31,7 +31,7 @@ from vllm_omni.platforms import current_omni_platform  # isort: skip
 
 from omni_rollout.engines.vllm_omni.pipelines import PIPELINES  # isort: skip
 
-PROBES = 32  # elements of a weight that a sync compares after copying it
+PROBES = 32  # elements of each weight that a sync compares afterwards, at most
 
 
 class VllmOmniEngine:
@@ -112,6 +112,10 @@ class VllmOmniEngine:
         self._check_awake()
         return diffusers_views(self.net, self.pipeline.diffusers_names, self.pipeline.packed)
 
+    def _buffers(self) -> dict[str, Tensor]:
+        """What the transformer keeps besides its weights."""
+        return dict(self.net.named_buffers())
+
     @torch.no_grad()
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Moves a trainer's parameters into the engine's storage; returns the bytes that no longer exist twice.
@@ -148,19 +152,23 @@ class VllmOmniEngine:
                 weight, which would overwrite the trainer's own.
             RuntimeError: the engine sleeps, or does not have afterwards what the trainer has.
         """
-        own, given, moved = self.weights(), {}, 0
+        weights, given, moved = self.weights(), {}, 0
+        own = weights | self._buffers()
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
             given[name] = _probe(tensor, version).to(view)
-            if view.data_ptr() != tensor.data_ptr():
+            is_there = view.data_ptr() == tensor.data_ptr()
+            if name not in weights:  # a buffer, such as a table of positions: it is moved once, if it differs at all
+                is_there = torch.equal(given[name], _probe(view, version))
+            if not is_there:
                 if name in self._adopted:
                     raise ValueError(f"tensors must leave adopted weights where they are, got another for {name}")
                 view.copy_(tensor)
                 moved += view.nbytes
             del tensor  # before the next one is gathered
-        missing = sorted(own.keys() - given.keys() - self._adopted.keys())
+        missing = sorted(weights.keys() - given.keys() - self._adopted.keys())
         if missing:
-            some = f"{len(missing)} of {len(own)}: {missing[:4]}"
+            some = f"{len(missing)} of {len(weights)}: {missing[:4]}"
             raise ValueError(f"tensors must hold every weight that is not adopted, missing {some}")
         self._check_arrival(given, version)
         self.moved_bytes, self.weight_version = moved, version
@@ -211,7 +219,7 @@ class VllmOmniEngine:
 
         Of an adopted weight it is the trainer's own parameter that is compared, by its address too.
         """
-        own = self.weights()
+        own = self.weights() | self._buffers()
         moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
         if moved_away:
             raise RuntimeError(f"the engine's storage is not the trainer's any more: {moved_away[:4]}")
@@ -279,8 +287,7 @@ def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
 def _probe(tensor: Tensor, version: int) -> Tensor:
     """Up to PROBES elements, evenly spread, as a copy that does not keep the tensor alive.
 
-    Where they begin depends on the version, so that syncs one after the other look at all elements in turn.
+    Where they begin depends on the version, so that syncs one after the other look at every element in turn.
     """
-    flat = tensor.flatten()
-    stride = max(1, flat.numel() // PROBES)
-    return flat[version % stride :: stride][:PROBES].clone()
+    stride = max(1, -(-tensor.numel() // PROBES))
+    return tensor.flatten()[version % stride :: stride].clone()
