@@ -1,168 +1,259 @@
-"""Compares all algorithms on tiny-signs: trains each with three seeds, then writes docs/leaderboard.md and pictures.
+"""Compare all algorithms on tiny-signs: train each with three seeds, then write the data, the table and the pictures.
 
-    python scripts/leaderboard.py                        what is missing in runs/leaderboard, then data and page
-    python scripts/leaderboard.py --only flowgrpo,nft    these algorithms
-    python scripts/leaderboard.py --try                  two steps of each, in runs/leaderboard-try; nothing in docs/
-    python scripts/leaderboard.py --page-only            page and pictures, from docs/leaderboard.jsonl
-    python scripts/leaderboard.py --check                exit code 1 where they are not what it would write
+    python scripts/leaderboard.py                       what is missing in runs/leaderboard, then docs/
+    python scripts/leaderboard.py --only flowgrpo,nft   these rows
+    python scripts/leaderboard.py --try                 two steps of each, in runs/leaderboard-try; nothing in docs/
+    python scripts/leaderboard.py --page-only           table and pictures, from docs/leaderboard.jsonl
 
-Started again, it continues runs that were stopped and leaves finished ones as they are. All runs share one OCR
-server, and each has one thread. A run's line is in docs/leaderboard.jsonl as soon as it has finished.
+Started again, it continues runs that were stopped. All runs share one OCR scorer, and each has one thread.
 """
 
 import argparse
-import importlib
+import json
+import math
+import os
+import secrets
 import shutil
 import signal
+import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Sequence
-from contextlib import closing
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leaderboard_page import JOBS, SEEDS, page
-from leaderboard_plots import plots
-from leaderboard_rows import Entry, Row, add_row, read_rows, same_images
-from leaderboard_runs import ROOT, Job, carry_out, collect, images_of, is_finished, say, scorer
+from leaderboard_page import ENTRIES, Entry, Row, blocks, by_algorithm, digest, draw, fill, read_rows
+from omni_reward.testing import Server, serving
+from omni_rl.cli import recipes
+from omni_train.log import load_metrics
 
-DOCS = ROOT / "docs"
-DATA = DOCS / "leaderboard.jsonl"
-TRIAL = "leaderboard-try"  # folder below runs/
-
-ENTRIES = (
-    Entry("flowgrpo", "FlowGRPO", "train_flowgrpo", "tiny-signs-flowgrpo", "flowgrpo.md"),
-    Entry("flow-cps", "Flow-CPS", "train_flowgrpo", "tiny-signs-cps", "flow-cps.md"),
-    Entry("flowgrpo-fast", "FlowGRPO-Fast", "train_flowgrpo", "tiny-signs-fast", "flowgrpo.md"),
-    Entry("dancegrpo", "DanceGRPO", "train_flowgrpo", "tiny-signs-dancegrpo", "dancegrpo.md"),
-    Entry("mixgrpo", "MixGRPO", "train_flowgrpo", "tiny-signs-mixgrpo", "mixgrpo.md"),
-    Entry("mixgrpo-flash", "MixGRPO-Flash", "train_flowgrpo", "tiny-signs-mixgrpo-flash", "mixgrpo.md"),
-    Entry("grpo-guard", "GRPO-Guard", "train_flowgrpo", "tiny-signs-grpo-guard", "grpo-guard.md"),
-    Entry("flow-dppo", "Flow-DPPO", "train_flowgrpo", "tiny-signs-flow-dppo", "flow-dppo.md"),
-    Entry("nft", "DiffusionNFT", "train_nft", "tiny-signs", "diffusion-nft.md"),
-    Entry("awm", "AWM", "train_nft", "tiny-signs-awm", "awm.md"),
-    Entry("dpo", "Diffusion-DPO", "train_dpo", "tiny-signs", "diffusion-dpo.md"),
-    Entry("dpo-offline", "Diffusion-DPO, offline", "train_dpo", "tiny-signs-offline", "diffusion-dpo.md", offline=True),
-    Entry("srpo", "SRPO", "train_srpo", "tiny-signs", "srpo.md", watched=True),
-)
-
-# 1. What there is to do
+ROOT = Path(__file__).parents[1]
+IMAGES = 3840  # that each row draws to train on
+SEEDS = "0,1,2"
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+OURS = {"name", "shard", "model", "prompts", "eval_prompts", "reward_model"}  # settings that a run here has of its own
 
 
-def preset(entry: Entry) -> Any:
-    """The settings of the entry's preset, an Args of its trainer."""
-    if str(ROOT / "apps") not in sys.path:
-        sys.path.insert(0, str(ROOT / "apps"))
-    presets = importlib.import_module(entry.app).PRESETS
-    if entry.preset not in presets:
-        raise ValueError(f"apps/{entry.app}.py must have the preset {entry.preset!r}, it has {', '.join(presets)}")
-    return presets[entry.preset]
+@dataclass(frozen=True)
+class Job:
+    """A run to make. trial: of two steps, in a folder of its own."""
+
+    entry: Entry
+    seed: int
+    trial: bool
+
+    @property
+    def name(self) -> str:
+        """Name of the run, a folder below runs/."""
+        return f"leaderboard{'-try' * self.trial}/{self.entry.name}-{self.seed}"
+
+    @property
+    def folder(self) -> Path:
+        """Folder that the trainer writes to."""
+        return ROOT / "runs" / self.name
+
+    @property
+    def pairs(self) -> Path | None:
+        """Folder of the preference file, where the row trains on one; made.json is in it once it is whole."""
+        return self.folder.with_name(f"pairs-{self.seed}") if self.entry.preset.endswith("offline") else None
+
+    def settings(self) -> dict[str, Any]:
+        """What the recipe sets and a run keeps."""
+        recipe = tomllib.loads(recipes(self.entry.app)[self.entry.preset])
+        steps = {"train_steps": 2, "eval_every": 2} if self.trial else {}
+        return {name: value for name, value in (recipe | steps).items() if name not in OURS}
+
+    def is_finished(self) -> bool:
+        """True once the run has come to its last step."""
+        log = self.folder / "metrics.jsonl"
+        lines = load_metrics(log) if log.exists() else []
+        return bool(lines) and lines[-1]["step"] >= self.settings()["train_steps"]
 
 
-def plan(entries: Sequence[Entry], seeds: Sequence[int], *, trial: bool) -> list[Job]:
-    """The runs to make, all algorithms with the first seed first.
+# 1. Running
+
+
+def measure(jobs: Sequence[Job], at_a_time: int) -> list[str]:
+    """Make the runs that are not finished, so many at a time; the names of those that failed."""
+    left = [job for job in jobs if not job.is_finished()]
+    say(f"{len(jobs)} runs, {len(left)} of them to make, {at_a_time} at a time")
+    running: set[subprocess.Popen[bytes]] = set()
+    failed = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended too
+    with (
+        serving("ocr", token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server,
+        ThreadPoolExecutor(at_a_time) as pool,
+    ):
+        futures = {pool.submit(make, job, server, running): job for job in left}
+        try:
+            for future in as_completed(futures):
+                say(f"{futures[future].name}: {future.exception() or 'done'}")
+                failed += [futures[future].name] if future.exception() else []
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running:
+                process.terminate()  # trainers save
+            raise
+    return failed
+
+
+def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> None:
+    """Train the job's run to its end, after its preference file where it needs one."""
+    if job.pairs and not (job.pairs / "made.json").exists():
+        shutil.rmtree(job.pairs, ignore_errors=True)  # half made
+        start = time.monotonic()
+        images, steps = 512 if job.trial else IMAGES, 10
+        counts = {"num-prompts": images // 8, "group-size": 8, "num-inference-steps": steps, "seed": job.seed}
+        words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
+        run(job, ["scripts/build_preferences.py", "--out", str(job.pairs), *words, *server.flags], running)
+        made = {"images": images, "forwards": images * steps, "seconds": time.monotonic() - start}
+        (job.pairs / "made.json").write_text(json.dumps(made))
+    run(job, train_command(job, server), running)
+
+
+def train_command(job: Job, server: Server) -> list[str]:
+    """The trainer of the row with its recipe; the OCR only watches where a gradient trains."""
+    flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--shard", "none"]
+    flags += ["--eval-prompts", "data/tiny-signs/test.txt"]
+    flags += ["--train-steps", "2", "--eval-every", "2"] if job.trial else []
+    flags += ["--preferences", str(job.pairs / "pairs.jsonl")] if job.pairs else []
+    scored = server.flags if job.entry.app != "train_srpo" else [f"--watch{server.flags[0][1:]}", *server.flags[1:]]
+    return [f"apps/{job.entry.app}.py", *flags, *scored]
+
+
+def run(job: Job, command: Sequence[str], running: set[subprocess.Popen[bytes]]) -> None:
+    """Run a Python program to its end; what it prints goes to a file beside the run.
 
     Raises:
-        ValueError: a preset is missing, or the presets do not draw equally many images.
+        RuntimeError: it ended with another exit code than 0.
     """
-    settings = {entry.name: preset(entry) for entry in {*entries, ENTRIES[0]}}
-    if trial:
-        settings = {name: replace(args, steps=2, eval_every=2) for name, args in settings.items()}
-    images = 512 if trial else images_of(settings[ENTRIES[0].name])  # of a preference file: a step needs 32 pairs
-    if not trial:
-        same_images({e.name: images_of(settings[e.name]) for e in {*entries, ENTRIES[0]} if not e.offline})
-    home = TRIAL if trial else "leaderboard"
-    return [Job(entry, seed, settings[entry.name], images, home) for seed in seeds for entry in entries]
+    log = job.folder.with_suffix(".txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, *command], cwd=ROOT, env=os.environ | ENVIRONMENT, stdout=file, stderr=file
+        )
+        running.add(process)
+        code = process.wait()
+        running.discard(process)
+    if code:
+        raise RuntimeError(f"{command[0]} ended with exit code {code}, see {log}")
 
 
-# 2. What is made from the data
+def say(words: str) -> None:
+    """Print a line with the time."""
+    print(time.strftime("%H:%M:%S"), words, flush=True)
 
 
-def outputs() -> dict[Path, str]:
-    """Every file that is made from the data, with its text."""
-    rows = read_rows(DATA)
-    pictures = {DOCS / "images" / name: picture for name, picture in plots(ENTRIES, rows).items()}
-    return {DOCS / "leaderboard.md": page(ENTRIES, rows)} | pictures
+# 2. The row of a run
 
 
-def stale() -> list[str]:
-    """The files that are not what would be written."""
-    return [path.name for path, words in outputs().items() if not path.exists() or path.read_text("utf-8") != words]
+def collect(job: Job) -> Row:
+    """The row of a finished run, from its folder.
+
+    Raises:
+        ValueError: the run had other settings than the recipe, or an evaluation has no score.
+    """
+    config = tomllib.loads((job.folder / "config.toml").read_text("utf-8"))
+    settings = job.settings()
+    if other := sorted(name for name, value in settings.items() if config.get(name) != value):
+        raise ValueError(f"{job.folder} holds a run with other settings, {', '.join(other)}: move it away")
+    lines = load_metrics(job.folder / "metrics.jsonl")
+    made: dict[str, Any] = {"images": 0, "forwards": 0, "seconds": 0.0}
+    per_step = config["prompts_per_step"] * config["group_size"]
+    if job.pairs:
+        made, per_step = json.loads((job.pairs / "made.json").read_text("utf-8")), 0
+    forwards, seconds, evaluations = made["forwards"], made["seconds"], []
+    for line in lines:
+        forwards += round(line.get("perf/forwards", 0))
+        seconds += line["time/step_s"] - line.get("time/eval_s", 0.0) if line["step"] else 0.0
+        score = line.get("eval/watch", line.get("eval/reward"))
+        if score is not None:
+            images = made["images"] + int(line["step"]) * per_step
+            evaluations.append({"step": int(line["step"]), "score": score, "images": images, "forwards": forwards})
+    if len(evaluations) < 2 or not all(math.isfinite(e["score"]) for e in evaluations):
+        raise ValueError(f"{job.folder} must have a score in every evaluation")
+    version = json.loads((job.folder / "versions.jsonl").read_text("utf-8").splitlines()[-1])
+    return {
+        "name": job.entry.name,
+        "seed": job.seed,
+        "settings": settings,
+        "evaluations": evaluations,
+        "images": evaluations[-1]["images"],
+        "forwards": forwards,
+        "peak_memory_mb": round(max(line.get("perf/peak_memory_mb", 0.0) for line in lines), 1),
+        "wall_s": round(seconds, 1),
+        "ratio_deviation": ratio_deviation(lines, config),
+        "torch": version["packages"]["torch"],
+        "commit": version["commit"],
+        "cores": os.cpu_count() or 1,
+    }
+
+
+def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -> float | None:
+    """The largest |ratio - 1| before the first update of a step; of AWM, in the first step; None without a ratio."""
+    seen = [line["policy/first_ratio_max_dev"] for line in lines if "policy/first_ratio_max_dev" in line]
+    if not seen and config["num_minibatches"] == 1:
+        seen = [line["policy/ratio_max_dev"] for line in lines if line["step"] == 1 and "policy/ratio_max_dev" in line]
+    return max(seen, default=None)
 
 
 # 3. The whole
 
 
+def write(rows: Sequence[Row], docs: Path) -> None:
+    """Write data, table and pictures; what stands around the table stays."""
+    page = fill((docs / "leaderboard.md").read_text("utf-8"), blocks(rows))
+    draw(rows, docs / "images")
+    lines = [json.dumps(row, allow_nan=False) + "\n" for group in by_algorithm(rows).values() for row in group]
+    (docs / "leaderboard.jsonl").write_text("".join(lines), "utf-8")
+    (docs / "leaderboard.md").write_text(page, "utf-8")
+
+
+def stale(docs: Path) -> list[str]:
+    """The files that are not made from the data as it is."""
+    rows, page = read_rows(docs / "leaderboard.jsonl"), (docs / "leaderboard.md").read_text("utf-8")
+    names = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(rows))]
+    pictures = [docs / "images" / name for name in names]
+    old = [path.name for path in pictures if not path.exists() or digest(rows) not in path.read_text("utf-8")]
+    return old + (["leaderboard.md"] if fill(page, blocks(rows)) != page else [])
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The settings that the command line, or `argv`, asks for."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", default=",".join(e.name for e in ENTRIES), help="names of rows, commas between")
-    parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="commas between")
-    parser.add_argument("--jobs", type=int, default=JOBS, help="runs at a time")
-    parser.add_argument("--try", dest="trial", action="store_true", help="two steps of each row, nothing in docs/")
-    parser.add_argument("--page-only", action="store_true", help="only write the page")
-    parser.add_argument("--check", action="store_true", help="only compare the page with the data")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    names = [entry.name for entry in ENTRIES]
+    parser.add_argument("--only", default=",".join(names), help="Names of rows, separated by commas")
+    parser.add_argument("--seeds", default=SEEDS, help="Seeds, separated by commas")
+    parser.add_argument("--jobs", type=int, default=2, help="Number of runs at a time")
+    parser.add_argument("--try", dest="trial", action="store_true", help="Make two steps of each row, nothing in docs/")
+    parser.add_argument("--page-only", action="store_true", help="Only write the table and the pictures")
     args = parser.parse_args(argv)
-    names = {entry.name for entry in ENTRIES}
-    if unknown := set(args.only.split(",")) - names:
-        parser.error(f"--only must be of {', '.join(sorted(names))}, got {', '.join(sorted(unknown))}")
-    if args.jobs < 1 or not all(seed.isdecimal() for seed in args.seeds.split(",")):
-        parser.error("--jobs must be >= 1, --seeds whole numbers with commas between")
+    if unknown := set(args.only.split(",")) - set(names):
+        parser.error(f"--only must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     return args
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Makes the runs that are missing and writes their rows."""
-    entries = [entry for entry in ENTRIES if entry.name in args.only.split(",")]
-    if args.trial:
-        shutil.rmtree(ROOT / "runs" / TRIAL, ignore_errors=True)
-    jobs = plan(entries, [int(seed) for seed in args.seeds.split(",")], trial=args.trial)
-    left = [job for job in jobs if not is_finished(job)]  # refuses folders with other runs before anything starts
-    say(f"{len(jobs)} runs, {len(left)} of them to make, {args.jobs} at a time")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda *_: sys.exit(1))  # so that what was started is ended, too
-    failed = []
-    with scorer() as server, closing(carry_out(jobs, server, at_a_time=args.jobs)) as runs:
-        for job, problem in runs:
-            try:
-                if problem:
-                    raise ValueError(problem)
-                tell(row := collect(job))
-                if not args.trial:
-                    add_row(DATA, row, ENTRIES)
-            except ValueError as exc:  # the others go on
-                failed.append(job.name)
-                say(f"{job.name} FAILED: {exc}")
+def main(argv: Sequence[str] | None = None) -> None:
+    args, docs = parse(argv), ROOT / "docs"
+    rows, failed = read_rows(docs / "leaderboard.jsonl"), list[str]()
+    if not args.page_only:
+        entries = [entry for entry in ENTRIES if entry.name in args.only.split(",")]
+        jobs = [Job(entry, int(seed), args.trial) for seed in args.seeds.split(",") for entry in entries]
+        if args.trial:
+            shutil.rmtree(ROOT / "runs" / "leaderboard-try", ignore_errors=True)
+        failed = measure(jobs, args.jobs)
+        made = [collect(job) for job in jobs if job.is_finished()]
+        keys = {(row["name"], row["seed"]) for row in made}
+        rows = [row for row in rows if (row["name"], row["seed"]) not in keys] + made
+    if not args.trial:
+        write(rows, docs)
     if failed:
-        raise RuntimeError(f"failed: {', '.join(failed)}; the same command makes these again")
-
-
-def tell(row: Row) -> None:
-    """The row in a line."""
-    scores = " ".join(f"{e.score:.3f}" for e in row.evaluations)
-    spent = f"{row.images} images, {row.forwards} forwards, {row.peak_memory_mb:.0f} MB, {row.wall_s:.0f} s"
-    say(f"{row.name}-{row.seed}: {scores}, {spent}, ratio deviation {row.ratio_deviation}")
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code."""
-    args = parse(argv)
-    try:
-        if args.check:
-            if files := stale():
-                raise ValueError(f"not up to date: {', '.join(files)}: run python scripts/leaderboard.py --page-only")
-            return 0
-        if not args.page_only:
-            measure(args)
-        for path, words in outputs().items() if not args.trial else ():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(words, "utf-8")
-    except (ValueError, RuntimeError) as exc:
-        print(f"leaderboard.py: error: {exc}", file=sys.stderr)
-        return 1
-    return 0
+        sys.exit(f"failed: {', '.join(failed)}; the same command makes these again")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,161 +1,199 @@
-"""The page of the leaderboard, a pure function of the rows of docs/leaderboard.jsonl."""
+"""The leaderboard's table and pictures, drawn from docs/leaderboard.jsonl; the page around them is written by hand."""
 
-from collections.abc import Sequence
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from statistics import mean, median
+from typing import Any, NamedTuple
 
-from leaderboard_rows import Entry, Group, Row, grouped
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-SEEDS = (0, 1, 2)
-JOBS = 2  # runs at a time
+Row = Mapping[str, Any]  # a line of the data; `leaderboard.collect` makes one
 
-# Name of a row that does not rise in every seed -> why, and what was tried, in full sentences; the page wants it.
-WORDS = {
-    "dancegrpo": """\
-Seeds 0 and 1 rise by 0.027 and 0.007, seed 2 falls by 0.023. Why is not settled. Samples that share their noise differ
-less (the mean of `reward/group_std` is 0.14, that of FlowGRPO 0.24), but so they do in MixGRPO, which rises. What was
-tried with seed 2, which ends at 0.511: dividing by the standard deviation of the batch instead of the group's (0.516),
-and half the learning rate (0.505). Before, on `eval.txt`, with 40 steps and noise level 0.3 on 3 of the first 6 steps:
-learning rates of 1.2e-4 (from 0.506 to 0.511) and 6e-5 (from 0.506 to 0.505). More steps and larger groups were not
-tried.
-""",
-    "mixgrpo-flash": """\
-Seeds 0 and 1 rise by 0.014 and 0.037, seed 2 falls by 0.031. With half the learning rate seed 2 rises, to 0.538: the
-step was too long for what so few images tell. The row keeps its setting, as none is chosen on these words. MixGRPO has
-the same windows and learning rate, takes all steps after the window, and rises in each seed. What was tried before, on
-`eval.txt`, with 40 steps of MixGRPO: noise level 0.4 with a learning rate of 1.2e-4 (from 0.506 to 0.471), then 0.25
-with 6e-5 (from 0.506 to 0.537), which both rows have. Larger values of `--flash-ratio` were not tried.
-""",
-}
-
-HEAD = f"""\
-# Leaderboard
-
-All algorithms on tiny-signs: a small Qwen-Image pipeline learns to spell, as in the demonstration, and an OCR reads
-what it draws. `make leaderboard` measures, writes this page and draws its pictures. They are made from
-[the data](leaderboard.jsonl), and a test fails where they are not up to date.
-
-Every row has drawn the same number of images in each of {len(SEEDS)} seeds. The score is 1 minus the edit distance
-between the word that was asked for and what the OCR reads, over the longer of the two: the mean over the 256 prompts of
-`data/tiny-signs/test.txt`, drawn without injected noise, with the same seeds for all rows. Their words occur neither
-in training nor in `eval.txt`, and no setting was chosen on them.
-"""
-
-PLOT = """\
-![The held-out score of all algorithms against transformer forwards](images/leaderboard.svg)
-
-*Means over the seeds. Points are evaluations, bars at the ends the range, and numbers the places in the list.*
-"""
-
-READING = """\
-## How to read it
-
-- **The same number of images is not the same compute.** *Forwards* are all samples that passed through the
-  transformer, in sampling and in updates, without evaluations. A backward pass, which costs about two forwards more, is
-  not counted.
-- **Settings were tuned briefly**, by hand, on the words of `eval.txt`. No row is the best that its algorithm can do,
-  and a small model with one reward says little about large ones.
-- **A difference smaller than the ranges means nothing.** The seeds change training prompts and noise, the evaluation
-  is the same for all. One evaluation of 256 images has a standard error of about 0.02.
-- *Before*, *after* and *forwards* are means over the seeds, wall time is their median; memory
-  and ratio deviation are the largest.
-- *Peak memory* is the resident memory of the training process. *Wall time* is that of the training steps without
-  evaluations, on cores that other runs share, so that small differences mean nothing.
-- *Ratio deviation* is |ratio - 1| before the first update of a training step, the largest of all steps; of AWM, which
-  has another ratio, that of the first step. A row without a number has no ratio.
-- SRPO trains on a reward of its own, a differentiable reader of signs that is not the OCR, since a gradient does not
-  travel over HTTP. It is judged by the OCR like all others. It is best half-way: from there on its own reward still
-  rises (from 0.926 to 0.955 in seed 0) and the OCR's score falls. `--watch-scorer-url` exists to show that.
-- Offline DPO trains on a preference file. The row's images are the samples from which the best and the worst of each
-  prompt were taken. Drawing them is in its forwards and, with the start of that program, in its wall time; its curve
-  begins behind them.
-"""
+matplotlib.rcParams |= {  # the same bytes whenever drawn with one version; letters as text
+    "svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.family": "sans-serif", "font.size": 9,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#e5e7eb",
+}  # fmt: skip
 
 
-def page(entries: Sequence[Entry], rows: Sequence[Row]) -> str:
-    """docs/leaderboard.md.
+class Entry(NamedTuple):
+    """An algorithm: `python apps/APP.py --preset PRESET` is measured, docs/algorithms/PAGE describes it."""
+
+    name: str
+    title: str
+    app: str
+    preset: str
+    page: str
+
+
+ENTRIES = (
+    Entry("flowgrpo", "FlowGRPO", "train_flowgrpo", "tiny-signs-flowgrpo", "flowgrpo.md"),
+    Entry("flow-cps", "Flow-CPS", "train_flowgrpo", "tiny-signs-cps", "flow-cps.md"),
+    Entry("flowgrpo-fast", "FlowGRPO-Fast", "train_flowgrpo", "tiny-signs-fast", "flowgrpo.md"),
+    Entry("dancegrpo", "DanceGRPO", "train_flowgrpo", "tiny-signs-dancegrpo", "dancegrpo.md"),
+    Entry("mixgrpo", "MixGRPO", "train_flowgrpo", "tiny-signs-mixgrpo", "mixgrpo.md"),
+    Entry("mixgrpo-flash", "MixGRPO-Flash", "train_flowgrpo", "tiny-signs-mixgrpo-flash", "mixgrpo.md"),
+    Entry("grpo-guard", "GRPO-Guard", "train_flowgrpo", "tiny-signs-grpo-guard", "grpo-guard.md"),
+    Entry("flow-dppo", "Flow-DPPO", "train_flowgrpo", "tiny-signs-flow-dppo", "flow-dppo.md"),
+    Entry("nft", "DiffusionNFT", "train_nft", "tiny-signs", "diffusion-nft.md"),
+    Entry("awm", "AWM", "train_nft", "tiny-signs-awm", "awm.md"),
+    Entry("dpo", "Diffusion-DPO", "train_dpo", "tiny-signs", "diffusion-dpo.md"),
+    Entry("dpo-offline", "Diffusion-DPO, offline", "train_dpo", "tiny-signs-offline", "diffusion-dpo.md"),
+    Entry("srpo", "SRPO", "train_srpo", "tiny-signs", "srpo.md"),
+)
+
+# 1. The data
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a leaderboard.jsonl."""
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
+    """Each algorithm's rows, in the order of the table and of the seeds.
 
     Raises:
-        ValueError: the rows cannot be compared, or one that does not rise in every seed lacks its words.
+        ValueError: the rows cannot be compared.
     """
-    groups = grouped(entries, rows)
-    parts = [HEAD]
-    if groups:
-        parts += [machine(rows), table(groups), PLOT]
-    there = {(row.name, row.seed) for row in rows}
-    missing = [f"{e.name} (seed {seed})" for e in entries for seed in SEEDS if (e.name, seed) not in there]
-    if missing:
-        parts.append(f"Not measured yet: {', '.join(missing) if groups else 'anything'}.\n")
-    parts += [reason(group) for group in groups if group.num_rising() < len(group.rows)]
-    if idle := set(WORDS) - {group.entry.name for group in groups if group.num_rising() < len(group.rows)}:
-        raise ValueError(f"WORDS says why rows do not rise that do, or are not there: {', '.join(sorted(idle))}")
-    return "\n".join([*parts, READING, commands(entries)])
+    rows = sorted(rows, key=lambda row: row["seed"])
+    groups = {entry: [row for row in rows if row["name"] == entry.name] for entry in ENTRIES}
+    keys = [(row["name"], row["seed"]) for row in rows]
+    if len(set(keys)) < len(keys) or {name for name, _ in keys} - {entry.name for entry in ENTRIES}:
+        raise ValueError(f"rows must be of algorithms in the table, each seed once, got {keys}")
+    if len({row["images"] for row in rows}) > 1:
+        told = "; ".join(f"{row['name']}-{row['seed']}: {row['images']}" for row in rows)
+        raise ValueError(f"rows must have the same number of generated images, got {told}")
+    for entry, group in groups.items():
+        if len({tuple(e["step"] for e in row["evaluations"]) for row in group}) > 1:
+            raise ValueError(f"{entry.name}: all seeds must have been evaluated after the same steps")
+    return {entry: group for entry, group in groups.items() if group}
 
 
-def reason(group: Group) -> str:
-    """Why an algorithm does not rise in every seed.
-
-    Raises:
-        ValueError: nobody has said it.
-    """
-    if not WORDS.get(group.entry.name):
-        raise ValueError(f"{group.entry.name} does not rise in every seed: WORDS in leaderboard_page.py must say why")
-    return f"## {group.entry.title}: why it does not rise in every seed\n\n{WORDS[group.entry.name].strip()}\n"
+def scores(group: Sequence[Row], evaluation: int) -> list[float]:
+    """The score of each seed in its first (0) or last (-1) evaluation."""
+    return [row["evaluations"][evaluation]["score"] for row in group]
 
 
-def machine(rows: Sequence[Row]) -> str:
-    """On what was measured, and with what."""
-    cores, torch = (", ".join(sorted({str(getattr(row, name)) for row in rows})) for name in ("cores", "torch"))
-    commits = sorted({row.commit[:12] + "+" * row.commit.endswith("+") for row in rows if row.commit})
-    at = f", at commit {', '.join(commits)}" if commits else ""
-    note = " (+: with changes)" if any(commit.endswith("+") for commit in commits) else ""
-    return (
-        f"Each run is one process with one thread, beside its OCR server, on a machine of {cores} CPU cores; {JOBS} "
-        f"ran at a time, and some beside other work. Measured with torch {torch}{at}{note}.\n"
-    )
+def rising(group: Sequence[Row]) -> int:
+    """Number of seeds in which training raised the score."""
+    return sum(after > before for before, after in zip(scores(group, 0), scores(group, -1), strict=True))
 
 
-def table(groups: Sequence[Group]) -> str:
-    """A line for each algorithm."""
+def average(group: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
+    """Means over the seeds of `images` or `forwards`, and of the score, at each evaluation."""
+    points = list(zip(*(row["evaluations"] for row in group), strict=True))
+    return [mean(e[axis] for e in at) for at in points], [mean(e["score"] for e in at) for at in points]
+
+
+# 2. The page
+
+
+def fill(page: str, blocks: Mapping[str, str]) -> str:
+    """The page with each block between its two comments, `<!-- NAME -->` and `<!-- end -->`."""
+    for name, block in blocks.items():
+        first, last = f"<!-- {name} -->\n", "<!-- end -->"
+        before, found, rest = page.partition(first)
+        _, ended, after = rest.partition(last)
+        if not found or not ended:
+            raise ValueError(f"the page must have a block between {first.strip()} and {last}")
+        page = f"{before}{first}\n{block}\n{last}{after}"
+    return page
+
+
+def blocks(rows: Sequence[Row]) -> dict[str, str]:
+    """The generated parts of the page, by name."""
+    groups = by_algorithm(rows)
+    commits = ", ".join(sorted({row["commit"][:12] + "+" * row["commit"].endswith("+") for row in rows}))
+    torch, cores = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("torch", "cores"))
+    repeat = [(e.title, f"`{e.name}`", f"`python apps/{e.app}.py --preset {e.preset}`") for e in ENTRIES]
+    return {
+        "results": f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}.\n\n" + results(groups),
+        "commands": markdown([("algorithm", "NAME", "trainer and preset"), ("---",) * 3, *repeat]),
+    }
+
+
+def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
+    """A line for each algorithm: means over its seeds, the median of times, the largest memory and deviation."""
     names = (
         "algorithm", "before", "after: mean [range]", "rises in", "images", "forwards", "forwards per image",
         "peak memory, MB", "wall time, min", "ratio deviation",
     )  # fmt: skip
-    lines = [names, ("---", *["---:"] * (len(names) - 1)), *(cells(group) for group in groups)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+    lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
+    for entry, group in groups.items():
+        after, images = scores(group, -1), group[0]["images"]
+        forwards = mean(row["forwards"] for row in group)
+        deviations = [row["ratio_deviation"] for row in group if row["ratio_deviation"] is not None]
+        lines.append((
+            f"[{entry.title}](algorithms/{entry.page})",
+            f"{mean(scores(group, 0)):.3f}",
+            f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
+            f"{rising(group)} of {len(group)}",
+            f"{images:,}",
+            f"{forwards:,.0f}",
+            f"{forwards / images:.1f}",
+            f"{max(row['peak_memory_mb'] for row in group):,.0f}",
+            f"{median(row['wall_s'] for row in group) / 60:.1f}",
+            f"{max(deviations):.2g}" if deviations else "",
+        ))  # fmt: skip
+    return markdown(lines)
 
 
-def cells(group: Group) -> tuple[str, ...]:
-    """The line of an algorithm: means over its seeds, of memory, time and deviation the largest."""
-    rows, after = group.rows, group.after()
-    images, forwards = rows[0].images, mean(row.forwards for row in rows)
-    deviations = [row.ratio_deviation for row in rows if row.ratio_deviation is not None]
-    return (
-        f"[{group.entry.title}](algorithms/{group.entry.page})",
-        f"{group.before():.3f}",
-        f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
-        f"{group.num_rising()} of {len(rows)}",
-        f"{images:,}",
-        f"{forwards:,.0f}",
-        f"{forwards / images:.1f}",
-        f"{max(row.peak_memory_mb for row in rows):,.0f}",
-        f"{median(row.wall_s for row in rows) / 60:.1f}",
-        f"{max(deviations):.2g}" if deviations else "",
-    )
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """A Markdown table of these cells."""
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def commands(entries: Sequence[Entry]) -> str:
-    """How to repeat a row."""
-    lines = [f"| {e.title} | `{e.name}` | `python apps/{e.app}.py --preset {e.preset}` |" for e in entries]
-    return REPEATING + "\n".join(lines) + "\n"
+# 3. The pictures
 
 
-REPEATING = """\
-## Repeating a row
+def draw(rows: Sequence[Row], folder: Path) -> None:
+    """Write leaderboard.svg, all algorithms against forwards, and algorithms/NAME.svg, each against images."""
+    groups = by_algorithm(rows)
+    (folder / "algorithms").mkdir(parents=True, exist_ok=True)
+    every = [e["score"] for row in rows for e in row["evaluations"]]
+    limits = (min(every) - 0.02, max(every) + 0.02)
+    figure = Figure(figsize=(9.2, 4.7), layout="constrained")
+    overview(figure.add_subplot(ylim=limits), groups)
+    save(figure, folder / "leaderboard.svg", rows)
+    for entry, group in groups.items():
+        figure = Figure(figsize=(4.2, 2.6), layout="constrained")
+        curves(figure.add_subplot(ylim=limits, title=f"{entry.title}: held-out OCR score"), group)
+        save(figure, folder / "algorithms" / f"{entry.name}.svg", rows)
 
-`python scripts/leaderboard.py --only NAME` makes the runs of one row that are not in `runs/leaderboard` yet; one that
-was stopped goes on there. Or run its trainer with a scorer of your own: the preset holds all settings, to which the
-leaderboard adds a name, a seed, `--shard none` and `--eval-prompts data/tiny-signs/test.txt`.
 
-| algorithm | NAME | trainer and preset |
-|---|---|---|
-"""
+def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
+    """Mean score of each algorithm against forwards, with the range at the end; numbers are places in the legend."""
+    ranked = sorted(groups.items(), key=lambda item: -mean(scores(item[1], -1)))
+    for place, (entry, group) in enumerate(ranked, start=1):
+        (x, y), after, color = average(group, "forwards"), scores(group, -1), f"C{place % 10}"
+        label = f"{place}. {entry.title}: {mean(after):.3f} [{min(after):.3f}, {max(after):.3f}]"
+        axes.plot(x, y, "--s" if place > 9 else "-o", color=color, markersize=4, label=label)
+        axes.vlines(x[-1], min(after), max(after), color=color)
+        axes.annotate(str(place), (x[-1], y[-1]), (5, -3), textcoords="offset points", color=color, weight="bold")
+    axes.set(xlabel="transformer forwards, evaluations left out", ylabel="held-out OCR score", xlim=(0, None))
+    axes.figure.legend(loc="outside right center", title="after training: mean [range]", frameon=False)
+
+
+def curves(axes: Axes, group: Sequence[Row]) -> None:
+    """Score of each seed, pale, and their mean against images; against forwards where all images come beforehand."""
+    evaluations = group[0]["evaluations"]
+    axis = "forwards" if evaluations[0]["images"] == evaluations[-1]["images"] else "images"
+    for row in group:
+        axes.plot([e[axis] for e in row["evaluations"]], [e["score"] for e in row["evaluations"]], "C0", alpha=0.4)
+    axes.plot(*average(group, axis), "C0-o", linewidth=2.5, label=f"mean of {len(group)} seeds")
+    axes.set(xlabel={"forwards": "transformer forwards", "images": "generated images"}[axis], xlim=(0, None))
+    axes.legend(loc="upper left", frameon=False)
+
+
+def save(figure: Figure, path: Path, rows: Sequence[Row]) -> None:
+    """Write an SVG that says of which data it is."""
+    figure.savefig(path, metadata={"Date": None, "Description": digest(rows)})
+
+
+def digest(rows: Sequence[Row]) -> str:
+    """SHA-256 of the rows, in whatever order."""
+    return hashlib.sha256("\n".join(sorted(json.dumps(row, sort_keys=True) for row in rows)).encode()).hexdigest()

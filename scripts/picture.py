@@ -1,4 +1,4 @@
-"""Draws what the README shows of a run: the same prompts and seeds before and after, and the curve of the scores.
+"""Draw the README's pictures of a run: the same prompts and seeds before and after, and the curve of the scores.
 
 python scripts/picture.py runs/tiny-signs docs/images [--other runs/tiny-signs-vllm-omni]
 
@@ -9,13 +9,16 @@ import argparse
 import json
 from pathlib import Path
 
+import matplotlib
 import numpy as np
+from matplotlib.figure import Figure
 from omni_rl.report.folder import step_folders
 from omni_rl.report.sheet import contact_sheet, score_label
 from omni_train.log import load_metrics
 from PIL import Image, ImageDraw, ImageFont
 
-WIDTH, HEIGHT, MARGIN = 640, 300, 44
+CURVES = {"reward/mean": ("reward of the training samples", "C7"), "eval/reward": ("held-out OCR score", "C1")}
+matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.size": 9}
 
 
 def before_and_after(run: Path) -> Image.Image:
@@ -41,42 +44,25 @@ def sheet_of(evaluation: Path) -> Image.Image:
     return contact_sheet(np.stack(images), [score_label(row["reward"], row["details"]) for row in rows])
 
 
-def curve(run: Path, other: Path | None = None) -> str:
-    """An SVG of the held-out score and of the training reward over the steps; `other` lies under it, wide and pale."""
-    steps = load_metrics(run / "metrics.jsonl")
-    below = load_metrics(other / "metrics.jsonl") if other else []
-    last = max(step["step"] for step in steps)
+def curve(run: Path, path: Path, other: Path | None = None) -> None:
+    """Write an SVG of held-out score and training reward over the steps; the other run lies below, wide and pale."""
+    figure = Figure(figsize=(6.4, 3), layout="constrained")
+    axes = figure.add_subplot(ylim=(0, 1), xlabel="training steps")
+    if other:
+        for name, (_, color) in CURVES.items():
+            axes.plot(*points(other, name), color, linewidth=6, alpha=0.25)
+    for name, (label, color) in CURVES.items():
+        axes.plot(*points(run, name), color, linewidth=1, label=label)
+    for step, score in zip(*points(run, "eval/reward"), strict=True):
+        axes.annotate(f"{score:.2f}", (step, score), (0, 6), textcoords="offset points", ha="center")
+    axes.legend(loc="upper left", frameon=False, ncols=2)
+    figure.savefig(path, metadata={"Date": None})
 
-    def place(step: float, score: float) -> str:
-        x = MARGIN + step / last * (WIDTH - 2 * MARGIN)
-        return f"{x:.1f},{HEIGHT - MARGIN - score * (HEIGHT - 2 * MARGIN):.1f}"
 
-    def line(name: str, color: str, width: float, steps: list[dict[str, float]] = steps) -> str:
-        points = [place(s["step"], s[name]) for s in steps if name in s]
-        return f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="{width}"/>'
-
-    held_out = [(s["step"], s["eval/reward"]) for s in steps if "eval/reward" in s]
-    grid = "".join(
-        f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{y}" y2="{y}" stroke="#ddd"/>'
-        f'<text x="{MARGIN - 6}" y="{y + 4}" text-anchor="end">{score:.1f}</text>'
-        for score in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
-        for y in [HEIGHT - MARGIN - score * (HEIGHT - 2 * MARGIN)]
-    )
-    dots = "".join(
-        f'<circle cx="{p.split(",")[0]}" cy="{p.split(",")[1]}" r="4" fill="#c2410c"/>'
-        f'<text x="{p.split(",")[0]}" y="{float(p.split(",")[1]) - 10:.1f}" text-anchor="middle">{score:.2f}</text>'
-        for step, score in held_out
-        for p in [place(step, score)]
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
-        f'font-size="12"><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>{grid}'
-        f"{line('reward/mean', '#cbd5e1', 5, below)}{line('eval/reward', '#fdba74', 8, below)}"
-        f"{line('reward/mean', '#64748b', 1)}{line('eval/reward', '#c2410c', 2)}{dots}"
-        f'<text x="{WIDTH / 2}" y="{HEIGHT - 12}" text-anchor="middle">training steps (0 to {last:.0f})</text>'
-        f'<text x="{MARGIN}" y="24"><tspan fill="#c2410c">held-out OCR score</tspan>'
-        f'<tspan fill="#64748b" dx="16">reward of the training samples</tspan></text></svg>\n'
-    )
+def points(run: Path, name: str) -> tuple[list[float], list[float]]:
+    """The steps of a run at which a metric was logged, and its values."""
+    lines = [line for line in load_metrics(run / "metrics.jsonl") if name in line]
+    return [line["step"] for line in lines], [line[name] for line in lines]
 
 
 def main() -> None:
@@ -91,9 +77,9 @@ def main() -> None:
         parser.error(str(exc))
     args.out.mkdir(parents=True, exist_ok=True)
     picture.save(args.out / "before_after.png", optimize=True)
-    (args.out / "curve.svg").write_text(curve(args.run))
+    curve(args.run, args.out / "curve.svg")
     if args.other:
-        (args.out / "engines.svg").write_text(curve(args.run, args.other))
+        curve(args.run, args.out / "engines.svg", args.other)
 
 
 if __name__ == "__main__":
