@@ -63,9 +63,9 @@ ALARMS = (
          "The model may be gaming the reward. Compare the pictures of these evaluations, raise --kl-coef or lower "
          "--lr."),
     Rule("Updates were skipped", ("policy/skipped_updates",), 1, lambda counts: counts[0] > 0,
-         "A gradient was not finite. Look at learning rate, dtype and rewards."),
+         "A gradient was not finite, or no sample had a signal. Look at learning rate, dtype and rewards."),
     Rule("Many ratios are clipped", ("policy/clip_fraction",), 5, lambda shares: _mean(shares) > MAX_CLIPPED,
-         "The policy moves far in a step. Look at learning rate, updates per step and clip range."),
+         "The policy moves far in a step. Look at learning rate, minibatches and clip range."),
 )  # fmt: skip
 
 
