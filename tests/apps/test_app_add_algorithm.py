@@ -21,12 +21,12 @@ COPIED = ("apps", "packages/omni-losses/src", "scripts/configuration.py", "docs/
 TINY = """
 eval_prompts = "eval.txt"
 width = 64
-num_steps = 4
-eval_num_steps = 2
+num_inference_steps = 4
+eval_num_inference_steps = 2
 prompts_per_step = 2
 group_size = 4
 batch_size = 4
-steps = 2
+train_steps = 2
 eval_every = 2
 """
 
