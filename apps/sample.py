@@ -85,6 +85,7 @@ def main(args: Args) -> None:
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
             records = load_prompts(args.prompts)
+    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
         load_weights(parts.net, args.weights, part=model.NETS[0])

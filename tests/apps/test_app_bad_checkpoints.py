@@ -12,17 +12,18 @@ from hashlib import sha256
 import pytest
 import torch
 from apps import app_lives as lives
+from apps.conftest import brightness
 from helpers import CHECKPOINT, REPO
+from omni_reward.testing import serving_here
 from omni_rl.cli import to_toml
-from omni_rollout.models import qwen_image
-from omni_train.dist import Dist
+from omni_rollout.models import open_model
+from omni_rollout.models.qwen_image import QwenImage
 from omni_train.lora import add_lora
 from omni_train.weights import save_weights
 from safetensors.torch import load_file, save_file
+from trainer_runs import PROMPTS, place, write_eval_prompts
 
 import sample
-
-ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,11 @@ def trained(tmp_path_factory, bright_url):
     home = tmp_path_factory.mktemp("trained")
     here = os.getcwd()
     os.chdir(home)
-    lives.write_eval_prompts(home)
+    write_eval_prompts(home)
+    shutil.copy(PROMPTS / "train.txt", home / "prompts.txt")
     shutil.copytree(CHECKPOINT, home / "model", copy_function=os.symlink)
-    args = replace(lives.TINY, steps=1, model="model", lora_rank=2, lora_alpha=4, scorer_url=bright_url)
+    args = replace(lives.TINY, train_steps=1, model="model", prompts="prompts.txt", lora_rank=2, lora_alpha=4)
+    args = replace(args, scorer_url=bright_url)
     life = lives.train(home, args)
     os.chdir(here)
     assert life.wait() == [0], life.text()
@@ -66,11 +69,42 @@ def poison(home):
     index.write_text(json.dumps(content))
 
 
+def change_weights(part, change):
+    """What makes other base weights of a part's."""
+
+    def apply(home):
+        (file,) = (home / "model" / part).glob("*.safetensors")
+        tensors = load_file(file)
+        file.unlink()
+        save_file(change(tensors), file)
+
+    return apply
+
+
+def shift(tensors):
+    return {name: tensor + 0.01 for name, tensor in tensors.items()}
+
+
+def drop_last_block(home):
+    lives.deepen(home / "model/transformer/config.json", -1)
+    count = json.loads((home / "model/transformer/config.json").read_text())["num_layers"]
+    last = f"transformer_blocks.{count}."
+    change_weights("transformer", lambda t: {k: v for k, v in t.items() if not k.startswith(last)})(home)
+
+
+ANOTHER_MODEL = r'with other settings: weights_digest was "[0-9a-f]{64}", is "[0-9a-f]{64}"'
 CHECKPOINTS = {
     "another lr": (None, "--lr 2e-3", r"of step 1 was made with other settings: lr was 0\.001, is 0\.002\. Continue"),
     "two others": (None, "--seed 1 --group-size 2", "other settings: seed was 0, is 1, group_size was 4, is 2"),
     "another rank": (None, "--lora-rank 4", "other settings: lora_rank was 2, is 4"),
     "no adapter": (None, "--lora-rank 0", "other settings: lora_rank was 2, is 0"),
+    "other prompts": (
+        lambda h: (h / "prompts.txt").write_text('a red sign that says "XY"\n' * 3), "",
+        r'with other settings: prompts_digest was "[0-9a-f]{64}", is "[0-9a-f]{64}"'
+    ),
+    "other weights": (change_weights("transformer", shift), "", ANOTHER_MODEL),
+    "another text encoder": (change_weights("text_encoder", shift), "", ANOTHER_MODEL),
+    "another model": (drop_last_block, "", ANOTHER_MODEL),
     "another byte": (flip, "", r"checkpoint .*step-00000001 is damaged: rank-00000-000\.safetensors has the SHA-256"),
     "a cut file": (lambda h: lives.cut(newest_file(h)), "", r"is damaged: rank-00000-000\.safetensors has \d+ bytes"),
     "a lost file": (lambda h: newest_file(h).unlink(), "", r"is damaged: rank-00000-000\.safetensors is missing"),
@@ -78,9 +112,6 @@ CHECKPOINTS = {
         lambda h: newest_file(h).with_name("checkpoint.json").write_text("{"), "", r"checkpoint\.json is not valid JSON"
     ),
     "NaN": (poison, "", r"is damaged: .* NaN or infinity in weight/.* Move it away to continue from .*step-00000000"),
-    "another model": (
-        lambda h: lives.deepen(h / "model/transformer/config.json", -1), "", r"does not fit: it also has \d+ tensors"
-    ),
 }  # fmt: skip
 
 
@@ -104,20 +135,28 @@ def test_a_dry_run_finds_what_a_run_would(tmp_path, monkeypatch, trained):
     lives.assert_refused(home, ["--dry-run"], "is damaged")
 
 
+def test_another_scorer(tmp_path, monkeypatch, trained):
+    home = shutil.copytree(trained, tmp_path / "home", symlinks=True)
+    monkeypatch.chdir(home)
+    with serving_here(brightness, name="brightness-2") as url:
+        message = "--scorer-url must be the scorer that the run began with, brightness, got brightness-2$"
+        lives.assert_refused(home, ["--scorer-url", url], message)
+
+
 @pytest.fixture
 def adapter(tmp_path):
     """The folder of an adapter for a transformer with one more block than ours has."""
-    net = qwen_image.empty_transformer(CHECKPOINT)
+    net = open_model(CHECKPOINT).empty_net()
     config = dict(net.config) | {"num_layers": net.config.num_layers + 1}
     net = type(net).from_config(config)
-    add_lora(net, qwen_image.LORA_TARGETS, rank=2, alpha=4, seed=0)
-    save_weights(net, tmp_path / "adapter", ALONE)
+    add_lora(net, QwenImage.LORA_TARGETS, rank=2, alpha=4, seed=0)
+    save_weights(net, tmp_path / "adapter", place())
     return tmp_path / "adapter"
 
 
 def test_an_adapter_that_does_not_fit_is_not_sampled_with(adapter):
     """The whole program, as a user starts it."""
-    command = [sys.executable, str(REPO / "apps" / "sample.py"), "--weights", str(adapter)]
+    command = [sys.executable, str(REPO / "apps" / "sample.py"), "--model", str(CHECKPOINT), "--weights", str(adapter)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=adapter)
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
@@ -125,7 +164,7 @@ def test_an_adapter_that_does_not_fit_is_not_sampled_with(adapter):
 
 
 def test_weights_that_cannot_be_sampled_with_are_found_before_a_model_is_loaded(tmp_path, adapter, monkeypatch):
-    monkeypatch.setattr(qwen_image, "load", None)
+    monkeypatch.setattr(QwenImage, "load", None)
     args = sample.Args(model=str(CHECKPOINT), weights=str(adapter))
     lives.cut(adapter / "pytorch_lora_weights.safetensors")
     with pytest.raises(ValueError, match=r"--weights: .*_weights\.safetensors is no whole safetensors file"):

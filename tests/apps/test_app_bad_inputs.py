@@ -8,46 +8,31 @@ import os
 import re
 import shutil
 import sys
-import threading
-import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
 
+import omni_rl.args
 import pytest
-import settings
-import torch
-import uvicorn
 from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT
 from omni_reward import Scorer
-from omni_reward.server import create_app
+from omni_reward.testing import serving_here
 from omni_rl.cli import to_toml
-from omni_train.dist import Dist
+from omni_rl.failures import launch
 from safetensors.torch import load_file
-
-ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
-
-
-@contextmanager
-def serving(application):
-    """The URL of a server in a thread of this process."""
-    server = uvicorn.Server(uvicorn.Config(application, port=0, log_level="critical"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+from trainer_runs import write_eval_prompts
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, bright_url):
     """A working folder with settings, prompts and a scorer that would do."""
     monkeypatch.chdir(tmp_path)
-    lives.write_eval_prompts(tmp_path)
-    (tmp_path / "tiny.toml").write_text(to_toml(replace(lives.TINY, steps=1, scorer_url=bright_url)))
+    write_eval_prompts(tmp_path)
+    (tmp_path / "tiny.toml").write_text(to_toml(replace(lives.TINY, train_steps=1, scorer_url=bright_url)))
     return tmp_path
 
 
@@ -56,12 +41,13 @@ COMMAND_LINES = {
     "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
     "--algo flowgpro": "--algo must be one of 'flowgrpo', .*, got 'flowgpro'; did you mean 'flowgrpo'?",
     "--lr fast": "--lr must be a number, got 'fast'",
-    "--steps 1.5": "--steps must be a whole number, got '1.5'",
+    "--train-steps 1.5": "--train-steps must be a whole number, got '1.5'",
+    "--num-steps 4": "unknown flag --num-steps; use --num-inference-steps",
     "--window-size two": "--window-size must be a whole number, got 'two'",
-    "--steps": "--steps needs a value",
-    "steps 3": "unexpected 'steps': a flag begins with --",
+    "--train-steps": "--train-steps needs a value",
+    "train-steps 3": "unexpected 'train-steps': a flag begins with --",
     "--lr-decay=yes": "--lr-decay takes no value, got 'yes'",
-    "--preset tiny-sings": "--preset must be one of tiny-signs, .*, got 'tiny-sings'; did you mean 'tiny-signs'?",
+    "--preset tiny-sings": "--preset must be one of .*, tiny-signs, .*, got 'tiny-sings'; did you mean 'tiny-signs'?",
     "--preset": "--preset needs a value",
     "--config no-such.toml": "--config must be a readable TOML file, got no-such.toml: .*No such file",
 }
@@ -76,7 +62,7 @@ CONFIGS = {
     "lr 1": r"--config must be a readable TOML file, got tiny\.toml: .*line 1",
     "lrr = 1.0": r"tiny\.toml: unknown key 'lrr'; did you mean 'lr'?",
     'lr = "fast"': r"tiny\.toml: lr must be a number, got 'fast'",
-    "steps = true": r"tiny\.toml: steps must be a whole number, got True",
+    "train_steps = true": r"tiny\.toml: train_steps must be a whole number, got True",
     'lr_decay = "no"': r"tiny\.toml: lr_decay must be true or false, got 'no'",
     'shard = "fdsp2"': r"tiny\.toml: shard must be one of 'auto', .*, got 'fdsp2'; did you mean 'fsdp2'?",
 }
@@ -92,33 +78,36 @@ SETTINGS = {
     "--scorer-url=": "--scorer-url must be the URL of a reward server",
     "--group-size 1": "--group-size must be >= 2, got 1",
     "--batch-size 3": r"--batch-size times ranks \(3\) must divide a step's samples \(8\)",
-    "--updates-per-step 3": r"--updates-per-step must divide a rank's batches \(4\)",
-    "--lr nan": "--lr must be >= 0, got nan",
-    "--guidance-scale 0.5": "--guidance-scale must be >= 1, got 0.5",
+    "--num-minibatches 3": r"--num-minibatches must divide a rank's batches \(4\)",
+    "--lr nan": "--lr must be finite, .* got nan",
+    "--true-cfg-scale 0.5": "--true-cfg-scale must be >= 1, got 0.5",
+    "--guidance-scale 2": "--guidance-scale .*true_cfg_scale",
     "--ema-decay 1": "--ema-decay must be < 1, got 1.0",
-    "--eval-num-steps 1": "--eval-num-steps must be >= 2, got 1",
+    "--eval-num-inference-steps 1": "--eval-num-inference-steps must be >= 2, got 1",
     "--noise-level 0": "--noise-level must be >= 1e-06, got 0.0",
     "--algo flowgrpo-cps --noise-level 1.2": "--noise-level must be <= 1 for flowgrpo-cps",
-    "--window-low 2": r"--window-low must be < --window-high, and that < --num-steps \(3\), got 2 and 2",
-    "--window-high 3": r"--window-low must be < --window-high, and that < --num-steps \(3\), got 0 and 3",
+    "--init-weights gone": "--init-weights must be a folder, got gone",
+    "--reward-parts sharp": "--reward-parts must be NAME=NUMBER with commas between, each name once, got 'sharp'",
+    "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
+    "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
+    "--window-high 3": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 0 and 3",
     "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
     "--window-low 1 --window-size 2": "--window-size must be from 1 to the window's 1 steps, got 2",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
-    "--kl-coef 0.1": "--kl-coef needs --lora-rank > 0",
     "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
-    "--shard fsdp2": "--shard fsdp2 does not fit 1 ranks",
+    "--shard fsdp2": "--shard fsdp2 needs torchrun",
     "--correction-low 1.1": "--correction-low must be < 1 and --correction-high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",
     "--name /run": "--name must name a folder below runs/, got '/run'",
     "--name ../run": r"--name must name a folder below runs/, got '\.\./run'",
-    "--height 100": "--height must be a positive multiple of 16 pixels, got 100",
-    "--width 8": "--width must be >= 16, got 8",
+    "--height 100": "--height must be a positive multiple of 16 pixels, such as 96, got 100",
+    "--width 8": "--width must be a positive multiple of 16 pixels, such as 16, got 8",
 }
 
 
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_settings_that_do_not_fit(folder, flags, monkeypatch):
-    monkeypatch.setattr(settings, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
+    monkeypatch.setattr(omni_rl.args, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
     lives.assert_refused(folder, flags.split(), SETTINGS[flags])
 
 
@@ -126,7 +115,9 @@ ON_TWO_RANKS = {
     "--batch-size 8": r"--batch-size times ranks \(16\) must divide a step's samples \(8\)",
     "--shard none": "--shard none does not fit 2 ranks",
     "--shard ddp --dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
-    "--eval-prompts gone.txt": r"rank 0: --eval-prompts: path must be a file that can be read, got gone\.txt",
+    "--eval-prompts gone.txt": r"--eval-prompts: path must be a file that can be read, got gone\.txt",
+    "--model gone": "rank 0: --model: model must be a folder or a hub id .*, found nothing at gone",
+    "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
 }
 
 
@@ -140,12 +131,13 @@ DIFFERENT = {"lr": 2e-3, "seed": 1, "prompts": "other.txt"}
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_with_different_settings(folder, bright_url, name):
+    shutil.copy(lives.TINY.prompts, "other.txt")
     args = replace(lives.TINY, scorer_url=bright_url)
 
     def work():
         changed = replace(args, **{name: DIFFERENT[name]}) if os.environ["RANK"] == "1" else args
         sys.argv = ["train_flowgrpo.py"]
-        lives.runs.launch(lives.app.main, changed)
+        launch(lives.app.main, changed)
 
     life = lives.start(folder, work, ranks=2, before=lives.no_loading)
     assert life.wait() == [2, 2]
@@ -166,11 +158,11 @@ def split(part):
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 MODELS = {  # change of the folder -> what is said of it
-    "none": (shutil.rmtree, "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at .*model"),
-    "no index": (lambda m: (m / "model_index.json").unlink(), r"--model is incomplete: .*model_index\.json is missing"),
+    "none": (shutil.rmtree, "--model: model must be a folder or a hub id .*, found nothing at .*model"),
+    "no index": (lambda m: (m / "model_index.json").unlink(), r"incomplete: .*model_index\.json is missing"),
     "another pipeline": (
         lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "FluxPipeline"}'),
-        "--model must be the folder of a diffusers QwenImagePipeline, .*model holds a FluxPipeline",
+        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a FluxPipeline",
     ),
     "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),
@@ -179,7 +171,7 @@ MODELS = {  # change of the folder -> what is said of it
     "a cut file": (lambda m: lives.cut(m / TRANSFORMER), r"model\.safetensors has \d+ bytes, its header says \d+"),
     "a pointer": (
         lambda m: lives.rewrite(m / "vae/diffusion_pytorch_model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
-        "--model is incomplete: .*vae/.*safetensors has 43 bytes, not even its header",
+        "model is incomplete: .*vae/.*safetensors has 43 bytes, not even its header",
     ),
     "too few blocks": (
         lambda m: lives.deepen(m / "transformer/config.json", 1),
@@ -220,32 +212,37 @@ def test_a_prompt_file(folder, name):
     lives.assert_refused(folder, ["--prompts", name], message)
 
 
-async def not_found(scope, receive, send):
-    """A web server that is no scorer."""
-    await send({"type": "http.response.start", "status": 404, "headers": []})
-    await send({"type": "http.response.body", "body": b"<html>no such page</html>"})
+@contextmanager
+def no_scorer(folder):
+    """The URL of a web server that answers every question with 404."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=folder))
+    Thread(target=server.serve_forever).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
 
 
 @pytest.fixture(scope="module")
-def urls():
+def urls(tmp_path_factory):
     """URLs of servers that do not serve us."""
     video = Scorer(lambda media, prompts, meta: [0.0] * len(prompts), media=("video",))
-    with (
-        serving(create_app(brightness, name="bright", token="the-right-token-for-this")) as guarded,
-        serving(create_app(video, name="video")) as moving,
-        serving(not_found) as other,
-    ):
-        yield {"guarded": guarded, "video": moving, "other": other, "dead": "http://127.0.0.1:9", "odd": "scorer:8100"}
+    with ExitStack() as stack:
+        yield {
+            "guarded": stack.enter_context(serving_here(brightness, token="the-right-token-for-this")),
+            "video": stack.enter_context(serving_here(video)),
+            "other": stack.enter_context(no_scorer(tmp_path_factory.mktemp("empty"))),
+            "dead": "http://127.0.0.1:9",
+            "odd": "scorer:8100",
+        }
 
 
 SCORERS = [
     ("dead", "", r"--scorer-url must be a reward server that answers: .*127\.0\.0\.1:9"),
     ("guarded", "", "--scorer-url must be a reward server that answers: .*401"),
     ("guarded", "wrong", "--scorer-url must be a reward server that answers: .*401"),
-    ("guarded", "gone", "--scorer-token-file: .*No such file.*gone"),
-    ("odd", "", r"--scorer-url: url must be http\(s\)://host.*got 'scorer:8100'"),
+    ("guarded", "gone", "--scorer-token-file must be a file, got gone"),
+    ("odd", "", r"--scorer-url must be http\(s\)://host.*got 'scorer:8100'"),
     ("other", "", "--scorer-url must be a reward server that answers: .*404"),
-    ("video", "", "--scorer-url must be a reward server that takes images, .* takes video"),
+    ("video", "", "--scorer-url must be a server of rewards for image, takes video"),
 ]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import CHECKPOINT
-from omni_rollout.models import qwen_image
+from omni_rollout.models import open_model
 from omni_train.dist import Dist
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights import save_weights
@@ -14,7 +14,7 @@ from PIL import Image
 
 import sample
 
-ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, num_steps=3, batch_size=2)
+ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, num_inference_steps=3, batch_size=2)
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
@@ -33,9 +33,10 @@ def test_the_same_seed_draws_the_same_sheet(tmp_path):
 
 @pytest.mark.parametrize("lora", [False, True])
 def test_saved_weights_change_what_is_drawn(tmp_path, lora):
-    net = qwen_image.load(CHECKPOINT).transformer
+    model = open_model(CHECKPOINT)
+    net = model.load_net(device="cpu", dtype=torch.float32)
     if lora:
-        add_lora(net, qwen_image.LORA_TARGETS, rank=4, alpha=8, seed=0)
+        add_lora(net, model.LORA_TARGETS, rank=4, alpha=8, seed=0)
     params = adapter_params(net, "default") if lora else list(net.parameters())
     with torch.no_grad():
         for parameter in params:

@@ -8,26 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import CHECKPOINT, REPO
+from apps.app_lives import TINY
 from omni_reward.testing import serving
-from omni_train.log import load_metrics
+from trainer_runs import train
 
 import train_flowgrpo as app
 
-TINY = replace(
-    app.PRESETS["tiny-signs"],
-    model=str(CHECKPOINT),
-    prompts=str(REPO / "data" / "tiny-signs" / "train.txt"),
-    eval_prompts="eval.txt",
-    prompts_per_step=2,
-    group_size=4,
-    batch_size=4,
-    num_steps=4,
-    window_high=None,
-    eval_num_steps=2,
-    shard="auto",
-    lr_decay=False,
-)
 SCORER = """
 def score(media, prompts, meta):
     return [float(image.mean()) / 255 for image in media["image"]]
@@ -54,52 +40,50 @@ def server(tmp_path, monkeypatch):
 
 
 def settings(server, **changes):
-    return replace(TINY, scorer_url=server.url, **changes)
+    """Of a run with two requests a step, and checkpoints only where a test wants them."""
+    return replace(TINY, batch_size=4, scorer_url=server.url, **changes)
 
 
 def lose_at(monkeypatch, process, step, then=lambda: None):
     """Kills the server when the trainer comes to `step`, and calls `then` a moment later."""
-    rollout = app.rollout
+    draw = app.draw
 
-    def rollout_without_scorer(run, now):
-        if now == step and process.poll() is None:
+    def draw_without_scorer(run, *args):
+        if run.version == step and process.poll() is None:
             process.kill()
             process.wait()
             threading.Timer(1.0, then).start()
-        return rollout(run, now)
+        return draw(run, *args)
 
-    monkeypatch.setattr(app, "rollout", rollout_without_scorer)
+    monkeypatch.setattr(app, "draw", draw_without_scorer)
 
 
 def test_a_scorer_that_comes_back_is_waited_for(server, monkeypatch):
     lose_at(monkeypatch, server(), step=1, then=server)
-    app.main(settings(server, steps=3, eval_every=3, scorer_timeout_s=60.0))
-    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    lines = train(app, settings(server, train_steps=3, eval_every=3, scorer_timeout_s=60.0))
     assert [line["step"] for line in lines] == [0, 1, 2, 3]
     assert all(line["reward/abstained_ratio"] == 0 for line in lines[1:])
 
 
 def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatch):
     lose_at(monkeypatch, server(), step=1, then=server)
-    # Two requests a step: both of step 1 fail, and by step 2 the server is back.
-    args = settings(server, steps=3, eval_every=3, scorer_timeout_s=0.8, on_failure="mask_group")
-    rollout = app.rollout
-    monkeypatch.setattr(app, "rollout", lambda run, now: (time.sleep(4 if now == 2 else 0), rollout(run, now))[1])
-    app.main(args)
-    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    # Both requests of step 1 fail, and by step 2 the server is back.
+    args = settings(server, train_steps=3, eval_every=3, scorer_timeout_s=0.8, on_failure="mask_group")
+    draw = app.draw
+    monkeypatch.setattr(app, "draw", lambda run, *args: (time.sleep(4 * (run.version == 2)), draw(run, *args))[1])
+    lines = train(app, args)
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 
 
 def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch, tmp_path):
     process = server()
     lose_at(monkeypatch, process, step=2)
-    args = settings(server, steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0)
+    args = settings(server, train_steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0)
     with pytest.raises(RuntimeError, match=r"phase reward_wait: RewardError: scores of rank 0: .*refused"):
         app.main(args)
-    assert Path("runs/tiny-signs/checkpoints/step-00000002").is_dir()  # though save_every has not come round
+    assert Path("runs/run/checkpoints/step-00000002").is_dir()  # though save_every has not come round
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     server()
-    app.main(replace(args, steps=9, scorer_timeout_s=60.0))
-    lines = load_metrics(Path("runs/tiny-signs/metrics.jsonl"))
+    lines = train(app, replace(args, scorer_timeout_s=60.0))
     assert [line["step"] for line in lines] == list(range(10))

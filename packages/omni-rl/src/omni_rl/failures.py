@@ -86,9 +86,10 @@ def describe(told: Mapping[int, str], num_ranks: int) -> str:
 def advice(error: BaseException) -> str:
     """What to change, by the kind of error."""
     text = str(error)
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in text:
+    is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
         return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
-    if isinstance(error, RewardError):
+    if isinstance(error, RewardError) or text.startswith("the scorer "):
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):
         return (

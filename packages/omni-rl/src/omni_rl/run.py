@@ -339,9 +339,9 @@ def _open_scorers(
 
 
 def _digests(model: Model, args: RunArgs) -> dict[str, str]:
-    """Digests of the files whose content decides what is learned: the prompts and the weights to start from."""
+    """Digests of the files whose content decides what is learned: prompts, the model's parts, weights to start from."""
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
-    weights = [*model.weight_files(model.NETS[0]), *start]
+    weights = [*sorted(model.folder.glob("*/*.safetensors")), *start]
     return {"prompts_digest": file_digest(args.prompts), "weights_digest": probe_digest(weights)}
 
 

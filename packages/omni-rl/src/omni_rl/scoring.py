@@ -124,7 +124,7 @@ def connect(
     waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
     client.close()
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
-    return client, f"{info['scorer']} {info['scorer_version']}"
+    return client, f"{info['scorer']} {info['scorer_version']}".strip()
 
 
 def submit(scorer: Scorer, samples: Samples) -> Pending:
