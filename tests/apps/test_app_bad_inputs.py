@@ -81,7 +81,7 @@ SETTINGS = {
     "--num-minibatches 3": r"--num-minibatches must divide a rank's batches \(4\)",
     "--lr nan": "--lr must be finite, .* got nan",
     "--true-cfg-scale 0.5": "--true-cfg-scale must be >= 1, got 0.5",
-    "--guidance-scale 2": "--guidance-scale .*true_cfg_scale",
+    "--guidance-scale 2": "--guidance.scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale, got 2",
     "--ema-decay 1": "--ema-decay must be < 1, got 1.0",
     "--eval-num-inference-steps 1": "--eval-num-inference-steps must be >= 2, got 1",
     "--noise-level 0": "--noise-level must be >= 1e-06, got 0.0",
@@ -162,7 +162,7 @@ MODELS = {  # change of the folder -> what is said of it
     "no index": (lambda m: (m / "model_index.json").unlink(), r"incomplete: .*model_index\.json is missing"),
     "another pipeline": (
         lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "FluxPipeline"}'),
-        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a FluxPipeline",
+        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a 'FluxPipeline'",
     ),
     "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),

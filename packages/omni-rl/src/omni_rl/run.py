@@ -30,7 +30,7 @@ from omni_train.log import RunLog, claim_folder
 from omni_train.optim import StepResult, build_adamw, optimizer_step, warmup_lr
 from omni_train.shard import Mode, reduce_gradients, shard
 from omni_train.snapshot import Snapshot
-from omni_train.weights import check_weights, load_adapter, named_weights, saved_files
+from omni_train.weights import check_adapter, check_weights, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
 
 from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, without_secrets
@@ -374,10 +374,10 @@ def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord
     if args.init_weights:
         with flag("--init-weights: "):
             check_weights(model.empty_net(), args.init_weights, part=model.NETS[0])
-            require(
-                (args.lora_rank or saved_files(args.init_weights, part=model.NETS[0]),
-                 f"{args.init_weights} holds a LoRA adapter, which needs --lora-rank > 0"),
-            )  # fmt: skip
+            if not _start_files(model, args):
+                require((args.lora_rank, f"{args.init_weights} holds a LoRA adapter, which needs --lora-rank > 0"))
+                trial = _add_adapters(model.empty_net(), model, args, ())  # without weights: layers and rank must fit
+                check_adapter(trial, args.init_weights, part=model.NETS[0])
     return model, prompts, eval_records
 
 

@@ -155,6 +155,17 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
     load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix=part, use_safetensors=True)
 
 
+def check_adapter(
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer"
+) -> None:
+    """Returns when `load_adapter` would fit; reads no weight, and the module may be on the meta device.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one of another rank or on other layers.
+    """
+    _adapter_targets(module, Path(folder) / LORA_FILE, adapter, part)
+
+
 @torch.no_grad()
 def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer") -> None:
     """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
@@ -163,16 +174,22 @@ def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "defau
     file's whatever the two alphas are.
 
     Raises:
-        ValueError: the folder holds no adapter, or one of another rank, on other layers, or that is not finite.
+        ValueError: as `check_adapter`, or the adapter is not finite.
     """
     file = Path(folder) / LORA_FILE
+    read_tensors(_adapter_targets(module, file, adapter, part), [file])
+    for layer in _layers_with(module, adapter).values():
+        factors(layer, adapter)[1].div_(layer.scaling[adapter])
+
+
+def _adapter_targets(module: nn.Module, file: Path, adapter: str, part: str) -> dict[str, Tensor]:
+    """The factors of an adapter by their names in a file, which has just these."""
     if not file.is_file():
-        raise ValueError(f"folder must hold {LORA_FILE}, got {folder}")
+        raise ValueError(f"folder must hold {LORA_FILE}, got {file.parent}")
     adapter_params(module, adapter)
-    layers = {name: layer for name, layer in lora_layers(module).items() if adapter in layer.lora_A}
-    targets = {
+    targets: dict[str, Tensor] = {
         f"{part}.{name}.lora_{which}.weight": factor
-        for name, layer in layers.items()
+        for name, layer in _layers_with(module, adapter).items()
         for which, factor in zip("AB", factors(layer, adapter), strict=True)
     }
     shapes = read_shapes(file)
@@ -183,9 +200,11 @@ def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "defau
             raise ValueError(
                 f"{file} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
             )
-    read_tensors(targets, [file])
-    for layer in layers.values():
-        factors(layer, adapter)[1].div_(layer.scaling[adapter])
+    return targets
+
+
+def _layers_with(module: nn.Module, adapter: str) -> dict[str, LoraLayer]:
+    return {name: layer for name, layer in lora_layers(module).items() if adapter in layer.lora_A}
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:

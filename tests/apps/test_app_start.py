@@ -1,0 +1,181 @@
+"""A run before its first step: one writer, the first line, threads, the canary, early mistakes, warm starts."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from apps import app_lives as lives
+from helpers import REPO
+from omni_reward.testing import serving_here
+from omni_rl.cli import to_toml
+from omni_train.log import load_metrics
+from trainer_runs import train, train_on_ranks, write_eval_prompts
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    """A working folder with the evaluation's prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def settings(url, **changes):
+    return replace(lives.TINY, group_size=2, width=32, **({"train_steps": 1, "scorer_url": url} | changes))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(home, bright_url, ranks):
+    args, update = settings(bright_url, train_steps=2), lives.app.update
+
+    def wait_in_update(rank):
+        def wait(run, step, batches):
+            Path("waits").touch()
+            while not Path("go").exists():
+                time.sleep(0.01)
+            return update(run, step, batches)
+
+        lives.app.update = wait
+
+    first = lives.train(home, args, ranks=ranks, before=wait_in_update)
+    while not Path("waits").exists():
+        assert not first.has_ended(0), first.text()
+        time.sleep(0.002)
+    (home / "tiny.toml").write_text(to_toml(args))
+    (home / "second").mkdir()
+    holders = ", ".join(f"pid {pid} on {re.escape(socket.gethostname())}" for pid in first.pids)
+    try:
+        message = rf"runs/run is in use by {holders}: end that run, or give this one another --name$"
+        lives.assert_refused(home / "second", [], message)
+    finally:
+        Path("go").touch()
+    assert first.wait() == [0] * ranks, first.text()
+    assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first_line_says_where_the_run_is_and_where_it_begins(home, bright_url, ranks):
+    spread = "1 rank on cpu, weights none" if ranks == 1 else "2 ranks on cpu, weights fsdp2"
+    for steps, start in ((1, "begins"), (2, "continues after step 1")):
+        life = lives.train(home, settings(bright_url, train_steps=steps), ranks=ranks)
+        assert life.wait() == [0] * ranks, life.text()
+        first = life.text().splitlines()[0]
+        assert first.startswith(f"runs/run {start}: {spread}; report in runs/run/report.html; loading ")
+        assert Path("runs/run/report.html").is_file()
+
+
+@pytest.mark.parametrize(("asked", "threads"), [(None, 1), ("2", 2)])
+def test_a_rank_on_a_cpu_computes_with_one_thread_unless_told_otherwise(home, bright_url, asked, threads):
+    def before(rank):
+        torch.set_num_threads(2)  # torch's own choice is the number of cores
+        os.environ.pop("OMP_NUM_THREADS", None)
+        if asked:
+            os.environ["OMP_NUM_THREADS"] = asked
+
+        def tell(run):
+            Path("threads").write_text(str(torch.get_num_threads()))
+            sys.exit(0)
+
+        lives.app.Loop = tell
+
+    life = lives.train(home, settings(bright_url), before=before)
+    assert life.wait() == [0], life.text()
+    assert Path("threads").read_text() == str(threads)
+    assert json.loads(Path("runs/run/versions.jsonl").read_text())["threads"] == threads
+
+
+def test_a_scorer_may_read_the_meta_of_its_prompts(home):
+    """Also at the start: what it is tried with is the first evaluation prompt and an image of the run's size."""
+    seen = []
+
+    def score(media, prompts, meta):
+        seen.append((media["image"].shape, prompts, [m["target"] for m in meta]))
+        return [float(image.mean()) for image in media["image"]]
+
+    for name in ("train", "eval"):
+        lines = [json.dumps({"prompt": f"{name} {word}", "target": word}) for word in ("AB", "CD", "EF")]
+        (home / f"{name}.jsonl").write_text("\n".join(lines))
+    with serving_here(score) as url:
+        train(lives.app, settings(url, prompts="train.jsonl", eval_prompts="eval.jsonl"))
+    assert seen[0] == ((1, 32, 32, 3), ["eval AB"], ["AB"])
+    assert all(prompt.split()[1] == target for _, *rows in seen for prompt, target in zip(*rows, strict=True))
+    assert len(seen) > 2
+
+
+EARLY = {  # flags, and what is said
+    "--lr fast": "--lr must be a number, got 'fast'",
+    "--group-size 1": "--group-size must be >= 2, got 1",
+    "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt",
+    "--eval-prompts empty.txt": "--eval-prompts: path must hold at least one prompt, empty.txt is empty",
+    "--prompts torn.jsonl": "--prompts: torn.jsonl, line 2: not valid JSON",
+    "--scorer-url scorer:8100": "--scorer-url must be http(s)://host[:port][/path], got 'scorer:8100'",
+    "--watch-scorer-url http://": "--watch-scorer-url must be http(s)://host[:port][/path], got 'http://'",
+    "--init-weights gone": "--init-weights must be a folder, got gone",
+    "--name ../run": "--name must name a folder below runs/, got '../run'",
+}
+
+
+@pytest.mark.parametrize("trainer", ["train_flowgrpo", "train_nft", "train_dpo"])
+@pytest.mark.parametrize("flags", EARLY)
+def test_a_cheap_mistake_is_found_before_torch_is_imported(home, trainer, flags):
+    (home / "empty.txt").write_text("\n")
+    (home / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
+    code = (
+        "import runpy, sys\n"
+        "try:\n"
+        "    runpy.run_path(sys.argv[0], run_name='__main__')\n"
+        "finally:\n"
+        "    print(sorted({'torch', 'diffusers', 'transformers', 'peft'} & sys.modules.keys()))\n"
+    )
+    given = ["--preset", "tiny-signs", "--scorer-url", "http://127.0.0.1:9", "--eval-prompts", "eval.txt", "--prompts"]
+    program = str(REPO / "apps" / f"{trainer}.py")
+    words = f"import sys; sys.argv = [{program!r}, *sys.argv[1:]]\n{code}"
+    command = [sys.executable, "-c", words, *given, str(lives.TINY.prompts), *flags.split()]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "[]\n"), result.stderr
+    assert result.stderr.startswith(f"{trainer}.py: error: {EARLY[flags]}")
+    assert result.stderr.count("\n") == 1
+
+
+LORA = {"lora_rank": 2, "lora_alpha": 4, "lr": 1e-2}
+WARM = {  # the first run, the run that starts from its weights, its ranks
+    "an adapter": (LORA, LORA, 1),
+    "full weights": ({}, {}, 1),
+    "an adapter upon full weights": ({}, LORA, 1),
+    "an average": ({"ema_decay": 0.5}, {"ema_decay": 0.5}, 1),
+    "an adapter, on two ranks": (LORA, LORA, 2),
+    "full weights, on two ranks": ({}, {}, 2),
+}
+
+
+@pytest.mark.parametrize("kind", WARM)
+def test_a_warm_start_draws_first_what_the_other_run_drew_last(home, bright_url, kind):
+    first, second, ranks = WARM[kind]
+    before = train(lives.app, settings(bright_url, name="first", **first))
+    args = settings(bright_url, name="second", init_weights="runs/first/weights", train_steps=1, **second)
+    after = train(lives.app, args) if ranks == 1 else train_on_ranks(lives.app, args, ranks=ranks)
+    assert before[0]["eval/reward"] != before[-1]["eval/reward"]
+    assert after[0]["eval/reward"] == before[-1]["eval/reward"]
+    assert after[-1]["eval/reward"] != after[0]["eval/reward"]
+
+
+def test_an_adapter_is_no_start_for_full_weights_nor_for_another_rank(home, bright_url):
+    train(lives.app, settings(bright_url, name="first", **LORA))
+    (home / "tiny.toml").write_text(to_toml(settings(bright_url, init_weights="runs/first/weights")))
+    (home / "second").mkdir()
+    lives.assert_refused(home / "second", [], "--init-weights: .* holds a LoRA adapter, which needs --lora-rank > 0")
+    message = r"--init-weights: .*safetensors must be an adapter of the same rank, .* is \(2, \d+\), not \(4, \d+\)$"
+    lives.assert_refused(home / "second", ["--lora-rank", "4"], message)
+    lives.assert_refused(
+        home / "second",
+        ["--lora-rank", "2", "--lora-targets", "to_q"],
+        "--init-weights: .*safetensors must be an adapter on the same layers, differs in .*",
+    )
