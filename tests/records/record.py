@@ -16,11 +16,10 @@ import runpy
 import socket
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
@@ -29,8 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import uvicorn
-from omni_reward.server import create_app
+from omni_reward.testing import serving_here
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -142,19 +140,9 @@ def brightness(media: Mapping[str, Any], prompts: object, meta: object) -> list[
     return [float(image.mean()) / 255 for image in media["image"]]
 
 
-@contextmanager
-def scoring() -> Iterator[str]:
+def scoring() -> AbstractContextManager[str]:
     """URL of a server in this process that scores brightness."""
-    server = uvicorn.Server(uvicorn.Config(create_app(brightness, name="brightness"), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    return serving_here(brightness, name="brightness")
 
 
 def write_data(folder: Path) -> None:
