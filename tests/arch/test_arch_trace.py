@@ -1,10 +1,11 @@
-"""The page is the program: how near the loss of a training step is to its loop."""
+"""The page is the program: how near the loss of a training step is to its loop, and how much code the step runs."""
 
 import pytest
 from arch import step_trace
 from records import record
 
 MAX_FRAMES = 2
+MAX_FILES, MAX_CODE_LINES = 35, 1400  # as docs/decisions/0007 has them, where the goals are 20 and 1,000
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,13 @@ def step():
 
 def test_the_loss_is_near_the_loop(step):
     assert step.frames <= MAX_FRAMES, " > ".join(step.chain)
+
+
+def test_a_step_runs_few_files_and_little_code(step):
+    lines = step_trace.code_lines(step.loop | step.others)
+    table = "\n".join(f"{count:5}  {file}" for file, count in lines.items())
+    assert len(lines) <= MAX_FILES, f"{len(lines)} files:\n{table}"
+    assert sum(lines.values()) <= MAX_CODE_LINES, f"{sum(lines.values())} lines:\n{table}"
 
 
 def test_a_trace_sees_the_step(step):
