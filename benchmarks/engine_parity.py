@@ -18,14 +18,13 @@ import torch
 from engines import LEAST, checkpoint, open_engine, prompts, setting, table
 from engines import Args as Common
 from omni_rl.cli import check_least, parse_cli
-from omni_rollout import SamplingParams, Trajectory
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rollout import Model, Params, Trajectory, replay
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_sched import Transition, cps_step, dance_step, sde_step
 from omni_train.device import local_device
 from omni_train.lora import add_lora, reference, unadapted_params
 from omni_train.weights import named_weights
-from torch import nn
 
 STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels that the README shows
     "sde": (sde_step, 0.7),
@@ -44,7 +43,7 @@ class Args(Common):
     """What is compared."""
 
     dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
-    guidance_scale: float = 4.0  # Of the half of the cases that have guidance
+    true_cfg_scale: float = 4.0  # Of the half of the cases that have guidance
 
 
 def main(args: Args) -> None:
@@ -61,99 +60,94 @@ def main(args: Args) -> None:
 
 def measure(args: Args, path: str, device: torch.device, dtype: torch.dtype) -> list[list[str]]:
     """The table's rows for one dtype: one for each step function without and with guidance."""
-    cases = [params_of(args, step, scale) for step in STEPS for scale in (1.0, args.guidance_scale)]
-    names = [[step, scale] for step in STEPS for scale in ("off", f"{args.guidance_scale:g}")]
-    embedded = DiffusersEngine(qwen_image, qwen_image.load(path, device=device, dtype=dtype))
+    cases = [params_of(args, step, scale) for step in STEPS for scale in (1.0, args.true_cfg_scale)]
+    names = [[step, scale] for step in STEPS for scale in ("off", f"{args.true_cfg_scale:g}")]
+    model = open_model(path)
+    embedded = DiffusersEngine(model, model.load(device=device, dtype=dtype))
     expected = [embedded.generate(prompts(args), params).x0 for params in cases]
     del embedded
-    engine = open_engine(path, device, dtype)
+    engine = open_engine(model, device, dtype)
 
     def sample() -> list[Trajectory]:
         return [engine.generate(prompts(args), params) for params in cases]
 
-    def load_transformer() -> Any:
-        return qwen_image.load_transformer(path, device=device, dtype=dtype)
+    def trainer() -> Trainer:
+        return Trainer(model, model.load_net(device=device, dtype=dtype))
 
     before = sample()
-    columns = lora_columns(args, engine, load_transformer(), before, sample, cases)
-    columns.append(full_column(engine, load_transformer(), before, sample, cases))
+    columns = lora_columns(args, engine, trainer(), before, sample)
+    columns.append(full_column(engine, trainer(), before, sample))
     columns.append([(one.x0 - x0).abs().max().item() for one, x0 in zip(before, expected, strict=True)])
     engine.close()
     return [[*name, *(f"{value:.1e}" for value in values)] for name, *values in zip(names, *columns, strict=True)]
 
 
-def params_of(args: Args, step: str, scale: float) -> SamplingParams:
+def params_of(args: Args, step: str, scale: float) -> Params:
     """All steps but the last are kept."""
-    function, noise_level = STEPS[step]
-    return SamplingParams(
-        args.num_steps, args.height, args.width, guidance_scale=scale, step=function, noise_level=noise_level,
-        sde_steps=tuple(range(args.num_steps - 1)),
+    rule, noise_level = STEPS[step]
+    return Params(
+        args.num_inference_steps, args.height, args.width, guidance={"true_cfg_scale": scale}, rule=rule,
+        noise_level=noise_level, sde_steps=tuple(range(args.num_inference_steps - 1)),
     )  # fmt: skip
 
 
 Sample = Callable[[], list[Trajectory]]
 
 
+@dataclass(frozen=True)
+class Trainer:
+    """What is trained."""
+
+    model: Model
+    net: Any
+
+    def gaps(self, sampled: list[Trajectory], *, num_steps: int | None = None) -> list[float]:
+        """The largest difference of its log-probs from the engine's in each trajectory, or in its first steps."""
+        found = []
+        for trajectory in sampled:
+            expected = trajectory.rollout_log_prob[:, :num_steps]
+            with torch.no_grad():
+                scores = [replay(self.model, self.net, trajectory, k).log_prob for k in range(expected.shape[1])]
+            found.append((torch.stack(scores, dim=1) - expected).abs().max().item())
+        return found
+
+    def update(self, trajectory: Trajectory, *, lr: float) -> None:
+        """Makes the first kept step more likely. Every weight moves by `lr`, as in Adam's first step.
+
+        Without an optimizer, for whose state a large model would leave no room.
+        """
+        self.net.enable_gradient_checkpointing()
+        replay(self.model, self.net, trajectory, 0).log_prob.mean().backward()
+        with torch.no_grad():
+            for param in self.net.parameters():
+                if param.grad is not None:
+                    param.add_(param.grad.sign(), alpha=lr)
+                    param.grad = None
+
+
 def lora_columns(
-    args: Args, engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
+    args: Args, engine: Any, trainer: Trainer, before: list[Trajectory], sample: Sample
 ) -> list[list[float]]:
     """The gaps before an update of an adapter, of all steps and of the first half; then without a sync and with one."""
-    add_lora(net, qwen_image.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
-    engine.share(unadapted_params(net))
-    columns = [gaps(net, before, cases), gaps(net, before, cases, num_steps=args.num_steps // 2)]
-    update(net, before[0], cases[0], lr=LORA_LR)
-    columns.append(gaps(net, before, cases))
+    net = trainer.net
+    add_lora(net, trainer.model.LORA_TARGETS, rank=args.lora_rank, alpha=2 * args.lora_rank, seed=0)
+    engine.adopt(unadapted_params(net))
+    columns = [trainer.gaps(before), trainer.gaps(before, num_steps=args.num_inference_steps // 2)]
+    trainer.update(before[0], lr=LORA_LR)
+    columns.append(trainer.gaps(before))
     engine.load_weights(named_weights(net), version=1)
-    columns.append(gaps(net, sample(), cases))
+    columns.append(trainer.gaps(sample()))
     with reference(net):
         engine.load_weights(named_weights(net), version=2)  # the checkpoint's again
     return columns
 
 
-def full_column(
-    engine: Any, net: Any, before: list[Trajectory], sample: Sample, cases: list[SamplingParams]
-) -> list[float]:
-    """The gaps after an update of all weights, which the engine shares."""
-    engine.share(net.requires_grad_(True).named_parameters())
-    update(net, before[0], cases[0], lr=FULL_LR)
-    engine.load_weights(named_weights(net), version=3)
-    return gaps(net, sample(), cases)
-
-
-def gaps(
-    net: nn.Module, sampled: list[Trajectory], cases: list[SamplingParams], *, num_steps: int | None = None
-) -> list[float]:
-    """The largest difference of the trainer's log-probs from the engine's in each trajectory, or in its first steps."""
-    found = []
-    for trajectory, params in zip(sampled, cases, strict=True):
-        expected = trajectory.rollout_log_prob[:, :num_steps]
-        with torch.no_grad():
-            scores = [score(net, trajectory, params, k) for k in range(expected.shape[1])]
-        found.append((torch.stack(scores, dim=1) - expected).abs().max().item())
-    return found
-
-
-def score(net: nn.Module, trajectory: Trajectory, params: SamplingParams, k: int) -> torch.Tensor:
-    """The trainer's log-probs [B] of the k-th kept step."""
-    x, sigma = trajectory.x[:, k], trajectory.sigma(k)
-    velocity = qwen_image.predict_velocity(net, x, sigma, trajectory.cond, guidance_scale=params.guidance_scale)
-    return params.step(
-        velocity, x, sigma, trajectory.sigma_next(k), noise_level=params.noise_level, x_next=trajectory.x_next[:, k]
-    ).log_prob
-
-
-def update(net: Any, trajectory: Trajectory, params: SamplingParams, *, lr: float) -> None:
-    """Makes the first kept step more likely. Every weight moves by `lr`, as in Adam's first step.
-
-    Without an optimizer, for whose state a large model would leave no room.
-    """
-    net.enable_gradient_checkpointing()
-    score(net, trajectory, params, 0).mean().backward()
-    with torch.no_grad():
-        for param in net.parameters():
-            if param.grad is not None:
-                param.add_(param.grad.sign(), alpha=lr)
-                param.grad = None
+def full_column(engine: Any, trainer: Trainer, before: list[Trajectory], sample: Sample) -> list[float]:
+    """The gaps after an update of all weights, which the engine has adopted."""
+    engine.adopt(trainer.net.requires_grad_(True).named_parameters())
+    trainer.update(before[0], lr=FULL_LR)
+    engine.load_weights(named_weights(trainer.net), version=3)
+    return trainer.gaps(sample())
 
 
 def check_args(args: Args) -> None:

@@ -10,16 +10,16 @@ work, since others may use the machine. Needs vLLM-Omni.
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from engines import LEAST, MB, checkpoint, now, open_engine, prompts, setting, table
 from engines import Args as Common
 from omni_rl.cli import check_least, parse_cli
-from omni_rollout import SamplingParams
-from omni_rollout.diffusers_engine import DiffusersEngine
-from omni_rollout.models import qwen_image
+from omni_rollout import Model, Params, Parts
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model
 from omni_train.device import default_compute_dtype, local_device, memory, reset_peak_memory
 from omni_train.lora import add_lora, unadapted_params
 from omni_train.weights import named_weights
@@ -33,7 +33,7 @@ class Args(Common):
     """What is timed."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
-    guidance_scale: float = 4.0  # Of the rows that have guidance
+    true_cfg_scale: float = 4.0  # Of the rows that have guidance
     rounds: int = 3  # Of which the fastest counts
 
 
@@ -44,7 +44,7 @@ class Bench:
     args: Args
     device: torch.device
     dtype: torch.dtype
-    path: str
+    model: Model
 
 
 def main(args: Args) -> None:
@@ -54,36 +54,36 @@ def main(args: Args) -> None:
     dtype = default_compute_dtype(device) if args.dtype == "auto" else getattr(torch, args.dtype)
     with checkpoint(args, device, dtype) as path:
         print(f"{setting(args, path, device)}, {dtype}\n")
-        print(table(HEADER, measure(Bench(args, device, dtype, path))))
+        print(table(HEADER, measure(Bench(args, device, dtype, open_model(path)))))
 
 
 def measure(bench: Bench) -> list[list[str]]:
     """The table's rows. The engine is opened sharing nothing, then shares all, then all that LoRA does not change."""
-    start = memory(bench.device).current_mb
-    model: Any = qwen_image.load(bench.path, device=bench.device, dtype=bench.dtype)
-    embedded = DiffusersEngine(qwen_image, model)
+    start, model = memory(bench.device).current_mb, bench.model
+    parts = model.load(device=bench.device, dtype=bench.dtype)
+    embedded = DiffusersEngine(model, parts)
     opened = memory(bench.device).current_mb
-    engine = open_engine(bench.path, bench.device, bench.dtype)
+    engine = open_engine(model, bench.device, bench.dtype)
     taken = [opened - start, memory(bench.device).current_mb - opened]
     held, sync = [], []
 
-    sync.append(sync_rows(bench, "all weights copied", embedded, engine, model.transformer))
-    held.append(held_row("nothing shared", model, engine, model.transformer))
+    sync.append(sync_rows(bench, "all weights copied", embedded, engine, parts.net))
+    held.append(held_row("nothing shared", parts, engine))
 
-    engine.share(model.transformer.named_parameters())
-    sync.append(sync_rows(bench, "all weights shared", embedded, engine, model.transformer))
-    held.append(held_row("all weights shared", model, engine, model.transformer))
+    engine.adopt(parts.net.named_parameters())
+    sync.append(sync_rows(bench, "all weights shared", embedded, engine, parts.net))
+    held.append(held_row("all weights shared", parts, engine))
     images = image_rows(bench, "", embedded, engine)
     held.append(asleep_row(bench, engine))
 
-    net: Any = qwen_image.load_transformer(bench.path, device=bench.device, dtype=bench.dtype)
-    add_lora(net, qwen_image.LORA_TARGETS, rank=bench.args.lora_rank, alpha=2 * bench.args.lora_rank, seed=0)
-    engine.share(unadapted_params(net))
-    adapted = replace(model, transformer=net)
+    net = model.load_net(device=bench.device, dtype=bench.dtype)
+    add_lora(net, model.LORA_TARGETS, rank=bench.args.lora_rank, alpha=2 * bench.args.lora_rank, seed=0)
+    engine.adopt(unadapted_params(net))
+    adapted = Parts(**vars(parts) | {"net": net})
     lora = f"LoRA of rank {bench.args.lora_rank}"
     sync.append(sync_rows(bench, f"{lora}, merged", embedded, engine, net))
-    held.append(held_row(lora, adapted, engine, net))
-    images += image_rows(bench, f", {lora}", DiffusersEngine(qwen_image, adapted), engine)
+    held.append(held_row(lora, adapted, engine))
+    images += image_rows(bench, f", {lora}", DiffusersEngine(model, adapted), engine)
     engine.close()
     kind = "resident memory" if bench.device.type == "cpu" else "device memory"
     return [*images, *(row for rows in sync for row in rows), *held, row(f"{kind} that opening takes, MB", *taken)]
@@ -92,18 +92,19 @@ def measure(bench: Bench) -> list[list[str]]:
 def image_rows(bench: Bench, what: str, embedded: Any, engine: Any) -> list[list[str]]:
     """Images a second without and with guidance, and the most memory that sampling takes."""
     rows, group = [], prompts(bench.args)
-    for scale in (1.0, bench.args.guidance_scale):
-        params = SamplingParams(bench.args.num_steps, bench.args.height, bench.args.width, guidance_scale=scale)
+    for scale in (1.0, bench.args.true_cfg_scale):
+        guidance = {"true_cfg_scale": scale}
+        params = Params(bench.args.num_inference_steps, bench.args.height, bench.args.width, guidance=guidance)
 
-        def sample(engine: Any, params: SamplingParams = params) -> Callable[[], object]:
+        def sample(engine: Any, params: Params = params) -> Callable[[], object]:
             return lambda: engine.generate(group, params)
 
         seconds = fastest(bench, sample(embedded), sample(engine))
-        guidance = f"guidance {scale:g}" if scale > 1 else "no guidance"
-        rows.append(row(f"images/s, {guidance}{what}", *(len(group) / s for s in seconds)))
+        named = f"guidance {scale:g}" if scale > 1 else "no guidance"
+        rows.append(row(f"images/s, {named}{what}", *(len(group) / s for s in seconds)))
         if bench.device.type != "cpu":  # a process cannot reset the peak of its resident memory
             peaks = [peak_mb(bench, sample(embedded)), peak_mb(bench, sample(engine))]
-            rows.append(row(f"peak while sampling, {guidance}{what}, MB", *peaks))
+            rows.append(row(f"peak while sampling, {named}{what}, MB", *peaks))
     return rows
 
 
@@ -121,10 +122,10 @@ def sync_rows(bench: Bench, what: str, embedded: Any, engine: Any, net: nn.Modul
     ]
 
 
-def held_row(what: str, model: Any, engine: Any, net: nn.Module) -> list[str]:
+def held_row(what: str, parts: Parts, engine: Any) -> list[str]:
     """The weights that trainer and engine hold together, each storage counted once."""
-    own = held_mb(model.transformer, model.text_encoder, model.vae)
-    return row(f"weights of trainer and engine, {what}, MB", own, held_mb(net, engine.pipeline))
+    own = held_mb(*(part for part in vars(parts).values() if isinstance(part, nn.Module)))
+    return row(f"weights of trainer and engine, {what}, MB", own, held_mb(parts.net, engine.pipeline))
 
 
 def asleep_row(bench: Bench, engine: Any) -> list[str]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omni_rollout import Prompt
+from omni_rollout import Model, Prompt
 from omni_train.device import synchronize
 from torch import nn
 
@@ -26,7 +26,7 @@ TEXT = 'a pink sign that says "K7QX"'
 HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
 MB = 2**20
 LEAST = {  # setting -> least value
-    "height": 16, "width": 16, "num_steps": 2, "batch_size": 1, "guidance_scale": 1.001, "lora_rank": 1,
+    "height": 16, "width": 16, "num_inference_steps": 2, "batch_size": 1, "true_cfg_scale": 1.001, "lora_rank": 1,
     "random": 0, "random_heads": 1,
 }  # fmt: skip
 
@@ -38,7 +38,7 @@ class Args:
     model: str = str(Path(__file__).parents[1] / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
     height: int = 32  # Pixels
     width: int = 96  # Pixels
-    num_steps: int = 10  # Denoising steps
+    num_inference_steps: int = 10  # Denoising steps
     batch_size: int = 8  # Samples of one prompt, in one forward
     lora_rank: int = 16  # Of the adapters that are merged
     random: int = 0  # Blocks of a transformer with random weights that takes the place of the model's; 0 keeps that one
@@ -47,7 +47,7 @@ class Args:
 
 def prompts(args: Args) -> list[Prompt]:
     """One group."""
-    return [Prompt(TEXT, group=0, seed=seed) for seed in range(args.batch_size)]
+    return [Prompt(TEXT, group=0, index=i, seed=i) for i in range(args.batch_size)]
 
 
 @contextmanager
@@ -97,12 +97,11 @@ def config(path: str, part: str) -> dict[str, Any]:
     return found
 
 
-def open_engine(path: str, device: torch.device, dtype: torch.dtype) -> Any:
+def open_engine(model: Model, device: torch.device, dtype: torch.dtype) -> Any:
     """The vLLM-Omni engine. Imported here, so that what it takes in memory can be told from the rest."""
-    from omni_rollout.vllm_omni_engine import VllmOmniEngine
-    from omni_rollout.vllm_omni_models.qwen_image import QwenImageRollout
+    from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
 
-    return VllmOmniEngine(QwenImageRollout, path, device=device, dtype=dtype)
+    return VllmOmniEngine(model, device=device, dtype=dtype)
 
 
 def now(device: torch.device) -> float:
@@ -125,7 +124,7 @@ def setting(args: Args, path: str, device: torch.device) -> str:
     return (
         f"{date.today()}; {name}; {versions}; {shape['num_layers']} blocks, {shape['num_attention_heads']} heads of "
         f"{shape['attention_head_dim']}, {num_params / 1e6:.1f} M parameters{', random' if args.random else ''}; "
-        f"{args.width} x {args.height} pixels, {args.num_steps} steps, batch of {args.batch_size}"
+        f"{args.width} x {args.height} pixels, {args.num_inference_steps} steps, batch of {args.batch_size}"
     )
 
 

@@ -16,8 +16,8 @@ import torch
 from helpers import REPO
 from omni_rl.cli import parse_cli
 from omni_rollout import Prompt
-from omni_rollout.vllm_omni_engine import PROBES
-from omni_rollout.vllm_omni_worker import VERSION
+from omni_rollout.engines.vllm_omni.engine import PROBES
+from omni_rollout.engines.vllm_omni.worker import VERSION
 from vllm_omni_helpers import PARAMS, open_engine
 
 import train_flowgrpo as app
@@ -25,7 +25,7 @@ import train_flowgrpo as app
 PAGE = (REPO / "docs" / "engines.md").read_text("utf-8")
 PERFORMANCE = (REPO / "docs" / "performance.md").read_text("utf-8")
 README = (REPO / "packages" / "omni-rollout" / "README.md").read_text("utf-8")
-PROMPTS = [Prompt('a red sign that says "AB"', group=0, seed=0)]
+PROMPTS = [Prompt('a red sign that says "AB"', group=0, index=0, seed=0)]
 
 
 def commands(page):
@@ -75,10 +75,10 @@ def test_every_command_is_there(benchmark):
         assert first in (".venv-vllm-omni/bin/python", "python")
         assert (REPO / what).is_file()
         if what.startswith("apps/"):
-            assert parse_cli(app.Args, app.PRESETS, app.check_args, flags).engine == "vllm-omni"
+            assert parse_cli(app.Args, app.check_args, flags, app=app.__name__).engine == "vllm-omni"
         else:
             module = benchmark(what.removeprefix("benchmarks/").removesuffix(".py"))
-            parse_cli(module.Args, {}, module.check_args, flags)
+            parse_cli(module.Args, module.check_args, flags, app=module.__name__)
     assert len(found) >= 6
 
 
@@ -110,16 +110,16 @@ def test_every_trap_has_a_test_that_exists():
         assert set(named) <= exist, trap
 
 
-def test_the_model_file_is_shown_as_it_is():
+def test_the_class_of_a_model_is_shown_as_it_is():
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
-    source = REPO / "packages" / "omni-rollout" / "src" / "omni_rollout" / "vllm_omni_models" / "qwen_image.py"
-    assert block == source.read_text("utf-8")
+    source = REPO / "packages" / "omni-rollout" / "src" / "omni_rollout" / "engines" / "vllm_omni" / "pipelines.py"
+    assert block in source.read_text("utf-8")
 
 
 def test_the_example_of_the_readme_runs(monkeypatch, capfd):
     monkeypatch.chdir(REPO)
     exec(re.findall(r"```python\n(.*?)```", README, re.DOTALL)[1], {})
-    assert re.fullmatch(r"\d{7} bytes shared, 0 moved, version 1\n", capfd.readouterr().out)
+    assert re.fullmatch(r"\d{7} bytes adopted, 0 moved, version 1\n", capfd.readouterr().out)
 
 
 def test_variables_that_are_set_keep_their_values(monkeypatch):
@@ -167,7 +167,7 @@ def test_torchvision_imports_without_its_kernels():
 
 def test_the_parity_benchmark_prints_its_table(benchmark, capfd):
     module = benchmark("engine_parity")
-    module.main(module.Args(num_steps=2, batch_size=2, dtype="float32", random=1, random_heads=1))
+    module.main(module.Args(num_inference_steps=2, batch_size=2, dtype="float32", random=1, random_heads=1))
     found = rows(capfd)
     assert [row[:3] for row in found] == [
         ["float32", step, guidance] for step in ("sde", "cps", "dance") for guidance in ("off", "4")
@@ -181,7 +181,7 @@ def test_the_parity_benchmark_prints_its_table(benchmark, capfd):
 
 def test_the_speed_benchmark_prints_its_table(benchmark, capfd):
     module = benchmark("engine_speed")
-    module.main(module.Args(num_steps=2, batch_size=2, rounds=1))
+    module.main(module.Args(num_inference_steps=2, batch_size=2, rounds=1))
     found = {row[0]: row[1:] for row in rows(capfd)}
     moved = [float(found[f"sync, {what}, MB moved"][1]) for what in ("all weights copied", "all weights shared")]
     assert moved[0] > 9
