@@ -16,11 +16,11 @@ leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and
 
 test: ## All tests that need no accelerator; those of the report draw it in a Chromium
 	scripts/chromium
-	scripts/env pytest -q
+	scripts/env pytest -q -n 2 --dist worksteal
 
 test-all: ## The same, and those that are one of many alike
 	scripts/chromium
-	scripts/env pytest -q -m "not gpu"
+	scripts/env pytest -q -n 2 --dist worksteal -m "not gpu"
 
 install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a machine without an accelerator
 	scripts/env scripts/install_vllm_omni
