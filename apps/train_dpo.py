@@ -82,7 +82,7 @@ from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, base_params, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show, unguided
+from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import join
@@ -210,7 +210,7 @@ def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
         [at for i in range(0, n, size) for at in noise_afresh(args, pairs, own[i : i + size])]
         for own, n in zip(rows, most, strict=True)
     ]
-    params = unguided(run.model, pairs.params)
+    params = run.model.unguided(pairs.params)
     with torch.no_grad(), run.reference() as net:
         references = [[errors(run, net, at, params) for at in batches] for batches in points]
     seen, results = [], []

@@ -94,7 +94,7 @@ from omni_rl.direct_rewards import REWARDS, Reward
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, base_params, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show, unguided
+from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, collect, describe_rewards, gather_rewards
 from omni_rollout import Trajectory
 from omni_sched import INITIAL_NOISE, add_noise, step_noise
@@ -157,7 +157,7 @@ def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inve
     args, prompts = run.args, batch.prompts
     sigma, sigma_next, discount = levels(args, batch, inversion=inversion)
     noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, batch.x0.shape[1:]).to(batch.x0)  # it began with this
-    x, params = add_noise(batch.x0, noise, sigma), unguided(run.model, batch.params)
+    x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
     media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)

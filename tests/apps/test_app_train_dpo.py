@@ -12,7 +12,7 @@ from helpers import CHECKPOINT, REPO
 from omni_reward import Score
 from omni_rl import preferences
 from omni_rl.run import Step, base_params
-from omni_rl.sampling import deal, unguided
+from omni_rl.sampling import deal
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_sched import step_noise
@@ -170,7 +170,7 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
 def test_the_loss_is_without_the_guidance_that_the_samples_were_drawn_with():
     run = lone_run(replace(TINY, true_cfg_scale=3.0))
     assert run.model.is_guided(base_params(run.args))
-    assert not run.model.is_guided(unguided(run.model, base_params(run.args)))
+    assert not run.model.is_guided(run.model.unguided(base_params(run.args)))
 
 
 def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():

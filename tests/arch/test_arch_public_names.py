@@ -86,6 +86,7 @@ SIGNATURES = {
     "omni_rollout.Model.encode": "self, parts, prompt, *, negative=False",
     "omni_rollout.Model.condition": "self, parts, prompt, params",
     "omni_rollout.Model.is_guided": "self, params",
+    "omni_rollout.Model.unguided": "self, params",
     "omni_rollout.Model.predict_velocity": "self, net, x, sigma, cond, params",
     "omni_rollout.Model.decode": "self, parts, x0, cond, params",
     "omni_rollout.Model.encode_media": "self, parts, media, params",

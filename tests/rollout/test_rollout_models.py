@@ -285,6 +285,19 @@ def test_knobs_of_other_models_are_refused(case):
         case.model.check(replace(case.row.unguided, num_frames=5))
 
 
+def test_without_guidance_all_but_its_scales_stay(case):
+    model, guided = case.model, replace(case.row.guided, keep_mean=True)
+    without = model.unguided(guided)
+    assert model.is_guided(guided)
+    assert not model.is_guided(without)
+    assert model.unguided(without) == without
+    model.check(without)
+    rest = {name: value for name, value in model.OPTIONS.items() if name not in model.GUIDANCE}
+    changed = replace(guided, guidance={**guided.guidance, **{name: value + 1 for name, value in rest.items()}})
+    assert all(model.option(model.unguided(changed), name) == value + 1 for name, value in rest.items())
+    assert replace(without, guidance_scale=guided.guidance_scale, guidance=guided.guidance) == guided
+
+
 def test_guidance_below_one_is_refused_where_pipelines_silently_leave_it_off(case):
     options = dict.fromkeys(case.model.OPTIONS, 0.5)
     with pytest.raises(ValueError, match="_scale must be >= 1"):

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 from omni_reward import Score
-from omni_rollout import Model, Params, Prompt, Samples, Trajectory
+from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist
 
@@ -38,15 +38,6 @@ def expand_groups(
         for group, record in enumerate(records)
         for i in range(group_size)
     ]
-
-
-def unguided(model: Model, params: Params) -> Params:
-    """The same parameters without classifier-free guidance, for losses that denoise data."""
-    without = replace(params, guidance={})
-    for candidate in (params, without, replace(without, guidance_scale=1.0), replace(without, guidance_scale=0.0)):
-        if not model.is_guided(candidate):
-            return candidate
-    raise ValueError(f"model {type(model).__name__} must predict without guidance for some guidance_scale, has none")
 
 
 def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:

@@ -5,7 +5,7 @@ what samples, `testing` the checks that any engine must pass.
 """
 
 from omni_rollout.model import Model
-from omni_rollout.replay import replay
+from omni_rollout.sampler import replay
 from omni_rollout.types import Cond, Engine, Media, Params, Parts, Prompt, Rates, Samples, Trajectory
 
 __all__ = [

@@ -72,6 +72,9 @@ class Model(Protocol):
     def is_guided(self, params: Params) -> bool:
         """Whether predict_velocity wants a `negative_X` for every entry X of `encode`."""
 
+    def unguided(self, params: Params) -> Params:
+        """The same parameters without classifier-free guidance, for losses that denoise data."""
+
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, *latent_shape], float32, at x [B, *latent_shape] and noise levels sigma [B].
 

@@ -1,4 +1,4 @@
-"""The denoising loop, which every engine runs on the modules that it has.
+"""The denoising loop, which every engine runs on the modules that it has, and a step of it taken again.
 
 Sampling and training call the same functions of `omni_sched` and the same `predict_velocity`, so that a step scored
 before the first update has the sampled log-prob.
@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import torch
 from omni_sched import INITIAL_NOISE, Transition, compress_sigmas, dpmpp_2m_step, euler_step, step_noise
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_rollout.model import Model
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, join
@@ -112,6 +112,14 @@ class Sampler:
                 self._texts.pop(next(iter(self._texts)))
             return cond
         return self._texts[key][1]
+
+
+def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:
+    """The k-th kept step of a trajectory under `net`; equals sampling bit for bit if `net` is what sampled."""
+    t, params = trajectory, trajectory.params
+    x, sigma = t.x[:, k], t.sigma(k)
+    velocity = model.predict_velocity(net, x, sigma, t.cond, params)
+    return params.rule(velocity, x, sigma, t.sigma_next(k), noise_level=params.noise_level, x_next=t.x_next[:, k])
 
 
 def to_wire(media: Media) -> Media:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from omni_rollout.model import Model
-from omni_rollout.replay import replay
+from omni_rollout.sampler import replay
 from omni_rollout.types import Engine, Params, Prompt, Trajectory
 
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -21,6 +22,8 @@ class DiffusersModel:
     """The half of a Model that the checkpoint's files decide; a subclass adds the arithmetic.
 
     PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
+    GUIDANCE: `guidance_scale`, or those of OPTIONS, that are scales of classifier-free guidance, each with its lowest
+    value, where that is off; negatives are wanted if one of them is above.
 
     Raises:
         ValueError: a file of the configuration is missing, damaged, or of another class; it is named.
@@ -32,6 +35,7 @@ class DiffusersModel:
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
+    GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
 
     def __init__(self, path: str | Path) -> None:
@@ -71,17 +75,30 @@ class DiffusersModel:
         return value
 
     def option(self, params: Params, name: str) -> float:
-        """The value of one of OPTIONS."""
-        return params.guidance.get(name, self.OPTIONS[name])
+        """The value of `guidance_scale`, or of one of OPTIONS."""
+        return params.guidance_scale if name == "guidance_scale" else params.guidance.get(name, self.OPTIONS[name])
+
+    def is_guided(self, params: Params) -> bool:
+        """Whether predict_velocity wants a `negative_X` for every entry X of `encode`."""
+        return any(self.option(params, name) > off for name, off in self.GUIDANCE.items())
+
+    def unguided(self, params: Params) -> Params:
+        """The same parameters without classifier-free guidance; other options stay."""
+        off = dict(self.GUIDANCE)
+        scale = off.pop("guidance_scale", params.guidance_scale)
+        return replace(params, guidance_scale=scale, guidance={**params.guidance, **off})
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for an option that the model lacks; a subclass adds sizes."""
+        """Raises ValueError for an option that the model lacks, or guidance below off; a subclass adds sizes."""
         for name in params.guidance:
             if name not in self.OPTIONS:
                 have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
                 raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}")
         if "video" not in self.MEDIA and params.num_frames != 1:
             raise ValueError(f"num_frames must be 1 for a {self.PIPELINE}, got {params.num_frames}")
+        for name, off in self.GUIDANCE.items():
+            if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
+                raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
 
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
@@ -210,12 +227,6 @@ def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
             nearest = min(max(1, round(value / unit)), most or math.inf) * unit
             rule = f"{name} must be a positive multiple of {unit} pixels{bound}, such as {nearest}"
             raise ValueError(f"{rule}, got {value}")
-
-
-def check_scale(name: str, scale: float) -> None:
-    """Raises ValueError for a scale of classifier-free guidance below 1, where the pipelines silently leave it off."""
-    if scale < 1:
-        raise ValueError(f"{name} must be >= 1, where 1 is no guidance, got {scale}")
 
 
 def both(cond: Cond, name: str) -> Tensor:

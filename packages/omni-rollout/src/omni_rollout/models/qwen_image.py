@@ -13,7 +13,7 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_scale, check_size, pixels
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
@@ -38,6 +38,7 @@ class QwenImage(DiffusersModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
+    GUIDANCE = OPTIONS
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (
         "to_q",
@@ -61,7 +62,6 @@ class QwenImage(DiffusersModel):
         if params.guidance_scale != 1:
             rule = "guidance_scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
-        check_scale("true_cfg_scale", self.option(params, "true_cfg_scale"))
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w).
@@ -108,10 +108,6 @@ class QwenImage(DiffusersModel):
         ).hidden_states[-1]
         embeds = hidden[0, TEMPLATE_TOKENS:]
         return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
-
-    def is_guided(self, params: Params) -> bool:
-        """Whether true_cfg_scale is above 1."""
-        return self.option(params, "true_cfg_scale") > 1
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].

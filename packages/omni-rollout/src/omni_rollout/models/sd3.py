@@ -11,7 +11,7 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_scale, check_size, pixels
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 if TYPE_CHECKING:
@@ -52,7 +52,6 @@ class StableDiffusion3(DiffusersModel):
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN, most=self.value("transformer", "pos_embed_max_size", int))
-        check_scale("guidance_scale", params.guidance_scale)
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w).
@@ -85,10 +84,6 @@ class StableDiffusion3(DiffusersModel):
         clips = torch.cat([clip, clip_2], dim=-1)
         clips = nn.functional.pad(clips, (0, t5.shape[-1] - clips.shape[-1]))
         return {"embeds": torch.cat([clips, t5], dim=1)[0], "pooled": torch.cat([pooled, pooled_2], dim=-1)[0]}
-
-    def is_guided(self, params: Params) -> bool:
-        """Whether guidance_scale is above 1."""
-        return params.guidance_scale > 1
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
