@@ -3,7 +3,8 @@
 import numpy as np
 import schemathesis
 from hypothesis import strategies as st
-from omni_reward.wire import ScoreRequest, encode_request
+from omni_reward.media import ScoreRequest
+from omni_reward.wire import encode_request
 
 TEXTS = st.text(st.characters(codec="utf-8"), max_size=20)
 
@@ -16,7 +17,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     image = np.full((len(prompts), draw(sizes), draw(sizes), 3), draw(st.integers(0, 255)), np.uint8)
     meta: list[dict[str, object]] = [{name: draw(TEXTS | st.integers() | st.none())} for name in prompts]
     request = ScoreRequest({"image": image}, prompts, meta, draw(st.uuids().map(str)))
-    return b"".join(encode_request(request.header(), request.media))
+    return b"".join(encode_request(request))
 
 
 schemathesis.openapi.media_type("application/octet-stream", bodies())

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_reward import RewardClient
 from omni_reward.batching import Batcher, ScorerFailedError
-from omni_reward.wire import Score, Scorer, ScoreRequest
+from omni_reward.media import ScoreRequest
+from omni_reward.wire import Score, Scorer
 
 Kinds = dict[str, np.ndarray]
 Outcome = list[float | None] | BaseException

@@ -18,9 +18,11 @@ from omni_reward import (
     RewardHTTPError,
     RewardTimeoutError,
     Score,
+    wire,
 )
+from omni_reward.media import ScoreRequest
 from omni_reward.transport import MAX_REPLY_BYTES, error_class
-from reward.reward_helpers import http, read_request, reply_to, trickle
+from reward.reward_helpers import halves, http, read_request, reply_to, trickle
 
 IMAGES = {"image": np.zeros((2, 4, 4, 3), np.uint8)}
 PROMPTS = ["a", "b"]
@@ -138,7 +140,6 @@ def test_connections_are_kept_alive(misbehave: Callable[..., str]) -> None:
         ((IMAGES, ["a", "\ud800"]), "prompts must be Unicode text"),
         ((IMAGES, PROMPTS, [{}]), "meta must hold one object per prompt"),
         ((IMAGES, PROMPTS, ["a", "b"]), "meta must be a list of dict"),
-        ((IMAGES, PROMPTS, [{}, {"x": math.nan}]), "meta must hold JSON values only"),
     ],
 )
 def test_submit_checks_its_arguments_at_once(arguments: tuple, message: str) -> None:
@@ -146,6 +147,33 @@ def test_submit_checks_its_arguments_at_once(arguments: tuple, message: str) -> 
         for _ in range(2):  # a refused submit takes no place
             with pytest.raises(ValueError, match=message):
                 client.submit(*arguments)
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "mask"])
+def test_meta_that_json_cannot_hold_is_refused_by_its_future_and_never_masked(
+    serve: Callable[..., str], on_failure: Literal["raise", "mask"]
+) -> None:
+    with RewardClient(serve(halves), max_in_flight=1, on_failure=on_failure) as client:
+        for value in (math.nan, object()):  # a refused request gives its place back
+            with pytest.raises(ValueError, match="meta must hold JSON values only"):
+                client.submit(IMAGES, PROMPTS, [{}, {"x": value}]).result(10)
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+
+
+def test_a_request_is_encoded_in_a_thread_of_the_client(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    encode = wire.encode_request
+
+    def spy(request: ScoreRequest) -> list[bytes | memoryview]:
+        threads.append(threading.current_thread())
+        return encode(request)
+
+    monkeypatch.setattr(wire, "encode_request", spy)
+    with RewardClient(serve(halves)) as client:
+        assert client.submit(IMAGES, PROMPTS).result(10) == [Score(0.5)] * 2
+    assert [thread.name.startswith("omni-reward") for thread in threads] == [True]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from omni_reward.media import ScoreRequest
 from omni_reward.server import create_app
-from omni_reward.wire import Scorer, ScoreRequest, encode_request
+from omni_reward.wire import Scorer, encode_request
 
 NUM_BODIES = 10_000
 NUM_WARM = 5000  # by then whatever has a bound has reached it, such as the replies that are remembered
@@ -41,7 +42,7 @@ def strict(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str
 def whole(request_id: str) -> bytes:
     meta: list[dict[str, object]] = [{"fps": 8.0, "sample_rate": 16_000, "seed": i} for i in range(2)]
     request = ScoreRequest({"video": VIDEO, "audio": AUDIO}, ["a", "b"], meta, request_id)
-    return b"".join(encode_request(request.header(), request.media))
+    return b"".join(encode_request(request))
 
 
 def change_somewhere(rng: random.Random, value: Any) -> Any:

@@ -13,7 +13,8 @@ import pytest
 import requests
 import uvicorn
 from omni_reward import RewardClient, Score, Scorer, server
-from omni_reward.wire import ScoreRequest, encode_request
+from omni_reward.media import ScoreRequest
+from omni_reward.wire import encode_request
 from reward.reward_helpers import halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
@@ -23,7 +24,7 @@ HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stre
 def pack(media: dict[str, np.ndarray], num: int = 1) -> bytes:
     meta: list[dict[str, object]] = [{"fps": 8, "sample_rate": 16_000}] * num
     request = ScoreRequest(media, ["a"] * num, meta, uuid.uuid4().hex)
-    return b"".join(encode_request(request.header(), media))
+    return b"".join(encode_request(request))
 
 
 def connect(url: str) -> socket.socket:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine
 import numpy as np
 import pytest
 import requests
+from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
-from omni_reward.wire import ScoreRequest, encode_request
+from omni_reward.wire import encode_request
 from reward.reward_helpers import halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
@@ -133,7 +134,7 @@ def test_the_oldest_replies_are_forgotten(bounds: dict[str, int], num_kept: int)
 
 def body(value: int, request_id: str) -> bytes:
     request = ScoreRequest({"image": np.full((1, 2, 2, 3), value, np.uint8)}, ["a"], [{}], request_id)
-    return b"".join(encode_request(request.header(), request.media))
+    return b"".join(encode_request(request))
 
 
 def post(url: str, data: bytes) -> requests.Response:

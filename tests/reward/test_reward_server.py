@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import requests
 from omni_reward import Score
+from omni_reward.media import ScoreRequest
 from omni_reward.server import create_app
-from omni_reward.wire import Scorer, ScoreRequest, decode_reply, encode_request
+from omni_reward.wire import Scorer, decode_reply, encode_request
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
@@ -23,7 +24,7 @@ def pack(
 ) -> bytes:
     media = {"image": np.zeros((num, pixels, pixels, 3), np.uint8)}
     request = ScoreRequest(media, ["a"] * num, meta or [{}] * num, request_id or uuid.uuid4().hex)
-    return b"".join(encode_request(request.header(), media))
+    return b"".join(encode_request(request))
 
 
 def halves(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:

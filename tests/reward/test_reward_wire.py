@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from omni_reward import Score
+from omni_reward.media import ScoreRequest
 from omni_reward.wire import (
     MAX_DETAILS_BYTES,
     MAX_DETAILS_DEPTH,
     MAX_HEADER_BYTES,
     MismatchError,
     Scorer,
-    ScoreRequest,
     decode_reply,
     decode_request,
     encode_reply,
@@ -156,7 +156,7 @@ RATES = {"fps": 7.5, "sample_rate": 24_000}
 
 
 def encode(request: ScoreRequest) -> bytes:
-    return b"".join(encode_request(request.header(), request.media))
+    return b"".join(encode_request(request))
 
 
 @pytest.mark.parametrize("kinds", [*([kind] for kind in MEDIA), list(MEDIA)], ids=lambda kinds: "+".join(kinds))
@@ -184,7 +184,7 @@ def test_what_the_format_s_own_library_writes_is_understood() -> None:
 
 def test_media_are_sent_from_where_they_lie() -> None:
     request = ScoreRequest({"image": IMAGES}, ["a", "b"], [{}, {}], "r")
-    head, view = encode_request(request.header(), request.media)
+    head, view = encode_request(request)
     assert np.shares_memory(np.frombuffer(view, np.uint8), IMAGES)
     assert len(head) % 8 == 0
 
@@ -392,4 +392,4 @@ def test_score_of_a_number_that_is_not_finite_abstains() -> None:
 def test_meta_that_json_cannot_hold_is_refused() -> None:
     for value in (math.nan, object(), {1, 2}):
         with pytest.raises(ValueError, match="meta must hold JSON values only"):
-            ScoreRequest({"image": IMAGES[:1]}, ["a"], [{"x": value}], "r").header()
+            encode_request(ScoreRequest({"image": IMAGES[:1]}, ["a"], [{"x": value}], "r"))

@@ -17,7 +17,8 @@ from types import TracebackType
 
 import numpy as np
 
-from omni_reward.wire import Score, Scorer, ScoreRequest
+from omni_reward.media import ScoreRequest
+from omni_reward.wire import Score, Scorer
 
 
 class ScorerFailedError(Exception):

@@ -27,9 +27,9 @@ import numpy as np
 from omni_reward import wire
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardError, RewardFormatError
-from omni_reward.media import canary
+from omni_reward.media import ScoreRequest, canary
 from omni_reward.transport import Proxy, Transport
-from omni_reward.wire import MismatchError, Score, ScoreRequest
+from omni_reward.wire import MismatchError, Score
 
 OnFailure = Literal["raise", "mask", "mask_group"]
 CANARY_PROMPT = 'a sign that says "OK"'
@@ -99,9 +99,11 @@ class RewardClient:
     ) -> Future[list[Score]]:
         """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
 
+        The arguments are encoded and sent in a thread of the client, from where they lie: do not change them before
+        the future is done. Meta that JSON cannot hold is a ValueError of the `result()`.
+
         Args:
-            media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. Must not be
-                written to before the future is done.
+            media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB.
             prompts: N prompts.
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
 
@@ -110,11 +112,10 @@ class RewardClient:
             RuntimeError: the client is closed.
         """
         request = _build_request(media, prompts, meta)
-        header = request.header()
         self._places.acquire()
         self._count(+1)
         try:
-            future = self._workers.submit(self._score, request, header, time.monotonic() + self._timeout_s)
+            future = self._workers.submit(self._score, request, time.monotonic() + self._timeout_s)
         except RuntimeError:
             self._release()
             raise
@@ -170,9 +171,8 @@ class RewardClient:
             media, rates = canary(infos[0]["media"], len(prompts))
             meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
         request = _build_request(media, prompts, meta)
-        header = request.header()
         deadline = time.monotonic() + self._timeout_s
-        return [self._exchange(Endpoints([url]), request, header, deadline) for url in self.urls]
+        return [self._exchange(Endpoints([url]), request, deadline) for url in self.urls]
 
     def close(self) -> None:
         """Wait for the requests in flight and close the connections."""
@@ -201,10 +201,10 @@ class RewardClient:
             self._busy_since = now
             self._num_under_way += change
 
-    def _score(self, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
+    def _score(self, request: ScoreRequest, deadline: float) -> list[Score]:
         """Scores of one request, or abstentions when it fails and may be masked; runs in a worker thread."""
         try:
-            scores = self._exchange(self._endpoints, request, header, deadline)
+            scores = self._exchange(self._endpoints, request, deadline)
         except RewardError as exc:
             if not self._may_mask(exc):
                 raise
@@ -221,9 +221,9 @@ class RewardClient:
             is_in_limit = self._num_failed_in_row <= self._mask_limit
         return self._on_failure != "raise" and not error.fatal and is_in_limit
 
-    def _exchange(self, endpoints: Endpoints, request: ScoreRequest, header: str, deadline: float) -> list[Score]:
+    def _exchange(self, endpoints: Endpoints, request: ScoreRequest, deadline: float) -> list[Score]:
         """Scores of one request, after as many attempts as it takes and the deadline allows."""
-        body = wire.encode_request(header, request.media)
+        body = wire.encode_request(request)
         return endpoints.call(lambda url: self._attempt(url, request, body, deadline), deadline)
 
     def _attempt(

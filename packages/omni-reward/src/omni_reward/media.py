@@ -1,4 +1,4 @@
-"""The kinds of media that a scorer may be sent, and the rules that their arrays follow.
+"""Samples to score: the kinds of media that a scorer may be sent, and the rules that arrays, prompts and meta follow.
 
 | kind   | dtype            | shape               | rate in the sample's meta | content                               |
 |--------|------------------|---------------------|---------------------------|---------------------------------------|
@@ -12,7 +12,7 @@ Letters: N samples, T frames, H height, W width, S points in time, C channels.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 
 import numpy as np
@@ -38,6 +38,54 @@ MEDIA_KINDS = {
     "audio": MediaKind(("float32",), ("N", "S", "C"), rate="sample_rate"),
     "latent": MediaKind(("float32", "float16"), ("N", "...")),
 }
+
+
+@dataclass(frozen=True)
+class ScoreRequest:
+    """N samples to score, checked.
+
+    Args:
+        media: array [N, ...] by kind.
+        prompts: N prompts.
+        meta: N objects of JSON values for the scorer.
+        request_id: the caller's name for this request; the reply repeats it.
+        ids: N different names of the samples, each repeated next to its score; "0", "1", ... where none are given.
+
+    Raises:
+        ValueError: media, prompts or meta break a rule.
+    """
+
+    media: dict[str, np.ndarray]
+    prompts: list[str]
+    meta: list[dict[str, object]]
+    request_id: str
+    ids: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for name, values, item in (("prompts", self.prompts, str), ("meta", self.meta, dict)):
+            if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
+                raise ValueError(f"{name} must be a list of {item.__name__}, got {values!r:.80}")
+        if not self.prompts:
+            raise ValueError("prompts must hold at least 1 prompt, got 0")
+        if len(self.meta) != len(self.prompts):
+            raise ValueError(f"meta must hold one object per prompt ({len(self.prompts)}), got {len(self.meta)}")
+        for prompt in self.prompts:
+            check_text("prompts", prompt)
+        if not self.media:
+            raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
+        for kind, array in self.media.items():
+            check_media(kind, array, len(self.prompts))
+            check_rates(kind, self.meta)
+        if self.ids == []:
+            object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
+
+
+def check_text(name: str, text: str) -> None:
+    """Raise ValueError unless the text can be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
+        raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
 
 
 def check_media(kind: str, array: object, count: int) -> None:

@@ -28,10 +28,11 @@ from typing import Any, cast
 
 from omni_reward import cli, wire
 from omni_reward.batching import Batcher, ScorerFailedError
+from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
 from omni_reward.transport import is_loopback
-from omni_reward.wire import ScoreFn, Scorer, ScoreRequest
+from omni_reward.wire import ScoreFn, Scorer
 
 try:
     import uvicorn

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from omni_reward.media import MEDIA_KINDS, check_media, check_rates, media_kind
+from omni_reward.media import ScoreRequest, check_text, media_kind
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
@@ -130,67 +130,22 @@ class Scorer:
         return self.score_fn(media, prompts, meta)
 
 
-@dataclass(frozen=True)
-class ScoreRequest:
-    """N samples to score, checked.
-
-    Args:
-        media: array [N, ...] by kind, as in `omni_reward.media`.
-        prompts: N prompts.
-        meta: N objects of JSON values for the scorer.
-        request_id: the caller's name for this request; the reply repeats it.
-        ids: N different names of the samples, each repeated next to its score; "0", "1", ... where none are given.
+def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
+    """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory.
 
     Raises:
-        ValueError: a field breaks its rule.
+        ValueError: meta holds something that JSON cannot.
     """
-
-    media: dict[str, np.ndarray]
-    prompts: list[str]
-    meta: list[dict[str, object]]
-    request_id: str
-    ids: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        _check_list("prompts", self.prompts, str)
-        _check_list("meta", self.meta, dict)
-        if not self.prompts:
-            raise ValueError("prompts must hold at least 1 prompt, got 0")
-        if len(self.meta) != len(self.prompts):
-            raise ValueError(f"meta must hold one object per prompt ({len(self.prompts)}), got {len(self.meta)}")
-        _check_id("request_id", self.request_id)
-        if self.ids == []:
-            object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
-        _check_ids(self.ids, len(self.prompts))
-        for prompt in self.prompts:
-            _check_unicode("prompts", prompt)
-        if not self.media:
-            raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
-        for kind, array in self.media.items():
-            check_media(kind, array, len(self.prompts))
-            check_rates(kind, self.meta)
-
-    def header(self) -> str:
-        """JSON of everything but the media.
-
-        Raises:
-            ValueError: meta holds something that JSON cannot.
-        """
-        fields = {"request_id": self.request_id, "ids": self.ids, "prompts": self.prompts, "meta": self.meta}
-        try:
-            return to_json({"protocol": PROTOCOL} | fields)
-        except (TypeError, ValueError, RecursionError) as exc:
-            raise ValueError(f"meta must hold JSON values only: {exc}") from exc
-
-
-def encode_request(header: str, media: Mapping[str, np.ndarray]) -> list[bytes | memoryview]:
-    """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory."""
+    fields = {"request_id": request.request_id, "ids": request.ids, "prompts": request.prompts, "meta": request.meta}
+    try:
+        header = to_json({"protocol": PROTOCOL} | fields)
+    except (TypeError, ValueError, RecursionError) as exc:
+        raise ValueError(f"meta must hold JSON values only: {exc}") from exc
     entries: dict[str, object] = {"__metadata__": {"request": header}}
     parts: list[bytes | memoryview] = []
     end = 0
-    for kind, array in sorted(
-        media.items(), key=lambda item: -item[1].itemsize
-    ):  # the widest first, so all are aligned
+    widest_first = sorted(request.media.items(), key=lambda item: -item[1].itemsize)  # so that all are aligned
+    for kind, array in widest_first:
         dense = np.ascontiguousarray(array)
         begin, end = end, end + dense.nbytes
         entries[kind] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
@@ -216,7 +171,10 @@ def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
         raise ValueError(f"body must be a safetensors blob that numpy can hold: {exc}") from exc
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
-    return ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []))
+    request = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []))
+    _check_id("request_id", request_id)
+    _check_ids(request.ids, len(prompts))
+    return request
 
 
 def encode_reply(request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score]) -> bytes:
@@ -317,11 +275,6 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-def _check_list(name: str, values: object, item_type: type) -> None:
-    if not isinstance(values, list) or not all(isinstance(value, item_type) for value in values):
-        raise ValueError(f"{name} must be a list of {item_type.__name__}, got {values!r:.80}")
-
-
 def _check_ids(ids: object, count: int) -> None:
     if not isinstance(ids, list) or len(ids) != count:
         raise ValueError(f"ids must be a list of one id per prompt ({count}), got {ids!r:.80}")
@@ -334,14 +287,7 @@ def _check_ids(ids: object, count: int) -> None:
 def _check_id(name: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
         raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {value!r:.80}")
-    _check_unicode(name, value)
-
-
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
-        raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
+    check_text(name, value)
 
 
 def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
