@@ -57,10 +57,12 @@ def main(args: Args) -> None:
         ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
     """
     import torch
+    from omni_rl.pictures import SameSizes, read_picture
     from omni_rl.report.sheet import contact_sheet
     from omni_rollout import Params, Prompt
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
+    from omni_rollout.sampler import check_images
     from omni_train.data import PromptRecord, load_prompts, sample_seed
     from omni_train.device import local_device
     from omni_train.weights import check_weights, load_weights
@@ -84,7 +86,8 @@ def main(args: Args) -> None:
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
-            records = load_prompts(args.prompts)
+            records = load_prompts(args.prompts, check_images=SameSizes())
+    check_images(model, len(records[0].images))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
     if args.weights:
@@ -92,7 +95,14 @@ def main(args: Args) -> None:
     engine = DiffusersEngine(model, parts)
     drawn = [records[i % len(records)] for i in range(args.num_images)]
     prompts = [
-        Prompt(record.text, group=i, index=i, seed=sample_seed(args.seed, 0, i, 0), negative=record.negative)
+        Prompt(
+            record.text,
+            group=i,
+            index=i,
+            seed=sample_seed(args.seed, 0, i, 0),
+            negative=record.negative,
+            images=tuple(map(read_picture, record.images)),
+        )
         for i, record in enumerate(drawn)
     ]
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]

@@ -81,6 +81,7 @@ from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
+from omni_rl.pictures import read_picture
 from omni_rl.run import Run, Step, base_params, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, collect, describe_rewards, gather_rewards, groups_of
@@ -159,8 +160,12 @@ def read_pairs(run: Run[Args], step: Step) -> Pairs:
         for side in ("win", "lose")
     )
     seeds = [sample_seed(args.seed, step.number, record.index, 0) for record in rows]
-    prompts = [Prompt(r.text, group=i, index=i, seed=seeds[i]) for i, r in enumerate(rows)]
-    cond = join([model.encode(parts, prompt) for prompt in prompts], dim=0, what="cond")
+    prompts = [
+        Prompt(row.text, group=i, index=i, seed=seeds[i], images=tuple(map(read_picture, row.images)))
+        for i, row in enumerate(rows)
+    ]
+    inputs = [model.encode(parts, prompt) | model.condition(parts, prompt, params) for prompt in prompts]
+    cond = join(inputs, dim=0, what="cond")
     return Pairs(win, lose, cond, params, seeds, range(dist.rank, len(records), dist.world_size))
 
 

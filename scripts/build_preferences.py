@@ -18,6 +18,7 @@ import torch
 from omni_losses import best_worst_pairs
 from omni_reward import RewardClient
 from omni_rl.args import parse_numbers
+from omni_rl.pictures import SameSizes, read_picture
 from omni_rl.scoring import submit
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -47,6 +48,7 @@ def draw_groups(
                 index=i,
                 seed=sample_seed(args.seed, 0, record.index, i),
                 negative=record.negative,
+                images=tuple(map(read_picture, record.images)),
                 meta=dict(record.meta),
             )
             for i in range(args.group_size)
@@ -69,7 +71,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 def build(args: Any) -> tuple[int, int]:
     """Writes the file; returns the number of pairs and of prompts that were drawn."""
-    records = load_prompts(args.prompts)[: args.num_prompts]
+    records = load_prompts(args.prompts, check_images=SameSizes())[: args.num_prompts]
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
     samples = args.out / "samples"
     samples.mkdir(parents=True)  # a folder that exists holds other pairs
@@ -85,6 +87,8 @@ def build(args: Any) -> tuple[int, int]:
             for record, group, rewards in draw_groups(DiffusersEngine(model, parts), client, records, args):
                 for best, worst in best_worst_pairs(rewards, torch.zeros(len(rewards), dtype=torch.long)):
                     line: dict[str, object] = {"prompt": record.text}
+                    if record.images:
+                        line["images"] = [os.path.relpath(image, args.out) for image in record.images]
                     for side, index in (("win", best), ("lose", worst)):
                         path = samples / f"{record.index:06}-{side}"
                         line[side] = f"samples/{save_sample(group, index, path, images=args.save == 'images')}"

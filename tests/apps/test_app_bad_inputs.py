@@ -23,6 +23,7 @@ from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.cli import to_toml
 from omni_rl.failures import launch
+from PIL import Image
 from safetensors.torch import load_file
 from trainer_runs import write_eval_prompts
 
@@ -109,6 +110,22 @@ SETTINGS = {
 def test_settings_that_do_not_fit(folder, flags, monkeypatch):
     monkeypatch.setattr(omni_rl.args, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
     lives.assert_refused(folder, flags.split(), SETTINGS[flags])
+
+
+REFERENCES = {  # "images" of the last line -> what is said of it
+    '"gone.png"': r"--prompts: edits\.jsonl, line 2: must name a file that exists .*, got gone\.png",
+    '"torn.png"': r"--prompts: edits\.jsonl, line 2: torn\.png is cut short",
+    '["a.png", "a.png"]': r"--prompts: edits\.jsonl, line 2: .* of the first prompt, \[\(8, 4\)\], .* got \[\(8, 4\), ",
+    '"a.png"': "--prompts: prompts of a QwenImagePipeline must have no images, got 1",
+}
+
+
+@pytest.mark.parametrize("images", REFERENCES)
+def test_a_reference_that_cannot_be_used(folder, images):
+    Image.new("RGB", (8, 4)).save(folder / "a.png")
+    (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:-8])
+    (folder / "edits.jsonl").write_text(f'{{"prompt": "x", "images": "a.png"}}\n{{"prompt": "y", "images": {images}}}')
+    lives.assert_refused(folder, ["--prompts", "edits.jsonl", "--prompts-per-step", "2"], REFERENCES[images])
 
 
 ON_TWO_RANKS = {

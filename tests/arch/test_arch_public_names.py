@@ -271,7 +271,7 @@ def test_every_model_takes_what_the_door_promises():
         assert {
             name: signature_fault(getattr(model, name), SIGNATURES[f"omni_rollout.Model.{name}"]) for name in door
         } == dict.fromkeys(door, "")
-        for constant in ("NETS", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA"):
+        for constant in ("NETS", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA", "IMAGES"):
             assert hasattr(model, constant), constant
 
 

@@ -97,8 +97,31 @@ def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):
 
 def test_references_that_the_model_does_not_read_are_refused(engine):
     for extra in ({"images": (torch.zeros(8, 8, 3),)}, {"audio": torch.zeros(10, 1)}):
-        with pytest.raises(ValueError, match="prompts of a QwenImagePipeline must have no images and no audio"):
+        with pytest.raises(ValueError, match=f"prompts of a QwenImagePipeline must have no {next(iter(extra))}"):
             engine.generate([replace(PROMPTS[0], **extra)], PARAMS)
+
+
+def test_a_model_says_how_many_references_it_reads(engine, monkeypatch):
+    for allowed, span in ((range(1, 2), "1"), (range(1, 4), "1 to 3")):
+        monkeypatch.setattr(type(engine.sampler.model), "IMAGES", allowed)
+        with pytest.raises(ValueError, match=f"prompts of a QwenImagePipeline must have {span} images, got 0"):
+            engine.generate(PROMPTS, PARAMS)
+
+
+def test_other_inputs_are_made_once_for_samples_that_share_them(engine, monkeypatch):
+    """References are encoded once a group, and every sample has its own group's."""
+    made = []
+
+    def condition(self, parts, prompt, params):
+        made.append(prompt.index)
+        return {"level": prompt.images[0].float().mean()}
+
+    monkeypatch.setattr(type(engine.sampler.model), "IMAGES", range(1, 2))
+    monkeypatch.setattr(type(engine.sampler.model), "condition", condition)
+    images = [torch.full((8, 8, 3), level, dtype=torch.uint8) for level in (3, 7)]
+    prompts = [Prompt("a sign", group=i % 2, index=i, seed=i, images=(images[i % 2],)) for i in range(4)]
+    assert engine.generate(prompts, PARAMS).cond["level"].tolist() == [3, 7, 3, 7]
+    assert len(made) == 2
 
 
 def test_a_sync_with_the_trainers_own_module_moves_nothing(engine):

@@ -3,7 +3,9 @@
 import hashlib
 import json
 from collections import Counter
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from unittest.mock import patch
 
 import omni_train.data
@@ -134,9 +136,38 @@ def test_json_lines(tmp_path):
     ]
 
 
+def test_references_are_files_relative_to_the_prompts(tmp_path):
+    """One path or a list of them; the scorer is told the names as they stand."""
+    lines = [{"prompt": "a"}, {"prompt": "b", "images": "in/b.png"}, {"prompt": "c", "images": ["1.png", "/2.png"]}]
+    path = write(tmp_path, "a.jsonl", *map(json.dumps, lines))
+    files = [(), (tmp_path / "in" / "b.png",), (tmp_path / "1.png", Path("/2.png"))]
+    sampler = PromptSampler(path, prompts_per_step=3, seed=0)
+    for records in (load_prompts(path), sorted(sampler.at(0), key=lambda record: record.index)):
+        assert [record.images for record in records] == files
+        assert [record.meta.get("images") for record in records] == [None, "in/b.png", ["1.png", "/2.png"]]
+
+
+def test_the_line_of_a_reference_that_cannot_be_used_is_named(tmp_path):
+    """Blank lines count, and prompts without references are checked too."""
+    path = write(tmp_path, "a.jsonl", '{"prompt": "a"}', "", '{"prompt": "b", "images": "b.png"}')
+    seen = []
+
+    def refuse(images):
+        seen.append(images)
+        if images:
+            raise ValueError(f"{images[0].name} is broken")
+
+    for load in (load_prompts, partial(PromptSampler, prompts_per_step=1, seed=0)):
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 3: b\.png is broken"):
+            load(path, check_images=refuse)
+    assert seen == [(), (tmp_path / "b.png",)] * 2
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ('{"prompt": "cat", "images": 3}', 'line 3: "images" must be a path or a list of paths, got 3'),
+        ('{"prompt": "cat", "images": ["a.png", null]}', 'line 3: "images" must be a path or a list of paths'),
         ("{prompt: cat}", "line 3: not valid JSON"),
         ('["cat"]', "line 3: must be a JSON object, got list"),
         ('{"text": "cat"}', r"line 3: must have the key \"prompt\", got the keys \['text'\]"),

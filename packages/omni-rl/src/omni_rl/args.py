@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from omni_train.data import PromptSampler, load_prompts
 
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
+from omni_rl.pictures import SameSizes
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
@@ -146,9 +147,9 @@ def check_run(args: RunArgs, world_size: int) -> None:
     parse_numbers(args.guidance, "--guidance")
     check_urls(args.watch_scorer_url, "--watch-scorer-url")
     with flag("--prompts: "):
-        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check_images=SameSizes())
     with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts)
+        load_prompts(args.eval_prompts, check_images=SameSizes())
 
 
 def check_scored(args: ScoredArgs, world_size: int) -> None:

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from omni_train.data import PromptRecord, load_prompts
-from PIL import Image, UnidentifiedImageError
 from safetensors import SafetensorError, safe_open
+
+from omni_rl.pictures import FORMATS, picture_size, read_picture
 
 if TYPE_CHECKING:  # the check runs before torch is imported
     from omni_rollout import Model, Params
@@ -14,8 +14,6 @@ if TYPE_CHECKING:  # the check runs before torch is imported
     from torch import Tensor
 
 SIDES = ("win", "lose")
-FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "WEBP": b""}  # of a whole file; WebP's header has its size
 SUFFIXES = (*FORMATS, ".safetensors")
 
 
@@ -42,8 +40,6 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
     Raises:
         ValueError: it has another shape than the model's latents, or there is no such tensor.
     """
-    import torch
-
     shape = model.latent_shape(params)
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
@@ -51,8 +47,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
             x0: Tensor = file.get_tensor("x0").float()
     else:
-        pixels = torch.from_numpy(np.array(Image.open(path).convert("RGB")))
-        x0 = model.encode_media(parts, {"image": pixels[None]}, params)[0]
+        x0 = model.encode_media(parts, {"image": read_picture(path)[None]}, params)[0]
     if x0.shape != shape:
         raise ValueError(f"{path} must be a sample of latent shape {shape}, got {tuple(x0.shape)}")
     return x0
@@ -79,20 +74,5 @@ def _check_file(path: Path, height: int, width: int) -> None:
                 return
         except SafetensorError as exc:
             raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
-    wanted = FORMATS[path.suffix.lower()]
-    try:
-        with Image.open(path, formats=[wanted]) as image:
-            size = image.size
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
-        raise ValueError(f"{path} is no {wanted} image: {exc}") from exc
-    if size != (width, height):
+    if (size := picture_size(path)) != (width, height):
         raise ValueError(f"{path} must be an image of {width} x {height} pixels, got {size[0]} x {size[1]}")
-    if not _is_whole(path, wanted):
-        raise ValueError(f"{path} is cut short")
-
-
-def _is_whole(path: Path, kind: str) -> bool:
-    """Whether the last bytes of an image file are those of its format."""
-    with path.open("rb") as file:
-        file.seek(-min(64, path.stat().st_size), 2)
-        return ENDINGS[kind] in file.read()

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from omni_rollout import Engine, Model, Params
 from omni_rollout.models import open_model
+from omni_rollout.sampler import check_images
 from omni_train import lora
 from omni_train.checkpoint import Checkpoint, Saved, check_config
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
@@ -339,10 +340,12 @@ def _open_scorers(
 
 
 def _digests(model: Model, args: RunArgs) -> dict[str, str]:
-    """Digests of the files whose content decides what is learned: prompts, the model's parts, weights to start from."""
+    """Digests of the files that decide what is learned: prompts and references, the model, weights to start from."""
+    images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
     weights = [*sorted(model.folder.glob("*/*.safetensors")), *start]
-    return {"prompts_digest": file_digest(args.prompts), "weights_digest": probe_digest(weights)}
+    digests = {"prompts_digest": file_digest(args.prompts), "weights_digest": probe_digest(weights)}
+    return digests | ({"images_digest": probe_digest(images, num_blocks=1)} if images else {})
 
 
 def _frozen_adapters(model: Model, args: RunArgs, *, old_policy: bool, reference: bool) -> tuple[str, ...]:
@@ -369,8 +372,10 @@ def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord
             model.check(params)
     with flag("--prompts: "):
         prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+        check_images(model, len(prompts.at(0)[0].images))
     with flag("--eval-prompts: "):
         eval_records = load_prompts(args.eval_prompts)
+        check_images(model, len(eval_records[0].images))
     if args.init_weights:
         with flag("--init-weights: "):
             check_weights(model.empty_net(), args.init_weights, part=model.NETS[0])

@@ -13,6 +13,7 @@ from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist
 
 from omni_rl.args import RunArgs
+from omni_rl.pictures import read_picture
 from omni_rl.report import Sample, write_eval, write_samples
 from omni_rl.run import Run, Step, eval_params
 from omni_rl.scoring import Pending, collect, gather_rewards, submit
@@ -32,6 +33,7 @@ def expand_groups(
             index=group * group_size + i,
             seed=sample_seed(seed, step, record.index, i),
             negative=record.negative,
+            images=tuple(map(read_picture, record.images)),
             meta=dict(record.meta),
             initial_seed=sample_seed(seed, step, record.index, 0) if same_start_noise else None,
         )

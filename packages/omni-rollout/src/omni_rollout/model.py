@@ -23,6 +23,7 @@ class Model(Protocol):
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # how the names of layers that LoRA wraps end
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
+    IMAGES: ClassVar[range]  # how many references a prompt may have
 
     @property
     def path(self) -> str:

@@ -37,9 +37,10 @@ class Sampler:
         then: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
 
         Raises:
-            ValueError: no prompts, images of several sizes, or a size or option that the model lacks.
+            ValueError: no prompts, images of several sizes or another number of them than the model takes, sound, or a
+                size or option that the model lacks.
         """
-        _check_prompts(prompts)
+        _check_prompts(prompts, self.model)
         self.model.check(params)
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
         if params.compress_ratio is not None:
@@ -96,12 +97,14 @@ class Sampler:
         return x, kept
 
     def _condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The batch's conditioning: each distinct text is encoded once and remembered."""
+        """The batch's conditioning: each distinct text is encoded once and remembered, its other inputs once."""
         cond = join([self._encode(prompt) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        return cond | join([self.model.condition(self.parts, p, params) for p in prompts], dim=0, what="condition")
+        given = {_given(prompt): prompt for prompt in prompts}
+        others = {key: self.model.condition(self.parts, prompt, params) for key, prompt in given.items()}
+        return cond | join([others[_given(prompt)] for prompt in prompts], dim=0, what="condition")
 
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         key = (negative, prompt.negative if negative else prompt.text, *map(id, prompt.images), id(prompt.audio))
@@ -130,20 +133,36 @@ def to_wire(media: Media) -> Media:
     }
 
 
-def _check_prompts(prompts: Sequence[Prompt]) -> None:
+def check_images(model: Model, num: int) -> None:
+    """Raises ValueError unless a prompt of the model may have that many references."""
+    if num not in model.IMAGES:
+        fewest, most = model.IMAGES[0], model.IMAGES[-1]
+        span = f"{fewest} to {most}" if most > fewest else fewest or "no"
+        raise ValueError(f"prompts of a {model.config['_class_name']} must have {span} images, got {num}")
+
+
+def _check_prompts(prompts: Sequence[Prompt], model: Model) -> None:
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     sizes = sorted({tuple(tuple(image.shape) for image in prompt.images) for prompt in prompts})
     if len(sizes) > 1:
         raise ValueError(f"prompts of one batch must have equally many images of equal sizes, got {sizes}")
+    check_images(model, len(prompts[0].images))
+    if any(prompt.audio is not None for prompt in prompts):
+        raise ValueError(f"prompts of a {model.config['_class_name']} must have no audio, got some")
 
 
 def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
     """Of samples that start alike the first one's index, and for each sample its place among those."""
-    starts = [(p.text, p.negative, *map(id, p.images), id(p.audio), _initial_seed(p)) for p in prompts]
+    starts = [(*_given(prompt), _initial_seed(prompt)) for prompt in prompts]
     first = {start: i for i, start in reversed(list(enumerate(starts)))}
     places = {start: place for place, start in enumerate(dict.fromkeys(starts))}
     return sorted(first.values()), [places[start] for start in starts]
+
+
+def _given(prompt: Prompt) -> tuple[str | int, ...]:
+    """What the samples of a prompt share: its texts, its images, its sound."""
+    return prompt.text, prompt.negative, *map(id, prompt.images), id(prompt.audio)
 
 
 def _initial_seed(prompt: Prompt) -> int:

@@ -9,37 +9,46 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
+ImageCheck = Callable[[Sequence[Path]], None]  # raises ValueError for references that cannot be used
 
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of the file; `index` counts prompts from 0 in file order, `meta` is whatever else the line held."""
+    """One prompt of the file.
+
+    index: counts prompts from 0 in file order. meta: whatever else the line held. images: files of references.
+    """
 
     index: int
     text: str
     negative: str = ""
     meta: Mapping[str, object] = field(default_factory=dict)
+    images: tuple[Path, ...] = ()
 
 
 class PromptSampler:
     """Draws P prompts a step, without replacement within an epoch and without repeats within a step.
 
-    Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", and
-    further keys that become `meta`. Blank lines are skipped.
+    Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
+    "images", the path of a reference, or a list of them, relative to the file, and further keys that become `meta`, as
+    do the paths. Blank lines are skipped. check_images: called with the references of every prompt.
 
     Raises:
-        ValueError: the file is empty or malformed (the line is named), or holds fewer than P prompts.
+        ValueError: the file is empty or malformed, or check_images raises one (the line is named), or it holds fewer
+            than P prompts.
     """
 
-    def __init__(self, path: str | Path, *, prompts_per_step: int, seed: int) -> None:
-        self._lines, self._split = _read_lines(Path(path))
+    def __init__(
+        self, path: str | Path, *, prompts_per_step: int, seed: int, check_images: ImageCheck | None = None
+    ) -> None:
+        self._lines, self._split = _read_lines(Path(path), check_images)
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
@@ -127,24 +136,25 @@ def _hash(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & (2**63 - 1)
 
 
-Parts = tuple[str, str, dict[str, object]]  # text, negative, meta
+Parts = tuple[str, str, dict[str, object], tuple[Path, ...]]  # text, negative, meta, images
 
 
-def load_prompts(path: str | Path) -> list[PromptRecord]:
-    """All prompts of a `.txt` or `.jsonl` file, in file order.
+def load_prompts(path: str | Path, *, check_images: ImageCheck | None = None) -> list[PromptRecord]:
+    """All prompts of a `.txt` or `.jsonl` file, in file order. check_images: called with the references of each.
 
     Raises:
-        ValueError: another suffix, a file that cannot be read or is empty, a malformed line (named with its number).
+        ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what check_images raises
+            (named with the line's number).
     """
-    lines, split = _read_lines(Path(path))
+    lines, split = _read_lines(Path(path), check_images)
     return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
 
 
-def _read_lines(path: Path) -> tuple[list[str], Callable[[str], Parts]]:
+def _read_lines(path: Path, check_images: ImageCheck | None) -> tuple[list[str], Callable[[str], Parts]]:
     """The lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"path must end in .txt or .jsonl, got {path}")
-    split = _split_json if path.suffix == ".jsonl" else _split_text
+    split = partial(_split_json, path.parent) if path.suffix == ".jsonl" else _split_text
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
@@ -158,8 +168,9 @@ def _read_lines(path: Path) -> tuple[list[str], Callable[[str], Parts]]:
         try:
             if len(line) > MAX_LINE_CHARS:
                 raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
-            if line:
-                split(line)
+            images = split(line)[3] if line else ()
+            if line and check_images:
+                check_images(images)
         except ValueError as exc:
             raise ValueError(f"{path}, line {number}: {exc}") from exc
     if not any(lines):
@@ -168,10 +179,10 @@ def _read_lines(path: Path) -> tuple[list[str], Callable[[str], Parts]]:
 
 
 def _split_text(line: str) -> Parts:
-    return line, "", {}
+    return line, "", {}, ()
 
 
-def _split_json(line: str) -> Parts:
+def _split_json(folder: Path, line: str) -> Parts:
     try:
         entry, end = _DECODER.raw_decode(line)
     except (ValueError, RecursionError) as exc:
@@ -188,12 +199,16 @@ def _split_json(line: str) -> Parts:
             raise ValueError(f'"{key}" must be a string, got {type(value).__name__}')
     if not text.strip():
         raise ValueError('"prompt" must not be empty')
+    images = entry.get("images", [])
+    names = [images] if type(images) is str else images
+    if type(names) is not list or not all(type(name) is str for name in names):
+        raise ValueError(f'"images" must be a path or a list of paths, got {images!r:.80}')
     if _SURROGATE.search(line):  # an escape, maybe one of a pair: a character of its own is no UTF-8
         try:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
-    return text, negative, entry
+    return text, negative, entry, tuple(folder / name for name in names)
 
 
 def _finite(number: str) -> float:

@@ -37,6 +37,7 @@ class DiffusersModel:
     OPTIONS: ClassVar[Mapping[str, float]] = {}
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
+    IMAGES: ClassVar[range] = range(1)
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -149,13 +150,7 @@ class DiffusersModel:
         return safetensors_files(self.folder / part)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Nothing: the text is all that is conditioned on.
-
-        Raises:
-            ValueError: the prompt has images or sound.
-        """
-        if prompt.images or prompt.audio is not None:
-            raise ValueError(f"prompts of a {self.PIPELINE} must have no images and no audio, got some")
+        """Nothing: the text is all that is conditioned on."""
         return {}
 
     def _class(self, part: str) -> Any:

@@ -1,0 +1,65 @@
+"""Picture files: their check before any weight is loaded, and their pixels."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+if TYPE_CHECKING:  # the check runs before torch is imported
+    from torch import Tensor
+
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "WEBP": b""}  # of a whole file; WebP's header has its size
+EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """(width, height) in pixels, upright; reads a file's header and its last bytes alone.
+
+    Raises:
+        ValueError: there is no such file, or it is no whole picture of the kind that its name says.
+    """
+    kind = FORMATS.get(path.suffix.lower())
+    if kind is None or not path.is_file():
+        raise ValueError(f"must name a file that exists and ends in one of {(*FORMATS,)}, got {path}")
+    try:
+        with Image.open(path, formats=[kind]) as image:
+            turned = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
+            size = image.size[::-1] if turned else image.size
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
+        raise ValueError(f"{path} is no {kind} image: {exc}") from exc
+    with path.open("rb") as file:
+        file.seek(-min(64, path.stat().st_size), 2)
+        if ENDINGS[kind] not in file.read():
+            raise ValueError(f"{path} is cut short")
+    return size
+
+
+@lru_cache(maxsize=64)
+def read_picture(path: Path) -> "Tensor":
+    """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered."""
+    import torch
+
+    return torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB")))
+
+
+class SameSizes:
+    """A check of the references of one prompt after the other: all have as many as the first one, of its sizes.
+
+    Samples that are drawn or trained in one batch must share them.
+    """
+
+    def __init__(self) -> None:
+        self.first: list[tuple[int, int]] | None = None
+
+    def __call__(self, images: Sequence[Path]) -> None:
+        """Raises ValueError for a file that is no whole picture, and for other numbers or sizes than the first's."""
+        sizes = [picture_size(path) for path in images]
+        if self.first is None:
+            self.first = sizes
+        if sizes != self.first:
+            rule = f'"images" must have the sizes (width, height) of those of the first prompt, {self.first}'
+            raise ValueError(f"{rule}, since the samples of a batch share them, got {sizes}")

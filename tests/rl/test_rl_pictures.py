@@ -1,0 +1,88 @@
+"""References and pairs: whole picture files of one size, or an error before anything is loaded."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from omni_rl.pictures import SameSizes, picture_size, read_picture
+from omni_train.data import load_prompts
+from PIL import Image
+
+EXIF_ORIENTATION = 0x0112
+
+
+@pytest.fixture
+def picture(tmp_path):
+    """Writes a picture of that name and size, whose pixels differ from each other, and returns its path."""
+
+    def write(name, width=24, height=16, **options):
+        pixels = np.arange(height * width * 3, dtype=np.uint8).reshape(height, width, 3)
+        Image.fromarray(pixels).save(tmp_path / name, **options)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.JPEG", "a.webp"])
+def test_the_size_is_that_of_the_pixels(picture, name):
+    path = picture(name)
+    assert picture_size(path) == (24, 16)
+    assert read_picture(path).shape == (16, 24, 3)
+    assert read_picture(path).dtype == torch.uint8
+
+
+def test_pixels_are_those_that_were_saved_and_a_picture_is_read_once(picture):
+    path = picture("a.png")
+    assert np.array_equal(read_picture(path), np.array(Image.open(path)))
+    assert read_picture(path) is read_picture(path)
+
+
+def test_transparent_and_grey_pictures_have_three_channels(tmp_path):
+    Image.new("LA", (8, 4)).save(tmp_path / "a.png")
+    assert read_picture(tmp_path / "a.png").shape == (4, 8, 3)
+
+
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_a_photograph_is_turned_upright(picture, orientation):
+    """As its camera says in EXIF."""
+    exif = Image.Exif()
+    exif[EXIF_ORIENTATION] = orientation
+    path = picture("a.png", exif=exif)
+    turns = {1: 0, 3: 2, 6: 3, 8: 1}[orientation]
+    assert np.array_equal(read_picture(path), np.rot90(np.array(Image.open(path)), turns))
+    assert picture_size(path) == (read_picture(path).shape[1], read_picture(path).shape[0])
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp"])
+def test_a_file_that_is_cut_short_or_something_else_is_named(picture, tmp_path, name):
+    path = picture(name, 64, 64)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=rf"{name} is (cut short|no \w+ image)"):
+        picture_size(path)
+    path.write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=rf"{name} is no \w+ image"):
+        picture_size(path)
+
+
+@pytest.mark.parametrize("name", ["gone.png", "a.gif", "folder.png"])
+def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path, name):
+    Image.new("RGB", (8, 4)).save(tmp_path / "a.gif")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ValueError, match=rf"must name a file that exists and ends in one of .*, got .*{name}"):
+        picture_size(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("images", "got"), [("[]", "[]"), ('["small.png"]', "[(8, 8)]"), ('["a.png", "a.png"]', "[(24, 16), (24, 16)]")]
+)
+def test_prompts_of_a_file_share_the_number_and_the_sizes_of_their_references(picture, tmp_path, images, got):
+    picture("a.png"), picture("other.png"), picture("small.png", 8, 8)
+    prompts = tmp_path / "prompts.jsonl"
+    fine = '{"prompt": "x", "images": "a.png"}\n{"prompt": "y", "images": ["other.png"]}\n'
+    prompts.write_text(fine)
+    assert len(load_prompts(prompts, check_images=SameSizes())) == 2
+    prompts.write_text(f'{fine}{{"prompt": "z", "images": {images}}}\n')
+    rule = 'line 3: "images" must have the sizes (width, height) of those of the first prompt, [(24, 16)], since'
+    with pytest.raises(ValueError, match=f"{re.escape(rule)}.*got {re.escape(got)}"):
+        load_prompts(prompts, check_images=SameSizes())
