@@ -82,7 +82,7 @@ from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.pictures import read_picture
-from omni_rl.run import Run, Step, base_params, policy_metrics
+from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
@@ -123,7 +123,7 @@ def main(args: Args) -> None:
             else:
                 prompts = prompts_of(run, step)
                 with run.phase("rollout"):
-                    batches, pending = draw(run, prompts, base_params(args), unit=args.group_size)
+                    batches, pending = draw(run, prompts, run.base_params, unit=args.group_size)
                 with run.phase("reward_wait"):
                     scores = collect(run.dist, pending)
                 show(run, step, batches, scores)
@@ -152,7 +152,7 @@ def choose(
 def read_pairs(run: Run[Args], step: Step) -> Pairs:
     """This rank's pairs of the step from the preference file."""
     args, dist, model, parts = run.args, run.dist, run.model, run.engine.parts
-    records, params = run.prompts.at(step.number), base_params(args)
+    records, params = run.prompts.at(step.number), run.base_params
     rows = records[dist.rank :: dist.world_size] or records[:1]
     folder = Path(args.preferences).parent
     win, lose = (

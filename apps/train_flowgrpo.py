@@ -128,9 +128,8 @@ from omni_losses import (
 )
 from omni_reward import Score
 from omni_rl.failures import launch
-from omni_rl.gate import check_ratio
 from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, base_params, policy_metrics
+from omni_rl.run import Run, Step, check_ratio, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import collect, describe_rewards, gather_parts, gather_rewards, groups_of
 from omni_rl.selection import TrainBatch, keep_samples, select
@@ -193,7 +192,7 @@ def main(args: Args) -> None:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, params_at(args, step))
+                batches, pending = draw(run, prompts, params_at(run, step))
             with run.phase("reward_wait"):
                 scores = collect(run.dist, pending)
             advantages, keep = grade(run, step, prompts, batches, scores)
@@ -214,9 +213,9 @@ def settle(args: Args, *, is_exact: bool) -> Args:
     return replace(args, old_log_prob=old_log_prob, ratio_tolerance=tolerance)
 
 
-def params_at(args: Args, step: Step) -> Params:
+def params_at(run: Run[Args], step: Step) -> Params:
     """The sampling parameters of a training step; its window is the same on every rank."""
-    algo = ALGOS[args.algo]
+    args, algo = run.args, ALGOS[run.args.algo]
     window = sde_window(
         args.num_inference_steps,
         args.window_size,
@@ -229,7 +228,7 @@ def params_at(args: Args, step: Step) -> Params:
         stride=args.window_stride,
     )
     return replace(
-        base_params(args),
+        run.base_params,
         rule=algo.rule,
         noise_level=args.noise_level,
         sde_steps=window,

@@ -103,7 +103,7 @@ from omni_losses import (
 from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, base_params, policy_metrics
+from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import collect, describe_rewards, gather_rewards, groups_of
 from omni_rl.selection import TrainBatch
@@ -159,7 +159,7 @@ def main(args: Args) -> None:
             with sampling_policy(run):
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
-                    batches, pending = draw(run, prompts, base_params(args))
+                    batches, pending = draw(run, prompts, run.base_params)
             with run.phase("reward_wait"):
                 scores = collect(run.dist, pending)
             graded = grade(run, step, prompts, batches, scores)

@@ -93,7 +93,7 @@ from omni_reward import Score
 from omni_rl.direct_rewards import REWARDS, Reward
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, base_params, policy_metrics
+from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, collect, describe_rewards, gather_rewards
 from omni_rollout import Trajectory
@@ -121,7 +121,7 @@ def main(args: Args) -> None:
         for step in steps:
             prompts = prompts_of(run, step)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, base_params(args))
+                batches, pending = draw(run, prompts, run.base_params)
                 scores = collect(run.dist, pending)
             alike = torch.zeros(len(prompts), dtype=torch.long)  # nothing is compared within a group: the step is one
             rewards = gather_rewards(run.dist, batches, scores, alike)

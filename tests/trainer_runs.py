@@ -4,7 +4,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections import Counter
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -101,34 +100,13 @@ def lone_run(args, *, rank=0, world_size=1):
     model = open_model(args.model)
     parts = model.load(device="cpu", dtype=torch.float32)
     net = parts.net.requires_grad_(True)
-    return Run(
-        args=args,
-        algorithm="test",
-        base=args.model,
-        config={},
-        dist=place(rank, world_size),
-        mode="none",
-        model=model,
-        engine=DiffusersEngine(model, parts, weight_version=0),
-        net=net,
-        params=list(net.parameters()),
-        optimizer=None,
-        ema=None,
-        snapshot=None,
-        reference_net=None,
-        has_reference_adapter=False,
-        scorer=NobodyScores(),
-        watch=None,
-        prompts=PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed),
-        eval_records=load_prompts(args.prompts)[:3],
-        folder=Path("nowhere"),
-        checkpoints=None,
-        log=None,
-        first_step=0,
-        lock=None,
-        counts=Counter(),
-        version=0,
-    )
+    run = Run(args, "test", place(rank, world_size))
+    run.model, run.engine, run.version = model, DiffusersEngine(model, parts, weight_version=0), 0
+    run.net, run.params, run.frozen = net, list(net.parameters()), ()
+    run.scorer, run.watch = NobodyScores(), None
+    run.prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    run.eval_records = load_prompts(args.prompts)[:3]
+    return run
 
 
 def rollout(run, params, *, number=0, unit=1, **options):

@@ -175,7 +175,7 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     """The gradient over the kept samples alone is that over all, scaled by how many there are of each."""
     run = lone_run(TINY)
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(TINY, Step(0)))
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
     groups = torch.arange(16) // 8
     keep = keep_samples(advantages, advantages, groups, best_worst=4, drop_silent_groups=False)
@@ -193,7 +193,7 @@ def test_tempflow_trains_with_the_weight_of_the_noise():
     """With one trained step, whose noise is the same for all samples, the gradient is that without, times 2.25 std."""
     run = lone_run(replace(TINY, window_high=1))
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run.args, Step(0)))
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
     chosen = select(run.dist, batches, torch.linspace(-1, 1, 16), None)
     app.update(run, Step(0), chosen)
     run.args = replace(run.args, step_weights="tempflow")

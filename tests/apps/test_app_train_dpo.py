@@ -11,7 +11,7 @@ import torch
 from helpers import CHECKPOINT, REPO
 from omni_reward import Score
 from omni_rl import preferences
-from omni_rl.run import Step, base_params
+from omni_rl.run import Step
 from omni_rl.sampling import deal
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
@@ -105,7 +105,7 @@ def choose(args, values):
     """The pairs of one rollout whose samples score these values, None being no score."""
     run, step = lone_run(args), Step(0)
     run.reference_net = copy.deepcopy(run.net).requires_grad_(False)
-    batches, prompts = rollout(run, base_params(args), unit=args.group_size)
+    batches, prompts = rollout(run, run.base_params, unit=args.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
     pairs = app.choose(run, step, prompts, batches, scores)
     return run, torch.cat([b.x0 for b in batches]), pairs, step
@@ -151,7 +151,7 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
         noise = step_noise(pairs.seeds, args.num_inference_steps + k, x0.shape[1:])
         sigma = torch.sigmoid(normal[:, k])
         x = torch.lerp(x0, noise, sigma.view(-1, 1, 1, 1))
-        velocity = run.model.predict_velocity(net, x, sigma, pairs.cond, base_params(args))
+        velocity = run.model.predict_velocity(net, x, sigma, pairs.cond, run.base_params)
         return (velocity - noise + x0).flatten(1).square().mean(dim=1)
 
     with torch.no_grad():
@@ -169,8 +169,8 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
 
 def test_the_loss_is_without_the_guidance_that_the_samples_were_drawn_with():
     run = lone_run(replace(TINY, true_cfg_scale=3.0))
-    assert run.model.is_guided(base_params(run.args))
-    assert not run.model.is_guided(run.model.unguided(base_params(run.args)))
+    assert run.model.is_guided(run.base_params)
+    assert not run.model.is_guided(run.model.unguided(run.base_params))
 
 
 def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():

@@ -111,8 +111,9 @@ def test_the_published_preset_s_path_is_the_same_on_two_ranks(in_tmp, bright_url
 
 def test_trajectories_do_not_depend_on_the_number_of_ranks():
     args = replace(TINY, batch_size=2)
-    alone, _ = rollout(lone_run(args), app.params_at(args, Step(3)), number=3)
-    params = app.params_at(args, Step(3))
+    run = lone_run(args)
+    params = app.params_at(run, Step(3))
+    alone, _ = rollout(run, params, number=3)
     first, second = (rollout(lone_run(args, rank=r, world_size=2), params, number=3)[0] for r in range(2))
     assert len(alone) == 2 * len(first) == 2 * len(second) == 4
     for a, b in zip(alone, [first[0], second[0], first[1], second[1]], strict=True):  # dealt in turn
@@ -127,7 +128,7 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     generate = run.engine.generate
     run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
     run.scorer.submit = lambda media, prompts, meta: events.append("submit")
-    draw(run, prompts_of(run, Step(0)), app.params_at(run.args, Step(0)))
+    draw(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)))
     assert events == ["draw", "submit"] * 4
 
 
@@ -135,7 +136,7 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
     run = lone_run(TINY)
     run.version = 1
     with pytest.raises(RuntimeError, match="the engine samples with weights 0, the trainer has 1"):
-        rollout(run, app.params_at(TINY, Step(0)))
+        rollout(run, app.params_at(run, Step(0)))
 
 
 @pytest.mark.parametrize("algo", sorted(app.ALGOS))
@@ -210,7 +211,7 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     """What reaches the optimizer equals one autograd pass over everything at once."""
     run = lone_run(app.settle(replace(TINY, batch_size=2), is_exact=True))
     kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run.args, Step(0)))
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
     app.update(run, Step(0), [TrainBatch(b, a) for b, a in zip(batches, advantages, strict=True)])
     losses = [

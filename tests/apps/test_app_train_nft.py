@@ -6,7 +6,7 @@ import pytest
 import torch
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
-from omni_rl.run import Step, base_params
+from omni_rl.run import Step
 from omni_rl.selection import TrainBatch
 from omni_rollout import Trajectory
 from omni_sched import step_noise
@@ -51,7 +51,7 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, algo):
 
 def points_of(run):
     """One rollout, graded by hand with one sample left out, and all its noised samples."""
-    batches, _ = rollout(run, base_params(run.args))
+    batches, _ = rollout(run, run.base_params)
     advantages, weights = torch.linspace(-1, 2, 8).view(2, 4), torch.ones(2, 4)
     advantages[1, 2] = weights[1, 2] = 0
     graded = [TrainBatch(*row) for row in zip(batches, advantages, weights, strict=True)]
@@ -96,7 +96,8 @@ def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
 
 def test_each_stratum_of_the_schedule_gives_one_level(here):
     args = replace(TINY, num_inference_steps=6, train_levels=2, train_low=1, train_high=5)
-    (batch, other), _ = rollout(lone_run(args), base_params(args))
+    run = lone_run(args)
+    (batch, other), _ = rollout(run, run.base_params)
     ones = torch.ones(4)
     points = app.noise_afresh(args, TrainBatch(batch, ones))
     for at, strata in zip(points, (batch.sigmas[1:3], batch.sigmas[3:5]), strict=True):
@@ -114,7 +115,7 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
 
 def test_samples_without_a_score_take_no_part(here):
     run = lone_run(replace(TINY, group_size=2))
-    batches, prompts = rollout(run, base_params(run.args))
+    batches, prompts = rollout(run, run.base_params)
     scores = [Score(0.5), Score(0.25), Score(0.0), Score(1.0)]
 
     def grade(scores):

@@ -11,7 +11,7 @@ import tiny_signs
 import torch
 from helpers import REPO
 from omni_rl import direct_rewards
-from omni_rl.run import Step, base_params
+from omni_rl.run import Step
 from omni_sched import step_noise
 from trainer_runs import (
     assert_same_gradients,
@@ -205,7 +205,7 @@ def test_both_steps_end_at_one_level_and_stay_in_the_range():
 def test_gradients_are_one_pass_over_all_samples_and_both_steps():
     args, step = replace(TINY, positive_words="Clear, Sharp", threshold=5.0), Step(1)
     run, reward = lone_run(args), direct_rewards.load_sign_reader(READER, CPU)
-    batches, _ = rollout(run, base_params(args), number=1)
+    batches, _ = rollout(run, run.base_params, number=1)
     kept = keep_gradients(run)
     metrics = app.update(run, step, reward, batches)
     run.net.zero_grad()
@@ -231,7 +231,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
 
 def test_a_sample_past_the_threshold_has_no_gradient():
     run, reward = lone_run(replace(TINY, threshold=-5.0)), direct_rewards.load_sign_reader(READER, CPU)
-    batches, _ = rollout(run, base_params(run.args))
+    batches, _ = rollout(run, run.base_params)
     kept = keep_gradients(run)
     assert app.update(run, Step(0), reward, batches)["policy/denoising_active_fraction"] == 0.0
     assert all(grad is None or not grad.any() for grad in kept[0])

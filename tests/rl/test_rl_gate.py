@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from omni_rl.gate import check_ratio
+from omni_rl.run import check_ratio
 from omni_train.dist import Dist
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)

@@ -101,8 +101,7 @@ def save(run: Run[RunArgs], done: int) -> None:
     """A checkpoint of `done` finished steps, unless there is one."""
     newest = run.checkpoints.latest()
     if newest is None or newest.step < done:
-        averages = (run.ema, run.snapshot) if run.snapshot else (run.ema,)
-        run.checkpoints.save(done, run.net, run.optimizer, averages, config=run.config)
+        run.checkpoints.save(done, run.net, run.optimizer, run.averages(), config=run.config)
 
 
 def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:

@@ -10,26 +10,27 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
-from omni_rollout import Engine, Model, Params
+from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.sampler import check_images
 from omni_train import lora
-from omni_train.checkpoint import Checkpoint, Saved, check_config
-from omni_train.data import PromptRecord, PromptSampler, load_prompts
+from omni_train.checkpoint import Checkpoint, check_config
+from omni_train.data import PromptSampler, load_prompts
 from omni_train.device import memory
-from omni_train.dist import Dist, gather_json, init_distributed, mean_metrics, same_error, shutdown
+from omni_train.dist import Dist, gather_floats, gather_json, init_distributed, mean_metrics, same_error, shutdown
 from omni_train.ema import Ema
 from omni_train.files import file_digest, probe_digest, write_atomically
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
 from omni_train.optim import StepResult, build_adamw, optimizer_step, warmup_lr
-from omni_train.shard import Mode, reduce_gradients, shard
+from omni_train.shard import reduce_gradients, shard
 from omni_train.snapshot import Snapshot
 from omni_train.weights import check_adapter, check_weights, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
@@ -47,42 +48,40 @@ COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/g
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
-@dataclass
 class Run(Generic[ArgsT]):
     """One rank of a run.
 
-    params: what is trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without
-    LoRA, if it has one. reference_net: the frozen reference of such a run, if it has one. first_step: finished steps
-    with which the loop begins. lock: of the folder. counts: samples that have passed the nets, as `forwards`, and that
-    were `drawn`. version: of the weights that the engine has.
+    base_params, eval_params: what training and evaluations sample with, without any stochastic step. params: what is
+    trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
+    reference_net: the frozen reference of such a run, if it has one. first_step: finished steps with which the loop
+    begins. counts: samples that have passed the nets, as `forwards`, and that were `drawn`. version: of the weights
+    that the engine has.
     """
 
-    args: ArgsT
-    algorithm: str
-    base: str
-    config: dict[str, object]
-    dist: Dist
-    mode: Mode
-    model: Model
-    engine: Engine
-    net: nn.Module
-    params: list[nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    ema: Ema
-    snapshot: Snapshot | None
-    reference_net: nn.Module | None
-    has_reference_adapter: bool
-    scorer: Scorer
-    watch: Scorer | None
-    prompts: PromptSampler
-    eval_records: list[PromptRecord]
-    folder: Path
-    checkpoints: Checkpoint
-    log: RunLog
-    first_step: int
-    lock: RunLock
-    counts: Counter[str]
-    version: int = -1
+    def __init__(
+        self, args: ArgsT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
+    ) -> None:
+        self.args, self.algorithm, self.dist = args, algorithm, dist
+        self.mode = sharding(args, dist.world_size)
+        self.dtype: torch.dtype = getattr(torch, args.dtype)
+        true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
+        self.base_params = Params(
+            num_inference_steps=args.num_inference_steps,
+            height=args.height,
+            width=args.width,
+            guidance_scale=args.guidance_scale,
+            guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
+        )
+        self.eval_params = replace(self.base_params, num_inference_steps=args.eval_num_inference_steps)
+        self.folder = Path("runs") / args.name
+        self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
+        self.counts: Counter[str] = Counter()
+        self.version = -1
+        self.snapshot: Snapshot | None = None
+        self.reference_net: nn.Module | None = None
+        self._start_files: list[Path] = []  # full weights in --init-weights
+        self._adapter = ""  # --init-weights where it holds an adapter
+        self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
 
     @staticmethod
     def start(
@@ -106,76 +105,23 @@ class Run(Generic[ArgsT]):
         dist = init_distributed(timeout_s=args.hang_timeout_s)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        mode = sharding(args, dist.world_size)
+        run = Run(args, algorithm, dist, old_policy=old_policy, reference=reference)
         with same_error(dist):
-            model, prompts, eval_records = _read_inputs(args)
-            config = asdict(without_secrets(args)) | _digests(model, args)
-        _check_alike(dist, asdict(args) | config)
-        frozen = _frozen_adapters(model, args, old_policy=old_policy, reference=reference)
-        folder = Path("runs") / args.name
-        checkpoints = Checkpoint(folder / "checkpoints", dist, keep=args.keep_checkpoints)
-        saved = checkpoints.latest()
-        if saved:
-            check_config(saved, config, ignore=(*_may_change(args), "scorer"))
-            checkpoints.verify(saved, _add_adapters(model.empty_net(), model, args, frozen))
+            run._read_inputs()
+        run._check_alike()
+        run._find_checkpoint()
         if args.dry_run:
             if dist.is_main:
-                copies = 4 + bool(args.ema_decay) + old_policy  # 4: weight, gradient, two moments
-                separate = reference and not args.lora_rank
-                plan = _plan(args, dist, mode, model, copies, saved, has_reference=separate)
-                print(to_toml(without_secrets(args)), plan, sep="\n")
+                print(to_toml(without_secrets(args)), run._plan(), sep="\n")
             shutdown()
             sys.exit(0)
         with same_error(dist):
-            opened, watch, versions = _open_scorers(args, dist, model, eval_records[0], scorer, parts)
-            if saved and saved.config.get("scorer") != versions:
-                was = saved.config.get("scorer")
-                raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {versions}")
-        lock = RunLock(folder, dist)
-        if checkpoints.latest() != saved:
-            raise ValueError(f"{folder} has got another checkpoint from a run that has ended meanwhile: start again")
-        claim_folder(dist, folder, has_checkpoint=saved is not None)
-        if dist.is_main:
-            print(_greeting(args, dist, mode, saved), flush=True)
-        engine, net = _load(args, dist, mode, model, frozen)
-        params = [p for p in net.parameters() if p.requires_grad]
-        optimizer = build_adamw(params, lr=args.lr, weight_decay=args.weight_decay)
-        ema = Ema(params, decay=args.ema_decay)
-        snapshot = Snapshot(params, name="copy") if old_policy and not args.lora_rank else None
-        if saved:
-            checkpoints.load(saved, net, optimizer, (ema, snapshot) if snapshot else (ema,))
-        with same_error(dist):
-            separate = reference and not args.lora_rank  # with LoRA it is the net without its adapter
-            reference_net = _fill(model, args, dist, mode, trained=False) if separate else None
-        first_step = saved.step + 1 if saved else 0
-        run = Run(
-            args=args,
-            algorithm=algorithm,
-            base=args.init_weights if args.lora_rank and _start_files(model, args) else args.model,
-            config=config | {"scorer": versions},
-            dist=dist,
-            mode=mode,
-            model=model,
-            engine=engine,
-            net=net,
-            params=params,
-            optimizer=optimizer,
-            ema=ema,
-            snapshot=snapshot,
-            reference_net=reference_net,
-            has_reference_adapter="reference" in frozen,
-            scorer=opened,
-            watch=watch,
-            prompts=prompts,
-            eval_records=eval_records,
-            folder=folder,
-            checkpoints=checkpoints,
-            log=_open_log(args, dist, folder, resume_step=first_step - 1),
-            first_step=first_step,
-            lock=lock,
-            counts=_count_forwards(engine.net, net, reference_net),
-        )
-        run.sync_weights(max(first_step - 1, 0))
+            run._open_scorers(scorer, parts)
+        run._take_folder()
+        run._load()
+        run._continue()
+        run._open_log()
+        run.sync_weights(max(run.first_step - 1, 0))
         return run
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -206,7 +152,8 @@ class Run(Generic[ArgsT]):
                 self.engine.sleep()
             step.metrics |= self.memory("asleep_")
             yield
-            self.ema.update(step.number)
+            if self.args.ema_decay:
+                self.ema.update(step.number)
             self.engine.wake()
 
     def sync(self, step: "Step", *, version: int | None = None) -> None:
@@ -240,11 +187,8 @@ class Run(Generic[ArgsT]):
         """The policy as it was before training, for the length of the `with` block."""
         if self.reference_net is not None:
             yield self.reference_net
-        elif self.has_reference_adapter:
-            with lora.adapter(self.net, "reference"):
-                yield self.net
         else:
-            with lora.reference(self.net):
+            with lora.adapter(self.net, "reference") if "reference" in self.frozen else lora.reference(self.net):
                 yield self.net
 
     def memory(self, when: str, *, peak: bool = False) -> dict[str, float]:
@@ -260,6 +204,226 @@ class Run(Generic[ArgsT]):
         self.engine.close()
         self.lock.release()
 
+    # The parts of `start`, in their order
+
+    def _read_inputs(self) -> None:
+        """Open the model, read the prompts, and find what training starts from.
+
+        Raises:
+            ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
+        """
+        args = self.args
+        with flag("--track: "):
+            check_tracker(args.track, args.project)
+        with flag("--model: "):
+            self.model = model = open_model(args.model)
+            model.check_files()
+        with flag("--"):  # the message itself begins with height, width or another setting
+            for params in (self.base_params, self.eval_params):
+                model.check(params)
+        with flag("--prompts: "):
+            self.prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+            check_images(model, len(self.prompts.at(0)[0].images))
+        with flag("--eval-prompts: "):
+            self.eval_records = load_prompts(args.eval_prompts)
+            check_images(model, len(self.eval_records[0].images))
+        if args.init_weights:
+            with flag("--init-weights: "):
+                self._read_start(args.init_weights, model.NETS[0])
+        kept = [name for name in self._wants if name == "old" or self._adapter]
+        self.frozen = tuple(kept) if args.lora_rank else ()  # adapters beside the trained one
+        self.base = args.init_weights if args.lora_rank and self._start_files else args.model
+        start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
+        digest = probe_digest([*sorted(model.folder.glob("*/*.safetensors")), *start])
+        self.config: dict[str, object] = asdict(without_secrets(args))
+        self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
+        images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
+        if images:
+            self.config["images_digest"] = probe_digest(images, num_blocks=1)
+
+    def _read_start(self, folder: str, part: str) -> None:
+        """Check the weights to start from, which are full ones or an adapter."""
+        check_weights(self.model.empty_net(), folder, part=part)
+        self._start_files = saved_files(folder, part=part)
+        if not self._start_files:
+            require((self.args.lora_rank, f"{folder} holds a LoRA adapter, which needs --lora-rank > 0"))
+            trial = self._add_adapters(self.model.empty_net())  # without weights: layers and rank must fit
+            check_adapter(trial, folder, part=part)
+            self._adapter = folder
+
+    def _check_alike(self) -> None:
+        """Raise ValueError on every rank unless all have the same settings and files."""
+        by_rank: list[Any] = gather_json(self.dist, asdict(self.args) | self.config)
+        for rank, other in enumerate(by_rank):
+            names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
+            if names:
+                values = ", ".join(f"{name} = {other[name]!r} (rank 0: {by_rank[0][name]!r})" for name in names)
+                raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
+
+    def _find_checkpoint(self) -> None:
+        """Verify the newest checkpoint of the folder, if there is one."""
+        args = self.args
+        self.saved = self.checkpoints.latest()
+        self.first_step = self.saved.step + 1 if self.saved else 0
+        if self.saved:
+            may_change = MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "train_steps")  # a falling rate depends on it
+            check_config(self.saved, self.config, ignore=(*may_change, "scorer"))
+            self.checkpoints.verify(self.saved, self._add_adapters(self.model.empty_net(), *self.frozen))
+
+    def _plan(self) -> str:
+        """A rank's part of a training step and the memory of its weights, from the model's configuration alone."""
+        args, num_ranks = self.args, self.dist.world_size
+        net = self._add_adapters(self.model.empty_net())
+        num_weights = sum(p.numel() for p in net.parameters())
+        num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+        num_frozen = num_weights - num_trained + num_weights * self._keeps("reference")
+        copies = 4 + bool(args.ema_decay) + ("old" in self._wants)  # float32: weight, gradient, two moments, averages
+        share = num_ranks if self.mode == "fsdp2" else 1
+        frozen_mb, trained_mb = (
+            number / share / 2**20 for number in (num_frozen * self.dtype.itemsize, num_trained * 4 * copies)
+        )
+        samples = args.prompts_per_step * args.group_size
+        lines = {
+            "model": f"{type(self.model).__name__}, latents {self.model.latent_shape(self.base_params)}",
+            "ranks": f"{num_ranks}, weights {self.mode}",
+            "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
+            "optimizer steps per training step": str(args.num_minibatches),
+            "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
+            "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
+            "gradients, optimizer, averages); text encoder, VAE and activations come on top",
+            "start": f"{f'continues after step {self.saved.step}' if self.saved else 'anew'}, in {self.folder}",
+        }
+        return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
+
+    def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
+        """Open what scores samples, and what else evaluations ask."""
+        args, version, name = self.args, "", "--watch-scorer-url"
+        canary, media = self.eval_records[0], self.model.MEDIA
+        self.watch: Scorer | None = None
+        if args.watch_scorer_url:
+            self.watch, _ = connect(args.watch_scorer_url, args, self.dist, canary, media, name=name)
+        self.scorer: Scorer
+        if isinstance(scorer, str):
+            self.scorer, version = connect(scorer, args, self.dist, canary, media, parts=parts)
+        else:
+            self.scorer = scorer(self.dist)
+        self.config["scorer"] = version
+        if self.saved and self.saved.config.get("scorer") != version:
+            was = self.saved.config.get("scorer")
+            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+
+    def _take_folder(self) -> None:
+        """Make this the one run that writes into its folder, and print the first line."""
+        args, dist, saved = self.args, self.dist, self.saved
+        self.lock = RunLock(self.folder, dist)
+        if self.checkpoints.latest() != saved:
+            raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
+        claim_folder(dist, self.folder, has_checkpoint=saved is not None)
+        if dist.is_main:
+            start = f"continues after step {saved.step}" if saved else "begins"
+            ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
+            place = f"report in {self.folder}/report.html; loading {args.model}"
+            print(f"{self.folder} {start}: {ranks}, weights {self.mode}; {place}", flush=True)
+
+    def _load(self) -> None:
+        """The engine, and the net, ready to train, whose weights are the engine's own wherever that can be."""
+        args, dist, model = self.args, self.dist, self.model
+        with same_error(dist):
+            own = self._fill(trained=not args.lora_rank) if self._start_files or not args.lora_rank else None
+        self.engine, self.net = ENGINES[args.engine](model, own, dist, self.dtype)
+        self._add_adapters(self.net, *self.frozen)
+        if self._adapter:
+            with flag("--init-weights: "):
+                for name in ("default", *self.frozen):
+                    load_adapter(self.net, self._adapter, adapter=name, part=model.NETS[0])
+        if args.gradient_checkpointing:
+            self.net.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of all diffusers models
+        if not self.engine.shares_weights and self.mode != "fsdp2":
+            if self._start_files:  # the engine has loaded the checkpoint's
+                self.engine.load_weights(named_weights(self.net), version=0)
+            self.engine.adopt(lora.unadapted_params(self.net))
+            self.net.to(dist.device)  # what the engine does not hold
+        if args.lora_rank:
+            compute_dtype = self.dtype if self.mode == "fsdp2" else None
+            shard(self.net, dist.mesh, mode=self.mode, block_names=model.BLOCK_NAMES, compute_dtype=compute_dtype)
+
+    def _continue(self) -> None:
+        """Make the optimizer and the other policies, all as the checkpoint has them, if there is one."""
+        args = self.args
+        self.params = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay)
+        self.ema = Ema(self.params, decay=args.ema_decay)
+        if self._keeps("old"):
+            self.snapshot = Snapshot(self.params, name="copy")
+        if self.saved:
+            self.checkpoints.load(self.saved, self.net, self.optimizer, self.averages())
+        with same_error(self.dist):
+            if self._keeps("reference"):
+                self.reference_net = self._fill(trained=False)
+        for net in {self.engine.net, self.net, self.reference_net}:  # the embedded engine's is the trainer's
+            if net is not None:
+                net.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    def averages(self) -> tuple[Ema | Snapshot, ...]:
+        """What checkpoints hold besides the net and its optimizer."""
+        return (self.ema, self.snapshot) if self.snapshot else (self.ema,)
+
+    def _keeps(self, policy: str) -> bool:
+        """Whether weights of their own hold that policy; with LoRA it is an adapter, or the net without its adapter."""
+        return policy in self._wants and not self.args.lora_rank
+
+    def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
+        """The net with what is trained: a fresh adapter, and frozen ones that equal it, or all weights."""
+        args = self.args
+        if not args.lora_rank:
+            return net.requires_grad_(True)
+        targets = args.lora_targets.split(",") if args.lora_targets else self.model.LORA_TARGETS
+        add = partial(lora.add_lora, net, targets, rank=args.lora_rank, alpha=args.lora_alpha, init=args.lora_init)
+        for name in ("default", *frozen):
+            add(adapter=name, seed=args.seed)
+        return net
+
+    def _fill(self, *, trained: bool) -> nn.Module:
+        """The net with the weights that training starts from, each rank's rows alone where it is sharded.
+
+        trained: all in float32; else frozen, in the type of --dtype. With LoRA it is sharded later, with its adapters.
+        """
+        is_sharded = self.mode == "fsdp2" and not self.args.lora_rank
+        return load_sharded(
+            self.model.empty_net(),
+            self._start_files or self.model.weight_files(self.model.NETS[0]),
+            self.dist.mesh if is_sharded else None,
+            device=self.dist.device,
+            block_names=self.model.BLOCK_NAMES,
+            compute_dtype=self.dtype if is_sharded else None,
+            param_dtype=torch.float32 if trained else self.dtype,
+            trainable=trained,
+        ).eval()
+
+    def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        """Count the samples that pass a net."""
+        self.counts["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input of any model is a batch
+
+    def _open_log(self) -> None:
+        """Open the log of the run, with its report and tracker as sinks; beside it the settings and all versions."""
+        args, dist, folder, sinks = self.args, self.dist, self.folder, []
+        if dist.is_main:
+            write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
+            facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
+            changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
+            write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
+            sinks = [report(folder), *tracker(args.track, folder, args.project)]
+        self.log = RunLog(
+            folder,
+            is_main=dist.is_main,
+            total_steps=args.train_steps,
+            eval_every=args.eval_every,
+            tty=None if dist.mesh is None else False,
+            columns=COLUMNS,
+            resume_step=self.first_step - 1,
+            sinks=sinks,
+        )
+
 
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
@@ -271,23 +435,6 @@ class Step:
         self.number = number
         self.metrics: dict[str, float] = {}
         self.has_signal = True
-
-
-def base_params(args: RunArgs) -> Params:
-    """The parameters that the run samples with, without any stochastic step."""
-    true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
-    return Params(
-        num_inference_steps=args.num_inference_steps,
-        height=args.height,
-        width=args.width,
-        guidance_scale=args.guidance_scale,
-        guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
-    )
-
-
-def eval_params(args: RunArgs) -> Params:
-    """The parameters that evaluations sample with."""
-    return replace(base_params(args), num_inference_steps=args.eval_num_inference_steps)
 
 
 def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:
@@ -306,217 +453,30 @@ def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Se
     return {f"policy/{name}": value for name, value in named.items()}
 
 
-def _check_alike(dist: Dist, settings: Mapping[str, object]) -> None:
-    """Raise ValueError on every rank unless all have the same settings and files."""
-    by_rank: list[Any] = gather_json(dist, settings)
-    for rank, other in enumerate(by_rank):
-        names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
-        if names:
-            values = ", ".join(f"{name} = {other[name]!r} (rank 0: {by_rank[0][name]!r})" for name in names)
-            raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
+def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: int) -> float:
+    """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
 
-
-def _may_change(args: RunArgs) -> tuple[str, ...]:
-    """Settings that may differ from the checkpoint's; a falling learning rate depends on the number of steps."""
-    return MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "train_steps")
-
-
-def _open_scorers(
-    args: RunArgs,
-    dist: Dist,
-    model: Model,
-    canary: PromptRecord,
-    scorer: str | Callable[[Dist], Scorer],
-    parts: Sequence[str],
-) -> tuple[Scorer, Scorer | None, str]:
-    """What scores samples, what else evaluations ask, and the name and version of the first, "" without a server."""
-    watch: Scorer | None = None
-    if args.watch_scorer_url:
-        watch, _ = connect(args.watch_scorer_url, args, dist, canary, model.MEDIA, name="--watch-scorer-url")
-    if not isinstance(scorer, str):
-        return scorer(dist), watch, ""
-    client, version = connect(scorer, args, dist, canary, model.MEDIA, parts=parts)
-    return client, watch, version
-
-
-def _digests(model: Model, args: RunArgs) -> dict[str, str]:
-    """Digests of the files that decide what is learned: prompts and references, the model, weights to start from."""
-    images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
-    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
-    weights = [*sorted(model.folder.glob("*/*.safetensors")), *start]
-    digests = {"prompts_digest": file_digest(args.prompts), "weights_digest": probe_digest(weights)}
-    return digests | ({"images_digest": probe_digest(images, num_blocks=1)} if images else {})
-
-
-def _frozen_adapters(model: Model, args: RunArgs, *, old_policy: bool, reference: bool) -> tuple[str, ...]:
-    """The frozen adapters beside the trained one: the old policy, and the reference where training starts from one."""
-    if not args.lora_rank:
-        return ()
-    starts_adapted = bool(args.init_weights) and not _start_files(model, args)
-    return (*(["old"] if old_policy else []), *(["reference"] if reference and starts_adapted else []))
-
-
-def _read_inputs(args: RunArgs) -> tuple[Model, PromptSampler, list[PromptRecord]]:
-    """The model's door, what draws the training prompts, and the prompts of the evaluations.
+    Args:
+        dist: the ranks.
+        deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its samples,
+            ratio = exp(log_prob - old_log_prob).
+        tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
+        step: of the training loop, for the message.
 
     Raises:
-        ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
+        RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
+            forward and the causes.
     """
-    with flag("--track: "):
-        check_tracker(args.track, args.project)
-    with flag("--model: "):
-        model = open_model(args.model)
-        model.check_files()
-    with flag("--"):  # the message itself begins with height, width or another setting
-        for params in (base_params(args), eval_params(args)):
-            model.check(params)
-    with flag("--prompts: "):
-        prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-        check_images(model, len(prompts.at(0)[0].images))
-    with flag("--eval-prompts: "):
-        eval_records = load_prompts(args.eval_prompts)
-        check_images(model, len(eval_records[0].images))
-    if args.init_weights:
-        with flag("--init-weights: "):
-            check_weights(model.empty_net(), args.init_weights, part=model.NETS[0])
-            if not _start_files(model, args):
-                require((args.lora_rank, f"{args.init_weights} holds a LoRA adapter, which needs --lora-rank > 0"))
-                trial = _add_adapters(model.empty_net(), model, args, ())  # without weights: layers and rank must fit
-                check_adapter(trial, args.init_weights, part=model.NETS[0])
-    return model, prompts, eval_records
-
-
-def _add_adapters(net: nn.Module, model: Model, args: RunArgs, frozen: Sequence[str]) -> nn.Module:
-    """The net with what is trained: a fresh adapter, and frozen ones that equal it, or all weights."""
-    targets = args.lora_targets.split(",") if args.lora_targets else model.LORA_TARGETS
-    for name in ("default", *frozen) if args.lora_rank else ():
-        lora.add_lora(
-            net,
-            targets,
-            rank=args.lora_rank,
-            alpha=args.lora_alpha,
-            adapter=name,
-            seed=args.seed,
-            init=args.lora_init,
-        )
-    return net if args.lora_rank else net.requires_grad_(True)
-
-
-def _start_files(model: Model, args: RunArgs) -> list[Path]:
-    """The full weights in --init-weights; none where it holds an adapter, or is not given."""
-    return saved_files(args.init_weights, part=model.NETS[0]) if args.init_weights else []
-
-
-def _load(args: RunArgs, dist: Dist, mode: Mode, model: Model, frozen: Sequence[str]) -> tuple[Engine, nn.Module]:
-    """The engine and the net, ready to train, whose weights are the engine's own wherever that can be."""
-    dtype = getattr(torch, args.dtype)
-    with same_error(dist):
-        own = None
-        if not args.lora_rank:
-            own = _fill(model, args, dist, mode, trained=True)
-        elif _start_files(model, args):
-            own = _fill(model, args, dist, "none", trained=False)
-    engine, net = ENGINES[args.engine](model, own, dist, dtype)
-    _add_adapters(net, model, args, frozen)
-    starts = _start_files(model, args)
-    if args.lora_rank and args.init_weights and not starts:
-        with flag("--init-weights: "):
-            for name in ("default", *frozen):
-                load_adapter(net, args.init_weights, adapter=name, part=model.NETS[0])
-    if args.gradient_checkpointing:
-        net.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of all diffusers models
-    if not engine.shares_weights and mode != "fsdp2":
-        if starts:  # the engine has loaded the checkpoint's
-            engine.load_weights(named_weights(net), version=0)
-        engine.adopt(lora.unadapted_params(net))
-        net.to(dist.device)  # what the engine does not hold
-    if args.lora_rank:
-        compute_dtype = dtype if mode == "fsdp2" else None
-        shard(net, dist.mesh, mode=mode, block_names=model.BLOCK_NAMES, compute_dtype=compute_dtype)
-    return engine, net
-
-
-def _fill(model: Model, args: RunArgs, dist: Dist, mode: Mode, *, trained: bool) -> nn.Module:
-    """The net with the weights that training starts from, each rank's rows alone where it is sharded.
-
-    trained: all in float32; else frozen, in the type of --dtype.
-    """
-    dtype = getattr(torch, args.dtype)
-    return load_sharded(
-        model.empty_net(),
-        _start_files(model, args) or model.weight_files(model.NETS[0]),
-        dist.mesh if mode == "fsdp2" else None,
-        device=dist.device,
-        block_names=model.BLOCK_NAMES,
-        compute_dtype=dtype if mode == "fsdp2" else None,
-        param_dtype=torch.float32 if trained else dtype,
-        trainable=trained,
-    ).eval()
-
-
-def _greeting(args: RunArgs, dist: Dist, mode: Mode, saved: Saved | None) -> str:
-    """The first line that a run prints."""
-    start = f"continues after step {saved.step}" if saved else "begins"
-    ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}, weights {mode}"
-    return f"runs/{args.name} {start}: {ranks}; report in runs/{args.name}/report.html; loading {args.model}"
-
-
-def _open_log(args: RunArgs, dist: Dist, folder: Path, *, resume_step: int) -> RunLog:
-    """The log of the run, with its report and tracker as sinks; beside it the settings and all versions."""
-    sinks = []
-    if dist.is_main:
-        write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
-        facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
-        changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
-        write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
-        sinks = [report(folder), *tracker(args.track, folder, args.project)]
-    return RunLog(
-        folder,
-        is_main=dist.is_main,
-        total_steps=args.train_steps,
-        eval_every=args.eval_every,
-        tty=None if dist.mesh is None else False,
-        columns=COLUMNS,
-        resume_step=resume_step,
-        sinks=sinks,
+    local = torch.stack(deviations).detach().float()
+    by_rank = gather_floats(dist, local).view(dist.world_size, -1).cpu()
+    worst = by_rank.max().item()
+    if worst <= tolerance:
+        return worst
+    off = ~(by_rank <= tolerance)  # NaN is off too
+    rank, forward = off.nonzero()[0].tolist()
+    raise RuntimeError(
+        f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: in "
+        f"{int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update does not "
+        "compute what the engine sampled with. Causes: other weights (a missed sync), another batch shape, padding, "
+        "dtype or attention kernel, another sigma, window or guidance scale."
     )
-
-
-def _plan(
-    args: RunArgs, dist: Dist, mode: Mode, model: Model, copies: int, saved: Saved | None, *, has_reference: bool
-) -> str:
-    """A rank's part of a training step and the memory of its weights, from the model's configuration alone.
-
-    copies: float32 numbers that are held for each trained weight.
-    """
-    net = _add_adapters(model.empty_net(), model, args, ())
-    num_weights = sum(p.numel() for p in net.parameters())
-    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-    share = dist.world_size if mode == "fsdp2" else 1
-    num_frozen = num_weights - num_trained + num_weights * has_reference
-    frozen_mb = num_frozen * getattr(torch, args.dtype).itemsize / share / 2**20
-    trained_mb = 4 * num_trained * copies / share / 2**20
-    samples = args.prompts_per_step * args.group_size
-    lines = {
-        "model": f"{type(model).__name__}, latents {model.latent_shape(base_params(args))}",
-        "ranks": f"{dist.world_size}, weights {mode}",
-        "samples per step": f"{samples}, {samples // dist.world_size} per rank, {args.batch_size} per forward",
-        "optimizer steps per training step": str(args.num_minibatches),
-        "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
-        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
-        "gradients, optimizer, averages); text encoder, VAE and activations come on top",
-        "start": f"{f'continues after step {saved.step}' if saved else 'anew'}, in runs/{args.name}",
-    }
-    return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
-
-
-def _count_forwards(*nets: nn.Module | None) -> Counter[str]:
-    """Count, from here on, the samples that pass any of the nets."""
-    seen: Counter[str] = Counter()
-
-    def count(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        seen["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input is a batch, in any model
-
-    for net in {net for net in nets if net is not None}:  # the embedded engine's is the trainer's
-        net.register_forward_pre_hook(count, with_kwargs=True)
-    return seen

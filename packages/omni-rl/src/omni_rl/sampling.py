@@ -15,7 +15,7 @@ from omni_train.dist import Dist
 from omni_rl.args import RunArgs
 from omni_rl.pictures import read_picture
 from omni_rl.report import Sample, write_eval, write_samples
-from omni_rl.run import Run, Step, eval_params
+from omni_rl.run import Run, Step
 from omni_rl.scoring import Pending, collect, gather_rewards, submit
 
 
@@ -94,7 +94,7 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // per_round) * per_round)]
     numbered = [replace(prompt, index=i) for i, prompt in enumerate(filled)]
-    batches, pending = draw(run, numbered, eval_params(run.args))
+    batches, pending = draw(run, numbered, run.eval_params)
     scores = collect(run.dist, pending)
     groups = torch.arange(len(numbered))
     rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}
