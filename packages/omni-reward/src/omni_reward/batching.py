@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import islice
 from types import TracebackType
 
 import numpy as np
@@ -46,12 +47,7 @@ class _Job:
         )
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Samples of one job that one call scores."""
-
-    job: _Job
-    samples: slice
+_Piece = tuple[_Job, slice]  # samples of one job that one call scores
 
 
 class Batcher:
@@ -88,8 +84,8 @@ class Batcher:
         while self._queue:
             pieces = self._take()
             outcomes = await loop.run_in_executor(self._worker, self._score_pieces, pieces)
-            for piece, outcome in zip(pieces, outcomes, strict=True):
-                self._settle(piece.job, outcome)
+            for (job, _), outcome in zip(pieces, outcomes, strict=True):
+                self._settle(job, outcome)
 
     def _take(self) -> list[_Piece]:
         """Samples for the next call, off the queue: those of the first job, and of later ones that fit it."""
@@ -99,18 +95,17 @@ class Batcher:
             return [self._cut(first, first.num_left)]
         pieces = []
         for job in [job for job in self._queue if job.fits(first)]:
-            pieces.append(self._cut(job, min(room, job.num_left)))
-            room -= pieces[-1].samples.stop - pieces[-1].samples.start
-            if room == 0:
-                break
+            size = min(room, job.num_left)
+            pieces += [self._cut(job, size)] if size else []
+            room -= size
         return pieces
 
     def _cut(self, job: _Job, size: int) -> _Piece:
-        start = job.num_taken
+        samples = slice(job.num_taken, job.num_taken + size)
         job.num_taken += size
         if not job.num_left:
             self._queue.remove(job)
-        return _Piece(job, slice(start, job.num_taken))
+        return job, samples
 
     def _settle(self, job: _Job, outcome: list[Score] | ScorerFailedError) -> None:
         if isinstance(outcome, ScorerFailedError):
@@ -126,18 +121,17 @@ class Batcher:
     def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
         """Scores of each piece, or how the scorer failed on it; runs in the worker."""
         try:
-            scores = self._call(pieces)
+            scores = iter(self._call(pieces))
         except BaseException as exc:  # a scorer may raise anything, even a panic of Rust
             if len(pieces) > 1:  # one client's samples must not fail another's
                 return [self._score_pieces([piece])[0] for piece in pieces]
             failure = ScorerFailedError()
             failure.__cause__ = exc.with_traceback(_skip_ours(exc.__traceback__))
             return [failure]
-        ends = np.cumsum([piece.samples.stop - piece.samples.start for piece in pieces]).tolist()
-        return [scores[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [list(islice(scores, samples.stop - samples.start)) for _, samples in pieces]
 
     def _call(self, pieces: list[_Piece]) -> list[Score]:
-        parts = [(piece.job.request, piece.samples) for piece in pieces]
+        parts = [(job.request, samples) for job, samples in pieces]
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]

@@ -23,33 +23,22 @@ class Parser(argparse.ArgumentParser):
 def build_parser() -> Parser:
     """Parser of `python -m omni_reward.server`."""
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
-    parser.add_argument(
-        "--scorer",
-        required=True,
-        help=f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'",
-    )
-    parser.add_argument(
-        "--option",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="setting of the scorer, or SCORER.NAME=VALUE of one of several; may be given again",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free port")
-    parser.add_argument("--token-file", type=Path, help="file with the bearer token that clients must send")
-    parser.add_argument("--url-file", type=Path, help="file to write the URL to once the server answers")
-    parser.add_argument(
-        "--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only"
-    )
-    parser.add_argument("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
-    parser.add_argument("--max-body-mb", type=int, default=256, help="largest request, in MiB")
-    parser.add_argument("--max-batch", type=int, default=1024, help="most samples in a request")
-    parser.add_argument("--max-connections", type=int, default=128, help="most connections of one address")
-    parser.add_argument(
-        "--shutdown-timeout-s", type=float, default=60, help="seconds that SIGTERM leaves for the accepted requests"
-    )
-    parser.add_argument("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
+    add = parser.add_argument
+    scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
+    options = "setting of the scorer, or SCORER.NAME=VALUE of one of several; may be given again"
+    add("--scorer", required=True, help=scorers)
+    add("--option", action="append", default=[], metavar="NAME=VALUE", help=options)
+    add("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
+    add("--port", type=int, default=0, help="0 takes a free port")
+    add("--token-file", type=Path, help="file with the bearer token that clients must send")
+    add("--url-file", type=Path, help="file to write the URL to once the server answers")
+    add("--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only")
+    add("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
+    add("--max-body-mb", type=int, default=256, help="largest request, in MiB")
+    add("--max-batch", type=int, default=1024, help="most samples in a request")
+    add("--max-connections", type=int, default=128, help="most connections of one address")
+    add("--shutdown-timeout-s", type=float, default=60, help="seconds that SIGTERM leaves for the accepted requests")
+    add("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
     return parser
 
 

@@ -12,6 +12,8 @@ from functools import partial
 
 MAX_REPLIES = 1024
 MAX_BYTES = 64 * 2**20
+Make = Callable[[], Coroutine[None, None, bytes]]
+Drop = Callable[[], bool]
 
 
 class IdReusedError(Exception):
@@ -22,7 +24,7 @@ class IdReusedError(Exception):
 class _Entry:
     digest: asyncio.Future[bytes]
     reply: asyncio.Future[bytes]
-    drop: Callable[[], bool]
+    drop: Drop
     num_waiting: int = 0
 
 
@@ -40,13 +42,7 @@ class Replies:
         self._finished: dict[str, int] = {}  # id -> bytes of its reply, the latest last
         self._num_bytes = 0
 
-    async def get(
-        self,
-        request_id: str,
-        body: bytes,
-        make: Callable[[], Coroutine[None, None, bytes]],
-        drop: Callable[[], bool] = lambda: False,
-    ) -> bytes:
+    async def get(self, request_id: str, body: bytes, make: Make, drop: Drop = lambda: False) -> bytes:
         """The reply to the request, made unless it is there already.
 
         Args:
@@ -59,7 +55,7 @@ class Replies:
             IdReusedError: the id belongs to a request with another body.
         """
         # In a thread, at the same time as the scorer: the digest is needed only once the id comes again.
-        digest = asyncio.ensure_future(asyncio.to_thread(_digest, body))
+        digest = asyncio.ensure_future(asyncio.to_thread(lambda: hashlib.sha256(body).digest()))
         entry = self._entries.get(request_id)
         if entry is None:
             entry = self._entries[request_id] = _Entry(digest, asyncio.ensure_future(make()), drop)
@@ -80,17 +76,10 @@ class Replies:
             return
         if reply.exception():
             del self._entries[request_id]
-        else:
-            self._keep(request_id, len(reply.result()))
-
-    def _keep(self, request_id: str, size: int) -> None:
-        self._finished[request_id] = size
-        self._num_bytes += size
+            return
+        self._finished[request_id] = len(reply.result())
+        self._num_bytes += len(reply.result())
         while len(self._finished) > self._max_replies or self._num_bytes > self._max_bytes:
             oldest = next(iter(self._finished))
             self._num_bytes -= self._finished.pop(oldest)
             del self._entries[oldest]
-
-
-def _digest(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()

@@ -55,17 +55,9 @@ IDLE_S = 150  # a trainer calls once per step; its connection should live from o
 logger = logging.getLogger("omni_reward.server")
 
 _CODES = {
-    400: "malformed",
-    401: "unauthorized",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    409: "id_reused",
-    413: "too_large",
-    415: "unsupported_media_type",
-    500: "scorer_failed",
-    503: "busy",
-}
+    400: "malformed", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
+    409: "id_reused", 413: "too_large", 415: "unsupported_media_type", 500: "scorer_failed", 503: "busy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,8 +115,7 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     if not receive_timeout_s > 0:
         raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
     limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
-    scorer = score_fn if isinstance(score_fn, Scorer) else Scorer(score_fn)
-    service = _Service(scorer, name, token, limits, show_errors)
+    service = _Service(Scorer.of(score_fn), name, token, limits, show_errors)
     return Starlette(
         routes=[
             Route("/healthz", service.health, methods=["GET"]),
@@ -140,15 +131,12 @@ class _Service:
     """The endpoints and what they share."""
 
     def __init__(self, scorer: Scorer, name: str, token: str | None, limits: _Limits, show_errors: bool) -> None:
-        self._scorer = scorer
-        self._name = name
-        self._show_errors = show_errors
+        self._scorer, self._name, self._show_errors = scorer, name, show_errors
         self._document = (files("omni_reward") / "openapi.json").read_bytes()
         self._credentials = f"Bearer {token}".encode() if token is not None else None
         self._limits = limits
-        self._intake = _Intake(limits)
-        self._batcher = Batcher(scorer)
-        self._replies = Replies()
+        self._batcher, self._replies = Batcher(scorer), Replies()
+        self._num_requests, self._num_bytes = 0, 0  # let in and not answered yet; only the event loop counts them
 
     async def health(self, request: Request) -> Response:
         return _json_reply({"status": "ok"})
@@ -175,11 +163,12 @@ class _Service:
         if {"content-length", "transfer-encoding"} <= set(request.headers):
             message = "Content-Length and Transfer-Encoding must not come together"
             raise HTTPException(400, message, headers={"Connection": "close"})
-        if _media_type(request) != "application/octet-stream":
+        media_type = request.headers.get("content-type", "").partition(";")[0]
+        if media_type.strip().lower() != "application/octet-stream":
             raise HTTPException(415, "Content-Type must be application/octet-stream")
         if request.headers.get("content-encoding", "identity").lower() != "identity":
             raise HTTPException(415, "Content-Encoding must be left out")
-        async with self._intake.receive(request) as body:
+        async with self._receive(request) as body:
             parsed = await self._parse(body)
             answer, drop = partial(self._answer, parsed), partial(self._batcher.drop, parsed)
             try:
@@ -221,20 +210,8 @@ class _Service:
         if not hmac.compare_digest(given, self._credentials):
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
-
-class _Intake:
-    """The requests that have been let in and not been answered yet, with the bounds on them.
-
-    Only the event loop touches it.
-    """
-
-    def __init__(self, limits: _Limits) -> None:
-        self._limits = limits
-        self._num_requests = 0
-        self._num_bytes = 0
-
     @asynccontextmanager
-    async def receive(self, request: Request) -> AsyncIterator[bytes]:
+    async def _receive(self, request: Request) -> AsyncIterator[bytes]:
         """Body of a request, which counts as long as the `with` lasts."""
         self._check_room()
         chunks: list[bytes] = []
@@ -298,10 +275,6 @@ def _busy(message: str) -> HTTPException:
     return HTTPException(503, message, headers={"Retry-After": "1"})
 
 
-def _media_type(request: Request) -> str:
-    return request.headers.get("content-type", "").partition(";")[0].strip().lower()
-
-
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(wire.to_json(content), status, headers, media_type="application/json")
 
@@ -327,8 +300,7 @@ def main(argv: list[str] | None = None) -> None:
         token = cli.read_token(args.token_file)
         sock = cli.bind(args.host, args.port, has_token=token is not None)
         cli.forget_url(args.url_file)
-        score_fn = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
-        scorer = score_fn if isinstance(score_fn, Scorer) else Scorer(score_fn)
+        scorer = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
         if args.batch_size is not None:
             scorer = replace(scorer, batch_size=args.batch_size)
         limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
@@ -368,8 +340,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, url_file: Path | None, *, shutdown_timeout_s: float = 60) -> None:
         super().__init__(config)
-        self._url_file = url_file
-        self._shutdown_timeout_s = shutdown_timeout_s
+        self._url_file, self._shutdown_timeout_s = url_file, shutdown_timeout_s
         self._waits_since: dict[tuple[Any, float], float] = {}  # (connection, seconds it may wait) -> since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

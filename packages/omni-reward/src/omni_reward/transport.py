@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
 import requests
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import InvalidHeader
+from urllib3.util.retry import Retry
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
 from omni_reward.wire import clean
@@ -206,13 +206,10 @@ def is_loopback(host: str) -> bool:
 
 def _seconds_in(retry_after: str) -> float:
     """Seconds from now that a Retry-After header asks for, as a number or a date; 0 for anything else."""
-    if retry_after.strip().isdecimal():
-        return float(retry_after)
     try:
-        when = parsedate_to_datetime(retry_after)
-    except ValueError:
+        return Retry().parse_retry_after(retry_after)
+    except (InvalidHeader, ValueError, OverflowError):  # the last two of numbers and dates too far away
         return 0.0
-    return max(0.0, (when.replace(tzinfo=when.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
 
 
 def _error_in(reply: bytes) -> tuple[str, str]:

@@ -123,6 +123,11 @@ class Scorer:
         except ValueError:  # a function of C has no signature
             pass
 
+    @classmethod
+    def of(cls, score_fn: ScoreFn) -> "Scorer":
+        """The Scorer itself, or one of images around a plain function."""
+        return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
+
     def __call__(
         self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]
     ) -> Sequence[Score | float]:

@@ -42,8 +42,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
     return load
 
 
-def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> ScoreFn:
-    """The scorer of that name, ready to score; a `wire.Scorer` where it has more to say of itself than its function.
+def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> Scorer:
+    """The scorer of that name, ready to score.
 
     Args:
         name: one of SCORERS, `python:path/to/file.py:function`, or a combination as in `omni_reward.combine`.
@@ -64,25 +64,23 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
         if scorer not in own or not option:
             raise ValueError(f"an option of a combination must be SCORER.OPTION of {sorted(own)}, got {key!r}")
         own[scorer][option] = value
-    loaded = {name: _load(spec, threads, own[name]) for name, spec in recipe.specs.items()}
-    return combine.combine(recipe, {name: fn if isinstance(fn, Scorer) else Scorer(fn) for name, fn in loaded.items()})
+    return combine.combine(recipe, {name: _load(spec, threads, own[name]) for name, spec in recipe.specs.items()})
 
 
-def _load(spec: str, threads: int, options: Mapping[str, str]) -> ScoreFn:
+def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
     if spec.startswith(PREFIX):
         if options:
             raise ValueError(f"options must be left out for {spec}, got {sorted(options)}")
-        return load_user(spec)
+        return Scorer.of(load_user(spec))
     try:
         load = find_loader(spec)
         signature = inspect.signature(load)
-        given = {name: _convert(name, text, signature) for name, text in options.items()}
         own = {"threads": threads} if "threads" in signature.parameters else {}
         try:
-            signature.bind(**own, **given)
+            given = signature.bind(**own, **{name: _convert(name, text, signature) for name, text in options.items()})
         except TypeError as exc:
             raise ValueError(f"options of {spec} must fit it: {exc}") from exc
-        return load(**own, **given)
+        return Scorer.of(load(*given.args, **given.kwargs))
     except ImportError as exc:
         raise ImportError(f"scorer {spec} needs {exc.name}: install omni-reward[{spec}]", name=exc.name) from exc
 

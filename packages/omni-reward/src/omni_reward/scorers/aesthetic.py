@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from omni_reward.scorers import neural
 from omni_reward.scorers.clip import CLIP, load_embedder
 from omni_reward.scorers.heads import build_head
-from omni_reward.scorers.neural import below, image_scorer, read_weights, short_name
 from omni_reward.wire import Scorer
 
 
@@ -35,10 +35,10 @@ def load_aesthetic(
         OSError: the head cannot be read.
     """
     clip = load_embedder(model, None, device=device, dtype=dtype, threads=threads)
-    weights = below("layers.", read_weights(Path(head)))
+    weights = neural.below("layers.", neural.read_weights(Path(head)))
     grade = build_head(weights, clip.model.config.projection_dim, 1, has_relu=False).to(clip.model.device)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return grade(clip.images(images).float())[:, 0]
 
-    return image_scorer(rate, f"{short_name(head)} on {short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(head)} on {neural.short_name(model)} {dtype}")

@@ -9,7 +9,6 @@ import base64
 import io
 import json
 import time
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from PIL import Image
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardFormatError
 from omni_reward.transport import Transport
+from omni_reward.wire import check_token
 
 MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
 MAX_TOKENS = 1024  # that the model may write
@@ -28,40 +28,46 @@ class UnansweredError(Exception):
     """The endpoint works, but gave no whole answer to this question; the message is the reason, without the server."""
 
 
-@dataclass(frozen=True)
 class Endpoint:
-    """Address of an endpoint and the settings of all questions to it.
+    """An endpoint, with kept-alive connections to it, one for each thread.
 
     Args:
         url: base URL, such as http://127.0.0.1:8000/v1.
-        model: the model's name there.
         timeout_s: longest that a question may take, further tries included.
         seed: of the endpoint's sampler.
         token: sent as a bearer token when set.
+
+    Raises:
+        ValueError: the URL is not one of an HTTP server, or no header can hold the token.
     """
 
-    url: str
-    model: str
-    timeout_s: float
-    seed: int = 0
-    token: str | None = None
+    def __init__(self, url: str, timeout_s: float, seed: int = 0, token: str | None = None) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url must start with http:// or https:// and a host, got {url!r:.200}")
+        check_token(token)
+        self._url, self._timeout_s, self._seed = url.rstrip("/"), timeout_s, seed
+        self._transport = Transport(self._url, token, content_type="application/json")
 
-
-class Connection:
-    """Kept-alive connections to an endpoint, one for each thread."""
-
-    def __init__(self, endpoint: Endpoint) -> None:
-        self._endpoint = endpoint
-        self._transport = Transport(endpoint.url, endpoint.token, content_type="application/json")
-
-    def ask(self, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
-        """Text of the answer to a question about an image [H, W, 3], uint8, RGB.
+    def ask(self, model: str, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
+        """Text of a model's answer to a question about an image [H, W, 3], uint8, RGB.
 
         Raises:
             UnansweredError: the image is too large, or the model refused or did not come to an end.
             RewardError: the endpoint could not be reached, failed, or speaks something else.
         """
-        return _answer_in(self._post(_request(self._endpoint, _data_uri(image), question, schema)))
+        content = [{"type": "image_url", "image_url": {"url": _data_uri(image)}}, {"type": "text", "text": question}]
+        chat = {"model": model, "messages": [{"role": "user", "content": content}]}
+        settings = {"temperature": 0, "seed": self._seed, "max_tokens": MAX_TOKENS}
+        form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+        body = [json.dumps({**chat, **settings, "response_format": form}).encode()]
+        deadline = time.monotonic() + self._timeout_s
+
+        def post(url: str) -> bytes:
+            left_s = max(0.01, deadline - time.monotonic())
+            return self._transport.exchange("POST", "/chat/completions", body=body, timeout_s=left_s)
+
+        return _answer_in(Endpoints([self._url]).call(post, deadline))
 
     def models(self) -> list[str]:
         """Names of the models that are served.
@@ -69,37 +75,11 @@ class Connection:
         Raises:
             RewardError: as above.
         """
-        body = self._transport.exchange("GET", "/models", timeout_s=self._endpoint.timeout_s)
+        body = self._transport.exchange("GET", "/models", timeout_s=self._timeout_s)
         try:
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError, RecursionError) as exc:
-            raise RewardFormatError(f"GET {self._endpoint.url}/models: not a list of models: {exc!r:.200}") from exc
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._transport.close()
-
-    def _post(self, body: bytes) -> bytes:
-        """The reply, after further tries where a moment may help."""
-        deadline = time.monotonic() + self._endpoint.timeout_s
-
-        def post(url: str) -> bytes:
-            left_s = max(0.01, deadline - time.monotonic())
-            return self._transport.exchange("POST", "/chat/completions", body=[body], timeout_s=left_s)
-
-        return Endpoints([self._endpoint.url]).call(post, deadline)
-
-
-def check_url(url: str) -> str:
-    """The URL without a trailing slash.
-
-    Raises:
-        ValueError: it is not one of an HTTP server.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url must start with http:// or https:// and a host, got {url!r:.200}")
-    return url.rstrip("/")
+            raise RewardFormatError(f"GET {self._url}/models: not a list of models: {exc!r:.200}") from exc
 
 
 def _data_uri(image: np.ndarray) -> str:
@@ -108,23 +88,6 @@ def _data_uri(image: np.ndarray) -> str:
     if file.tell() > MAX_IMAGE_BYTES:
         raise UnansweredError(f"the image takes more than {MAX_IMAGE_BYTES} bytes as PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
-def _request(endpoint: Endpoint, image: str, question: str, schema: dict[str, object]) -> bytes:
-    content = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": question}]
-    return json.dumps(
-        {
-            "model": endpoint.model,
-            "messages": [{"role": "user", "content": content}],
-            "temperature": 0,
-            "seed": endpoint.seed,
-            "max_tokens": MAX_TOKENS,
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "answer", "strict": True, "schema": schema},
-            },
-        }
-    ).encode()
 
 
 def _answer_in(reply: bytes) -> str:

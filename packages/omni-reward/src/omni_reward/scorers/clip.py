@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import CLIPModel
+from transformers import AutoTokenizer, CLIPModel
 
-from omni_reward.scorers.neural import image_scorer, load_model, load_tokenizer, pick_device, pick_dtype, short_name
+from omni_reward.scorers import neural
 from omni_reward.scorers.pixels import square_pixels
 from omni_reward.wire import Scorer
 
@@ -61,9 +61,9 @@ def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtyp
     Raises:
         ValueError: an argument breaks its rule, or the model cannot be read.
     """
-    where = pick_device(device, threads=threads)
-    loaded = load_model(CLIPModel, model, dtype=pick_dtype(dtype), device=where)
-    return Embedder(loaded, load_tokenizer(tokenizer) if tokenizer else None)
+    where = neural.pick_device(device, threads=threads)
+    loaded = neural.load_model(CLIPModel, model, neural.pick_dtype(dtype), where)
+    return Embedder(loaded, neural.load_part(AutoTokenizer, tokenizer) if tokenizer else None)
 
 
 def load_clip(
@@ -91,7 +91,7 @@ def load_clip(
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return (clip.images(images) * clip.texts(prompts)).sum(dim=-1)
 
-    return image_scorer(rate, f"{short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
 
 
 def load_pickscore(
@@ -113,4 +113,4 @@ def load_pickscore(
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
         return scale * (clip.images(images) * clip.texts(prompts)).float().sum(dim=-1)
 
-    return image_scorer(rate, f"{short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")

@@ -20,21 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import Qwen2VLConfig, Qwen2VLModel
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 
+from omni_reward.scorers import neural
 from omni_reward.scorers.heads import build_head
-from omni_reward.scorers.neural import (
-    below,
-    find_file,
-    image_scorer,
-    load_config,
-    load_model,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    read_weights,
-    short_name,
-)
 from omni_reward.scorers.pixels import fit_size, to_patches
 from omni_reward.wire import Scorer
 
@@ -66,27 +55,21 @@ class RewardModel:
     """
 
     def __init__(
-        self,
-        name: str,
-        weights: dict[str, Tensor],
-        base: str,
-        instruction: str,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, name: str, weights: neural.Weights, base: str, instruction: str, dtype: torch.dtype, device: torch.device
     ) -> None:
         self._instruction = instruction
-        self._tokenizer = load_tokenizer(base)
+        self._tokenizer = neural.load_part(AutoTokenizer, base)
         self._tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
         self._reward_id, self._image_id = self._tokenizer.convert_tokens_to_ids([REWARD_TOKEN, IMAGE_TOKEN])
         network = {_rename(key): weight for key, weight in weights.items() if key.startswith(("model.", "visual."))}
-        config = load_config(Qwen2VLConfig, base)
+        config = neural.load_part(Qwen2VLConfig, base)
         words = network.get("language_model.embed_tokens.weight")
         if words is None or len(words) <= max(self._reward_id, self._image_id):
             raise ValueError(f"{name} must hold an embedding of each token of {base} and of {REWARD_TOKEN}")
         config.text_config.vocab_size = len(words)
-        self._network = load_model(Qwen2VLModel, name, dtype=dtype, device=device, config=config, weights=network)
+        self._network = neural.load_model(Qwen2VLModel, name, dtype, device, config=config, weights=network)
         width = config.text_config.hidden_size
-        self._head = build_head(below("rm_head.", weights), width, 2, has_relu=True).to(device)
+        self._head = build_head(neural.below("rm_head.", weights), width, 2, has_relu=True).to(device)
 
     def decline(self, prompt: str) -> str | None:
         """Reason for which the model cannot read a prompt; None where it can."""
@@ -99,7 +82,8 @@ class RewardModel:
         """Scores [N] of images [N, H, W, 3], uint8, RGB, and N prompts."""
         pixels, grid = self._see(images)
         merge = self._network.config.vision_config.spatial_merge_size
-        texts = [self._chat(prompt, int(grid[0].prod()) // merge**2) for prompt in prompts]
+        marks = IMAGE_TOKEN * (int(grid[0].prod()) // merge**2)
+        texts = [CHAT.format(image=marks, text=self._instruction.replace(PLACE, prompt)) for prompt in prompts]
         tokens = self._tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
         tokens = tokens.to(self._network.device)
         ids = tokens.input_ids
@@ -118,10 +102,6 @@ class RewardModel:
         cut = [to_patches(image, height, width, **sizes) for image in images]
         grid = torch.tensor([[1, height // vision.patch_size, width // vision.patch_size]] * len(images))
         return torch.from_numpy(np.concatenate(cut)).to(self._network.device), grid.to(self._network.device)
-
-    def _chat(self, prompt: str, num_image_tokens: int) -> str:
-        text = self._instruction.replace(PLACE, prompt)
-        return CHAT.replace("{image}", IMAGE_TOKEN * num_image_tokens).replace("{text}", text)
 
 
 def load_hpsv3(
@@ -148,10 +128,10 @@ def load_hpsv3(
     text = Path(instruction).read_text(encoding="utf-8")
     if text.count(PLACE) != 1 or text.count(REWARD_TOKEN) != 1:
         raise ValueError(f"instruction must be a file with {PLACE} and {REWARD_TOKEN} once each, got {instruction}")
-    where, kind = pick_device(device, threads=threads), pick_dtype(dtype)
-    weights = read_weights(find_file(model, "HPSv3.safetensors"))
+    where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    weights = neural.read_weights(neural.find_file(model, "HPSv3.safetensors"))
     network = RewardModel(model, weights, base, text, kind, where)
-    return image_scorer(network.rate, f"{short_name(model)} {dtype}", network.decline)
+    return neural.image_scorer(network.rate, f"{neural.short_name(model)} {dtype}", network.decline)
 
 
 def _rename(name: str) -> str:

@@ -21,21 +21,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from transformers import BlipTextConfig, BlipVisionConfig, BlipVisionModel
+from torch import Tensor
+from transformers import AutoTokenizer, BlipTextConfig, BlipVisionConfig, BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
+from omni_reward.scorers import neural
 from omni_reward.scorers.heads import build_head
-from omni_reward.scorers.neural import (
-    below,
-    find_file,
-    image_scorer,
-    load_tokenizer,
-    pick_device,
-    pick_dtype,
-    read_weights,
-    short_name,
-)
 from omni_reward.scorers.pixels import square_pixels
 from omni_reward.wire import Scorer
 
@@ -61,29 +52,6 @@ _TEXT_SETTINGS = (
 )
 
 
-class RewardModel(nn.Module):
-    """The network, from the weights under their published names."""
-
-    def __init__(self, weights: Mapping[str, Tensor], text_settings: Mapping[str, Any]) -> None:
-        super().__init__()
-        vision = below("blip.visual_encoder.", weights)
-        text = below("blip.text_encoder.", weights)
-        text.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: old versions stored it, new ones count for themselves
-        if not vision or not text:
-            raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
-        width = vision["cls_token"].shape[-1]
-        renamed = {_rename(name): weight for name, weight in vision.items()}
-        self.vision = _fill(BlipVisionModel(_vision_config(vision)), renamed)
-        self.text = _fill(BlipTextModel(_text_config(text_settings, width), add_pooling_layer=False), text)
-        self.head = build_head(below("mlp.layers.", weights), self.text.config.hidden_size, 1, has_relu=False)
-
-    def forward(self, pixels: Tensor, token_ids: Tensor, mask: Tensor) -> Tensor:
-        """Scores [N] of pixels [N, 3, S, S] for tokens [N, T], of which the mask [N, T] says which are there."""
-        image = self.vision(pixel_values=pixels).last_hidden_state
-        states = self.text(input_ids=token_ids, attention_mask=mask, encoder_hidden_states=image).last_hidden_state
-        return (self.head(states[:, 0].float())[:, 0] - MEAN) / STD
-
-
 def load_imagereward(
     *,
     model: str = IMAGEREWARD,
@@ -102,26 +70,34 @@ def load_imagereward(
     Raises:
         ValueError: an argument breaks its rule, or the model cannot be read.
     """
-    where, kind = pick_device(device, threads=threads), pick_dtype(dtype)
-    settings = json.loads(find_file(model, "med_config.json").read_text())
-    network = RewardModel(read_weights(_weights_file(model)), settings)
-    network.vision.to(kind)
-    network.text.to(kind)
-    network.to(where).eval().requires_grad_(False)
-    words = load_tokenizer(tokenizer)
-    side = network.vision.config.image_size
+    where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    settings = json.loads(neural.find_file(model, "med_config.json").read_text())
+    weights = neural.read_weights(_weights_file(model))
+    see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
+    read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: old versions stored it, new ones count for themselves
+    if not see or not read:
+        raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
+    vision: Any = BlipVisionModel(_vision_config(see))
+    text = BlipTextModel(_text_config(settings, vision.config.hidden_size), add_pooling_layer=False)
+    _fill(vision, {_rename(name): weight for name, weight in see.items()}, where, kind)
+    _fill(text, read, where, kind)
+    head = build_head(neural.below("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
+    words = neural.load_part(AutoTokenizer, tokenizer)
 
     def rate(images: np.ndarray, prompts: list[str]) -> Tensor:
-        pixels = torch.from_numpy(square_pixels(images, side)).to(where, kind)
+        pixels = torch.from_numpy(square_pixels(images, vision.config.image_size)).to(where, kind)
         tokens = words(prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
-        return network(pixels, tokens.input_ids.to(where), tokens.attention_mask.to(where))
+        ids, mask = tokens.input_ids.to(where), tokens.attention_mask.to(where)
+        seen = vision(pixel_values=pixels).last_hidden_state
+        states = text(input_ids=ids, attention_mask=mask, encoder_hidden_states=seen).last_hidden_state
+        return (head(states[:, 0].float())[:, 0] - MEAN) / STD
 
-    return image_scorer(rate, f"{short_name(model)} {dtype}")
+    return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
 
 
 def _weights_file(model: str) -> Path:
     safe = Path(model) / "ImageReward.safetensors"
-    return safe if safe.is_file() else find_file(model, "ImageReward.pt")
+    return safe if safe.is_file() else neural.find_file(model, "ImageReward.pt")
 
 
 def _rename(name: str) -> str:
@@ -130,7 +106,7 @@ def _rename(name: str) -> str:
     return name
 
 
-def _vision_config(weights: Mapping[str, Tensor]) -> BlipVisionConfig:
+def _vision_config(weights: neural.Weights) -> BlipVisionConfig:
     """Sizes of the vision tower, which its weights tell."""
     width, _, patch, _ = weights["patch_embed.proj.weight"].shape
     return BlipVisionConfig(
@@ -150,9 +126,9 @@ def _text_config(settings: Mapping[str, Any], image_width: int) -> BlipTextConfi
     return BlipTextConfig(**kept, encoder_hidden_size=image_width, is_decoder=True)
 
 
-def _fill(network: Any, weights: Mapping[str, Tensor]) -> Any:
+def _fill(network: Any, weights: neural.Weights, device: torch.device, dtype: torch.dtype) -> None:
     try:
         network.load_state_dict(weights)
     except RuntimeError as exc:
         raise ValueError(f"the weights must be ImageReward's: {exc}") from exc
-    return network
+    network.to(device, dtype).eval().requires_grad_(False)

@@ -15,21 +15,19 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoTokenizer
 from transformers.utils import cached_file
 
 from omni_reward.scorers.pixels import MAX_ASPECT
 from omni_reward.wire import Score, Scorer
 
 BATCH_SIZE = 16
+Weights = Mapping[str, Tensor]
+Rate = Callable[[np.ndarray, list[str]], Tensor]
+Decline = Callable[[str], str | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def image_scorer(
-    rate: Callable[[np.ndarray, list[str]], Tensor],
-    version: str,
-    decline: Callable[[str], str | None] = lambda prompt: None,
-) -> Scorer:
+def image_scorer(rate: Rate, version: str, decline: Decline = lambda prompt: None) -> Scorer:
     """Scorer for `image` of a network, which abstains on images that are too long for it.
 
     Args:
@@ -80,13 +78,7 @@ def pick_dtype(name: str) -> torch.dtype:
 
 
 def load_model(
-    kind: Any,
-    name: str,
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-    config: Any = None,
-    weights: Mapping[str, Tensor] | None = None,
+    kind: Any, name: str, dtype: torch.dtype, device: torch.device, *, config: Any = None, weights: Any = None
 ) -> Any:
     """Network of a class of transformers, ready to score.
 
@@ -95,14 +87,13 @@ def load_model(
         name: name of the model.
         dtype, device: what its weights are brought to.
         config: settings of the network, where they are not the model's own.
-        weights: its weights by name, where they are not the model's own.
+        weights: its weights, tensors by name, where they are not the model's own.
 
     Raises:
         ValueError: there is no such model, or not as safetensors, or its weights are not those of this class.
     """
     source = name if weights is None else None
-    options = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
-    given = {key: value for key, value in options.items() if value is not None}
+    given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
     try:
         with _readable(name):
             model, info = kind.from_pretrained(source, **given, output_loading_info=True)
@@ -113,24 +104,14 @@ def load_model(
     return model.to(device).eval().requires_grad_(False)
 
 
-def load_config(kind: Any, name: str) -> Any:
-    """Settings of a network, of a configuration class of transformers.
+def load_part(kind: Any, name: str) -> Any:
+    """Settings or tokenizer of a model, of a class of transformers.
 
     Raises:
         ValueError: there is no such model.
     """
     with _readable(name):
         return kind.from_pretrained(name)
-
-
-def load_tokenizer(name: str) -> Any:
-    """Tokenizer of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
-    with _readable(name):
-        return AutoTokenizer.from_pretrained(name)
 
 
 def find_file(name: str, file: str) -> Path:
@@ -159,7 +140,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     return weights
 
 
-def below(prefix: str, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def below(prefix: str, weights: Weights) -> dict[str, Tensor]:
     """The weights whose names start with the prefix, without it."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
@@ -174,10 +155,8 @@ def _readable(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise ValueError(
-            f"a model must be a folder, or a name on the hub that can be fetched or is kept here, got {name!r}: "
-            f"{_first_line(exc)}"
-        ) from exc
+        rule = "a model must be a folder, or a name on the hub that can be fetched or is kept here"
+        raise ValueError(f"{rule}, got {name!r}: {_first_line(exc)}") from exc
 
 
 def _first_line(exc: Exception) -> str:

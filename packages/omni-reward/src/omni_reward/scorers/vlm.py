@@ -8,15 +8,15 @@ request: a wrong token or a dead endpoint should not pass for a model that has n
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from omni_reward.errors import RewardError
-from omni_reward.scorers.chat import Connection, Endpoint, UnansweredError, check_url
+from omni_reward.scorers.chat import Endpoint, UnansweredError
 from omni_reward.scorers.tasks import TASKS, Task
-from omni_reward.wire import Score, Scorer, check_token
+from omni_reward.wire import Score, Scorer
 
 logger = logging.getLogger("omni_reward.scorers.vlm")
 
@@ -53,59 +53,43 @@ def load_vlm(
     if max_in_flight < 1:
         raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
     token = Path(token_file).read_text().strip() if token_file is not None else None
-    check_token(token)
-    endpoint = _find_model(Endpoint(check_url(url), model or "", timeout_s, seed, token))
-    judge = _Judge(endpoint, TASKS[task], max_in_flight)
-    return Scorer(judge.score, version=f"{endpoint.model} {task} {TASKS[task].version}")
-
-
-def _find_model(endpoint: Endpoint) -> Endpoint:
-    """The endpoint with a model that it serves."""
-    connection = Connection(endpoint)
+    endpoint = Endpoint(url, timeout_s, seed, token)
     try:
-        models = connection.models()
+        models = endpoint.models()
     except RewardError as exc:
         raise ValueError(f"url must be that of an OpenAI-compatible endpoint: {exc}") from exc
-    finally:
-        connection.close()
-    if not endpoint.model and len(models) == 1:
-        return replace(endpoint, model=models[0])
-    if endpoint.model not in models:
-        raise ValueError(f"model must be one of {models}, got {endpoint.model or None!r}")
-    return endpoint
+    if model is None and len(models) == 1:
+        model = models[0]
+    if model is None or model not in models:
+        raise ValueError(f"model must be one of {models}, got {model!r}")
+    question, pool = TASKS[task], ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm")
+    ask = partial(_ask, endpoint, model, question)
 
-
-class _Judge:
-    """Asks one question per sample, several at a time."""
-
-    def __init__(self, endpoint: Endpoint, task: Task, max_in_flight: int) -> None:
-        self._task = task
-        self._pool = ThreadPoolExecutor(max_in_flight, thread_name_prefix="vlm")
-        self._connection = Connection(endpoint)
-
-    def score(self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
-        scores = {i: declined for i, prompt in enumerate(prompts) if (declined := self._task.decline(prompt))}
-        asked = [i for i in range(len(prompts)) if i not in scores]
-        answers = list(self._pool.map(lambda i: self._ask(media["image"][i], prompts[i]), asked))
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+        declined = [question.decline(prompt) for prompt in prompts]
+        asked = [i for i, own in enumerate(declined) if own is None]
+        answers = list(pool.map(lambda i: ask(media["image"][i], prompts[i]), asked))
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
-        for i, answer in zip(asked, answers, strict=True):
-            scores[i] = _no_answer(answer) if isinstance(answer, RewardError) else answer
-        return [scores[i] for i in range(len(prompts))]
+        given = iter(_no_answer(answer) if isinstance(answer, RewardError) else answer for answer in answers)
+        return [own or next(given) for own in declined]
 
-    def _ask(self, image: np.ndarray, prompt: str) -> Score | RewardError:
-        try:
-            answer = self._connection.ask(image, self._task.ask(prompt), self._task.schema())
-        except UnansweredError as exc:
-            return Score(None, abstained=str(exc))
-        except RewardError as exc:
-            return exc
-        try:
-            return self._task.score(self._task.read(answer), prompt)
-        except ValueError as exc:
-            reason = f"the answer has another form: {exc}"[:500]
-            return Score(None, abstained=reason, details={"answer": answer[:1000]})
+    return Scorer(score, version=f"{model} {task} {question.version}")
+
+
+def _ask(endpoint: Endpoint, model: str, task: Task, image: np.ndarray, prompt: str) -> Score | RewardError:
+    try:
+        answer = endpoint.ask(model, image, task.ask(prompt), task.schema())
+    except UnansweredError as exc:
+        return Score(None, abstained=str(exc))
+    except RewardError as exc:
+        return exc
+    try:
+        return task.score(task.read(answer), prompt)
+    except ValueError as exc:
+        reason = f"the answer has another form: {exc}"[:500]
+        return Score(None, abstained=reason, details={"answer": answer[:1000]})
 
 
 def _no_answer(error: RewardError) -> Score:
