@@ -33,7 +33,6 @@ import sample
 PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in [*REPO.glob("docs/**/*.md")]}
 PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
-PRINTED = (" one rank under torchrun",)  # how unlabelled blocks begin that are no commands
 CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/contributing.md": "tests/apps/test_app_add_algorithm.py",
     "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
@@ -58,7 +57,7 @@ def commands():
     """The words of every line of every command block; a line that goes on below counts as one."""
     for page in PAGES:
         for language, text in blocks(page):
-            if language in ("sh", "bash") or (language == "" and not text.startswith(PRINTED)):
+            if language in ("", "sh", "bash"):
                 yield from (shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines())
 
 
