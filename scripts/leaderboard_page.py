@@ -109,11 +109,7 @@ def blocks(rows: Sequence[Row]) -> dict[str, str]:
     groups = by_algorithm(rows)
     commits = ", ".join(sorted({row["commit"][:12] + "+" * row["commit"].endswith("+") for row in rows}))
     torch, cores = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("torch", "cores"))
-    repeat = [(e.title, f"`{e.name}`", f"`python apps/{e.app}.py --preset {e.preset}`") for e in ENTRIES]
-    return {
-        "results": f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}.\n\n" + results(groups),
-        "commands": markdown([("algorithm", "NAME", "trainer and preset"), ("---",) * 3, *repeat]),
-    }
+    return {"results": f"Measured with torch {torch} on {cores} CPU cores, at commit {commits}.\n\n" + results(groups)}
 
 
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:

@@ -120,7 +120,7 @@ def test_what_is_written_by_hand_stays():
 
 
 def test_files_that_are_not_up_to_date_are_found(rows, tmp_path):
-    (tmp_path / "leaderboard.md").write_text("<!-- results -->\n<!-- end -->\n<!-- commands -->\n<!-- end -->\n")
+    (tmp_path / "leaderboard.md").write_text("<!-- results -->\n<!-- end -->\n")
     leaderboard.write(rows, tmp_path)
     assert leaderboard.stale(tmp_path) == []
     assert read_rows(tmp_path / "leaderboard.jsonl") == sorted(rows, key=lambda r: (r["name"] != "flowgrpo", r["seed"]))
