@@ -20,21 +20,21 @@ PAGE = ROOT / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-`python scripts/configuration.py` writes this page from the sources; a test fails where it is not up to date.
+`python scripts/configuration.py` writes this page from the sources.
 
 A setting is a flag of the command line (`--batch-size 8`; switches are `--lr-decay` and `--no-lr-decay`) and a key of a
 TOML file (`batch_size = 8`, `lr_decay = true`). Precedence: the command line, the file given with `--config FILE.toml`,
-the recipe given with `--preset NAME`, the default. An unknown flag or key is an error, and so are settings that do not
-fit together, before any weight is loaded.
+the [recipe](../recipes) given with `--preset NAME`, the default. An unknown flag or key is an error, and so are
+settings that do not fit together.
 
 ```
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
 ```
 
 prints all settings as TOML, and what a training step will do and need. Each run writes the same to
-`runs/NAME/config.toml`, without what others must not read (URLs and token files); `--config` with that file repeats the
-run. `--help` lists the settings with their defaults, and the presets. A preset is a file of [recipes](../recipes), in
-the folder of its trainer.
+`runs/NAME/config.toml`, without URLs and token files.
+
+Where a setting must be one of some words, the others follow its default.
 """
 
 
@@ -43,14 +43,19 @@ class Setting:
     """A field of a trainer's Args, in words."""
 
     name: str
-    kind: str
+    words: list[str]
     default: str
     meaning: str
     group: str
 
     def row(self) -> str:
         """Its line of a table."""
-        cells = (f"`{self.name}`", self.kind, self.default, self.meaning.replace("|", r"\|"))
+        others = ", ".join(word for word in self.words if word != self.default)
+        cells = (
+            f"`{self.name}`",
+            f"{self.default} or {others}" if others else self.default,
+            self.meaning.replace("|", r"\|"),
+        )
         return f"| {' | '.join(cells)} |"
 
 
@@ -74,17 +79,16 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                 if isinstance(field, ast.AnnAssign):
                     key = ast.unparse(field.target)
                     group, text = notes.get(key, Note("", ""))
-                    found[key] = Setting(key, kind_of(field.annotation), default_of(field.value), text, group)
+                    found[key] = Setting(key, words_of(field.annotation), default_of(field.value), text, group)
     return found
 
 
-def kind_of(annotation: ast.expr) -> str:
-    """The type in words."""
-    if isinstance(annotation, ast.Subscript):  # Literal
-        words = ast.literal_eval(annotation.slice)
-        return ", ".join(f"`{word}`" for word in ([words] if isinstance(words, str) else words))
-    named = {"str": "text", "int": "whole number", "float": "number", "bool": "switch", "None": "none"}
-    return " or ".join(named[name] for name in ast.unparse(annotation).split(" | "))
+def words_of(annotation: ast.expr) -> list[str]:
+    """The words that a setting must be one of, in code quotes; empty where it takes others."""
+    if not isinstance(annotation, ast.Subscript):  # no Literal
+        return []
+    words = ast.literal_eval(annotation.slice)
+    return [f"`{word}`" for word in ([words] if isinstance(words, str) else words)]
 
 
 def default_of(value: ast.expr | None) -> str:
@@ -100,7 +104,7 @@ def default_of(value: ast.expr | None) -> str:
 
 def table(rows: list[Setting]) -> str:
     """A table of settings."""
-    return "\n".join(["| setting | type | default | meaning |", "|---|---|---|---|", *(row.row() for row in rows)])
+    return "\n".join(["| setting | default | meaning |", "|---|---|---|", *(row.row() for row in rows)])
 
 
 def page() -> str:

@@ -42,13 +42,15 @@ def test_settings_are_those_of_the_dataclass(trainer):
         assert len(setting.meaning) > 3, setting
 
 
-def test_a_comment_may_hold_a_bar():
+def test_a_row_has_the_default_the_other_words_and_the_comment_with_its_bars():
     source = (
-        'class Args:\n    # Run\n    a: int | None = None  # One |x|\n    b: Literal["u"] = "u"  # Two # fmt: skip\n'
+        "class Args:\n    # Run\n    a: int | None = None  # One |x|\n"
+        '    b: Literal["t", "u", "v"] = "u"  # Two # fmt: skip\n    c: Literal["u"] = "u"  # Three\n'
     )
-    first, second = configuration.settings(source)
-    assert first.row() == r"| `a` | whole number or none | none | One \|x\| |"
-    assert second.row() == "| `b` | `u` | `u` | Two |"
+    first, second, third = configuration.settings(source)
+    assert first.row() == r"| `a` | none | One \|x\| |"
+    assert second.row() == "| `b` | `u` or `t`, `v` | Two |"
+    assert third.row() == "| `c` | `u` | Three |"
 
 
 def test_what_all_trainers_share_comes_from_their_base_and_may_be_told_otherwise():
