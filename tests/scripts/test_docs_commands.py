@@ -39,7 +39,6 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/preferences.md": "tests/apps/test_app_train_dpo.py",
     "docs/quickstart.md": "tests/scripts/test_docs_commands.py",
     "docs/report.md": "tests/rl/test_rl_report_docs.py",
-    "docs/resume.md": "tests/train/test_train_checkpoint_docs.py",
     "docs/reward-protocol.md": "tests/reward/test_reward_docs.py",
     "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",
 }

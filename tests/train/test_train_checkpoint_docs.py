@@ -1,4 +1,4 @@
-"""The loop in docs/resume.md runs, stops when told, and continues as if it had not been."""
+"""The loop in the package's README runs, stops when told, and continues as if it had not been."""
 
 import json
 import os
@@ -9,7 +9,7 @@ import time
 import pytest
 from helpers import REPO
 
-PAGE = (REPO / "docs" / "resume.md").read_text("utf-8")
+PAGE = (REPO / "packages" / "omni-train" / "README.md").read_text("utf-8")
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 SLOWLY = CODE.replace(
     "        log.log(step, metrics)", "        __import__('time').sleep(0.05)\n        log.log(step, metrics)"
@@ -29,7 +29,7 @@ def enter(tmp_path, monkeypatch):
 
 
 def run(code):
-    exec(compile(code, "docs/resume.md", "exec"), {})
+    exec(compile(code, "README.md", "exec"), {})
 
 
 def start(code):

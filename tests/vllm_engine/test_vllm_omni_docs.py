@@ -1,4 +1,4 @@
-"""What docs/engines.md, docs/performance.md and the package's README say: commands run, names exist, traps are tested.
+"""What docs/engines.md, docs/performance.md and READMEs say: commands run, names exist, traps are tested.
 
 The tests of traps that no other file has are here too. Output is captured below Python (capfd), since vLLM-Omni wants a
 stdout with a file descriptor.
@@ -23,6 +23,7 @@ from vllm_omni_helpers import PARAMS, open_engine
 import train_flowgrpo as app
 
 PAGE = (REPO / "docs" / "engines.md").read_text("utf-8")
+TRAPS = (REPO / "tests" / "vllm_engine" / "README.md").read_text("utf-8")
 PERFORMANCE = (REPO / "docs" / "performance.md").read_text("utf-8")
 README = (REPO / "packages" / "omni-rollout" / "README.md").read_text("utf-8")
 PROMPTS = [Prompt('a red sign that says "AB"', group=0, index=0, seed=0)]
@@ -36,8 +37,9 @@ def commands(page):
 
 def traps():
     """The cells of the rows of the table of traps."""
-    lines = PAGE.split("## Traps")[1].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")][1:]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in TRAPS.splitlines() if line.startswith("| ")
+    ][1:]
 
 
 @pytest.fixture
@@ -123,7 +125,7 @@ def test_the_example_of_the_readme_runs(monkeypatch, capfd):
 
 
 def test_variables_that_are_set_keep_their_values(monkeypatch):
-    """Those of the page; the values are none that vLLM-Omni would set."""
+    """Those of the table; the values are none that vLLM-Omni would set."""
     names = re.findall(r"`([A-Z_]+)`", traps()[0][0])
     assert len(names) == 7
     for i, name in enumerate(names):
