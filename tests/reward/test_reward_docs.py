@@ -69,14 +69,6 @@ def test_a_real_scorer_process_scores_signs(readme_server: str) -> None:
     assert none.value is None
 
 
-def test_the_readme_s_own_scorer_is_a_score_function(serve: Callable[..., str]) -> None:
-    names: dict = {"__name__": "readme"}
-    exec(blocks(README, "python")[2], names)
-    images = np.stack([np.zeros((2, 2, 3), np.uint8), np.full((2, 2, 3), 255, np.uint8)])
-    with RewardClient(serve(names["brightness"])) as client:
-        assert client.submit({"image": images}, ["a", "b"]).result(10) == [Score(0.0), Score(1.0)]
-
-
 def test_the_readme_s_client_of_two_servers_checks_both(serve: Callable[..., str]) -> None:
     seen = []
 
@@ -94,7 +86,7 @@ def test_the_readme_s_client_of_two_servers_checks_both(serve: Callable[..., str
 
 def test_the_readme_s_video_scorer_takes_rates_and_abstains(serve: Callable[..., str]) -> None:
     names: dict = {}
-    exec(blocks(README, "python")[3], names)
+    exec(blocks(README, "python")[2], names)
     videos = np.zeros((2, 3, 4, 4, 3), np.uint8)
     videos[1, 1] = 10
     scorer = Scorer(names["stillness"], media=("video",), batch_size=8)
