@@ -18,7 +18,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Literal, get_args
 from urllib.parse import urlsplit
 
@@ -31,6 +30,8 @@ from omni_reward.media import ScoreRequest, canary
 from omni_reward.transport import Proxy, Transport
 from omni_reward.wire import MismatchError, Score
 
+Media = Mapping[str, np.ndarray]
+Meta = Sequence[Mapping[str, object]]
 OnFailure = Literal["raise", "mask", "mask_group"]
 CANARY_PROMPT = 'a sign that says "OK"'
 
@@ -73,16 +74,13 @@ class RewardClient:
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
         wire.check_token(token)
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight must be >= 1, got {max_in_flight}")
-        if on_failure not in get_args(OnFailure):
-            raise ValueError(f"on_failure must be one of {get_args(OnFailure)}, got {on_failure!r}")
-        if mask_limit < 1:
-            raise ValueError(f"mask_limit must be >= 1, got {mask_limit}")
-        if proxy not in get_args(Proxy):
-            raise ValueError(f"proxy must be one of {get_args(Proxy)}, got {proxy!r}")
-        self._timeout_s = timeout_s
-        self._on_failure, self._mask_limit = on_failure, mask_limit
+        for name, count in (("max_in_flight", max_in_flight), ("mask_limit", mask_limit)):
+            if count < 1:
+                raise ValueError(f"{name} must be >= 1, got {count}")
+        for name, choice, choices in (("on_failure", on_failure, OnFailure), ("proxy", proxy, Proxy)):
+            if choice not in get_args(choices):
+                raise ValueError(f"{name} must be one of {get_args(choices)}, got {choice!r}")
+        self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._places = threading.BoundedSemaphore(max_in_flight)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
@@ -91,12 +89,7 @@ class RewardClient:
         self._num_failed_in_row = 0
         self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
 
-    def submit(
-        self,
-        media: Mapping[str, np.ndarray],
-        prompts: Sequence[str],
-        meta: Sequence[Mapping[str, object]] | None = None,
-    ) -> Future[list[Score]]:
+    def submit(self, media: Media, prompts: Sequence[str], meta: Meta | None = None) -> Future[list[Score]]:
         """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
 
         The arguments are encoded and sent in a thread of the client, from where they lie: do not change them before
@@ -142,10 +135,7 @@ class RewardClient:
         return self._info(self.urls[0])
 
     def check(
-        self,
-        media: Mapping[str, np.ndarray] | None = None,
-        prompts: Sequence[str] = (CANARY_PROMPT,),
-        meta: Sequence[Mapping[str, object]] | None = None,
+        self, media: Media | None = None, prompts: Sequence[str] = (CANARY_PROMPT,), meta: Meta | None = None
     ) -> list[list[Score]]:
         """Score a canary on each server, after a check that all are up, take the token and have the same scorer.
 
@@ -183,9 +173,7 @@ class RewardClient:
     def __enter__(self) -> "RewardClient":
         return self
 
-    def __exit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _release(self) -> None:
@@ -206,7 +194,10 @@ class RewardClient:
         try:
             scores = self._exchange(self._endpoints, request, deadline)
         except RewardError as exc:
-            if not self._may_mask(exc):
+            with self._lock:
+                self._num_failed_in_row += 1
+                is_in_limit = self._num_failed_in_row <= self._mask_limit
+            if self._on_failure == "raise" or exc.fatal or not is_in_limit:
                 raise
             reason = f"the request failed: {exc}"
             score = Score(None, abstained=reason, mask_group=self._on_failure == "mask_group")
@@ -215,26 +206,18 @@ class RewardClient:
             self._num_failed_in_row = 0
         return scores
 
-    def _may_mask(self, error: RewardError) -> bool:
-        with self._lock:
-            self._num_failed_in_row += 1
-            is_in_limit = self._num_failed_in_row <= self._mask_limit
-        return self._on_failure != "raise" and not error.fatal and is_in_limit
-
     def _exchange(self, endpoints: Endpoints, request: ScoreRequest, deadline: float) -> list[Score]:
         """Scores of one request, after as many attempts as it takes and the deadline allows."""
         body = wire.encode_request(request)
-        return endpoints.call(lambda url: self._attempt(url, request, body, deadline), deadline)
 
-    def _attempt(
-        self, url: str, request: ScoreRequest, body: Sequence[bytes | memoryview], deadline: float
-    ) -> list[Score]:
-        timeout_s = max(1e-3, deadline - time.monotonic())
-        reply = self._transports[url].exchange("POST", "/score", body=body, timeout_s=timeout_s)
-        try:
-            return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids)
-        except ValueError as exc:
-            raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
+        def attempt(url: str) -> list[Score]:
+            reply = self._transports[url].exchange("POST", "/score", deadline, body)
+            try:
+                return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids)
+            except ValueError as exc:
+                raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
+
+        return endpoints.call(attempt, deadline)
 
     def _info(self, url: str) -> dict[str, Any]:
         reply = self._ask(url, "/info")
@@ -249,7 +232,7 @@ class RewardClient:
         return info
 
     def _ask(self, url: str, path: str) -> bytes:
-        return self._transports[url].exchange("GET", path, timeout_s=self._timeout_s)
+        return self._transports[url].exchange("GET", path, time.monotonic() + self._timeout_s)
 
 
 def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:

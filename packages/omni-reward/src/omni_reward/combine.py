@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from omni_reward.media import Arrays, Meta
 from omni_reward.wire import Score, Scorer
 
 GATE = "gate"  # the part that is 1 where all gates passed and 0 where not
@@ -73,7 +74,9 @@ def parse(text: str) -> Recipe:
         name = _add(specs, term)
         if name in weights:
             raise ValueError(f"scorer must not have two terms {name!r}; 'as' gives one a name of its own")
-        weights[name] = _weight(term)
+        weights[name] = _finite(term["sign"] + (term["weight"] or "1"))
+        if weights[name] == 0:
+            raise ValueError(f"a weight must not be 0, got {term[0].strip()!r:.200}")
     gates: dict[str, float] = {}
     for part in re.split(r"\s+and\s+", whole["gates"]) if whole["gates"] else []:
         gate = _GATE.fullmatch(part)
@@ -98,7 +101,7 @@ def combine(recipe: Recipe, scorers: Mapping[str, Scorer]) -> Scorer:
     media = sorted({kind for scorer in scorers.values() for kind in scorer.media})
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
-    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
+    def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         columns = {name: _score_in_batches(scorer, media, prompts, meta) for name, scorer in scorers.items()}
         return [_join(recipe, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
@@ -138,13 +141,6 @@ def _add(specs: dict[str, str], found: re.Match[str]) -> str:
     return name
 
 
-def _weight(term: re.Match[str]) -> float:
-    weight = _finite(term["sign"] + (term["weight"] or "1"))
-    if weight == 0:
-        raise ValueError(f"a weight must not be 0, got {term[0].strip()!r:.200}")
-    return weight
-
-
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
@@ -152,9 +148,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def _score_in_batches(
-    scorer: Scorer, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]
-) -> list[Score]:
+def _score_in_batches(scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
     scores: list[Score] = []
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):

@@ -18,6 +18,8 @@ from numbers import Real
 import numpy as np
 
 MAX_AXES = 8
+Arrays = dict[str, np.ndarray]
+Meta = list[dict[str, object]]
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,9 @@ class ScoreRequest:
         ValueError: media, prompts or meta break a rule.
     """
 
-    media: dict[str, np.ndarray]
+    media: Arrays
     prompts: list[str]
-    meta: list[dict[str, object]]
+    meta: Meta
     request_id: str
     ids: list[str] = field(default_factory=list)
 

@@ -105,26 +105,18 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     """
     wire.check_token(token)
     for argument, value, least in (
-        ("max_body_mb", max_body_mb, 1),
-        ("max_batch", max_batch, 1),
-        ("max_waiting", max_waiting, 0),
-        ("max_waiting_mb", max_waiting_mb, max_body_mb),
-    ):
+        ("max_body_mb", max_body_mb, 1), ("max_batch", max_batch, 1),
+        ("max_waiting", max_waiting, 0), ("max_waiting_mb", max_waiting_mb, max_body_mb),
+    ):  # fmt: skip
         if value < least:
             raise ValueError(f"{argument} must be >= {least}, got {value}")
     if not receive_timeout_s > 0:
         raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
     limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
     service = _Service(Scorer.of(score_fn), name, token, limits, show_errors)
-    return Starlette(
-        routes=[
-            Route("/healthz", service.health, methods=["GET"]),
-            Route("/info", service.info, methods=["GET"]),
-            Route("/openapi.json", service.openapi, methods=["GET"]),
-            Route("/score", service.score, methods=["POST"]),
-        ],
-        exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply},
-    )
+    gets = [Route("/healthz", service.health), Route("/info", service.info), Route("/openapi.json", service.openapi)]
+    routes = [*gets, Route("/score", service.score, methods=["POST"])]
+    return Starlette(routes=routes, exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply})
 
 
 class _Service:
@@ -146,17 +138,10 @@ class _Service:
 
     async def info(self, request: Request) -> Response:
         self._check_token(request)
-        return _json_reply(
-            {
-                "protocol": wire.PROTOCOL,
-                "scorer": self._name,
-                "scorer_version": self._scorer.version,
-                "version": version("omni-reward"),
-                "media": sorted(self._scorer.media),
-                "batch_size": self._scorer.batch_size,
-                "limits": asdict(self._limits),
-            }
-        )
+        scorer, limits = self._scorer, asdict(self._limits)
+        names = {"protocol": wire.PROTOCOL, "scorer": self._name, "scorer_version": scorer.version}
+        takes = {"media": sorted(scorer.media), "batch_size": scorer.batch_size, "limits": limits}
+        return _json_reply({**names, "version": version("omni-reward"), **takes})
 
     async def score(self, request: Request) -> Response:
         self._check_token(request)

@@ -70,18 +70,18 @@ class Transport:
         self._sessions: list[requests.Session] = []
 
     def exchange(
-        self, method: str, path: str, *, body: Sequence[bytes | memoryview] | None = None, timeout_s: float
+        self, method: str, path: str, deadline: float, body: Sequence[bytes | memoryview] | None = None
     ) -> bytes:
         """Body of the server's 200 reply to a request whose own body may come in parts.
 
         Raises:
-            RewardTimeoutError: the whole reply was not here after timeout_s.
+            RewardTimeoutError: the whole reply was not here at the deadline, on the monotonic clock.
             RewardConnectError: no server answered, or the connection broke.
             RewardHTTPError: the status was not 200.
             RewardFormatError: the reply was longer than MAX_REPLY_BYTES.
         """
         where = f"{method} {self._url}{path}"
-        deadline, failure = time.monotonic() + timeout_s, None
+        timeout_s, failure = max(0.001, deadline - time.monotonic()), None
         if not vars(self._local):
             self._open()
         try:
@@ -107,20 +107,19 @@ class Transport:
             session.close()
 
     def _open(self) -> None:
-        adapter, session = _Adapter(pool_connections=1, pool_maxsize=1), requests.Session()
-        session.mount("http://", adapter)
-        session.mount("https://", adapter)
-        self._local.adapter, self._local.session = adapter, session
-        self._sessions.append(session)
+        self._local.adapter, self._local.session = _Adapter(pool_connections=1, pool_maxsize=1), requests.Session()
+        for scheme in ("http://", "https://"):
+            self._local.session.mount(scheme, self._local.adapter)
+        self._sessions.append(self._local.session)
 
     def _send(
         self, method: str, path: str, body: Sequence[bytes | memoryview] | None, timeout_s: float
     ) -> tuple[int, float, bytes | None]:
         """Status, seconds to wait before another try, and body; the body is None when it is too long."""
         headers = {"Accept-Encoding": "identity"}  # a packed reply could unpack to far more than the cap
-        data: Any = None if body is None else _Body(body)
+        data: Any = None
         if body is not None:
-            headers["Content-Type"] = self._content_type
+            data, headers["Content-Type"] = _Body(body), self._content_type
         with self._local.session.request(
             method,
             self._url + path,

@@ -21,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from omni_reward.media import ScoreRequest, check_text, media_kind
+from omni_reward.media import Arrays, Meta, ScoreRequest, check_text, media_kind
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
@@ -84,7 +84,7 @@ class Score:
         return cls(None, abstained=f"the scorer returned {value}", details=details or {})
 
 
-ScoreFn = Callable[[dict[str, np.ndarray], list[str], list[dict[str, object]]], Sequence[Score | float]]
+ScoreFn = Callable[[Arrays, list[str], Meta], Sequence[Score | float]]
 """A scorer: media by kind (each [N, ...]), N prompts, N meta objects -> N scores in the same order."""
 
 
@@ -128,9 +128,7 @@ class Scorer:
         """The Scorer itself, or one of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
-    def __call__(
-        self, media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]
-    ) -> Sequence[Score | float]:
+    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> Sequence[Score | float]:
         """N scores or numbers, in the order of the samples."""
         return self.score_fn(media, prompts, meta)
 

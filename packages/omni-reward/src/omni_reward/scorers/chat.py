@@ -62,12 +62,8 @@ class Endpoint:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
         body = [json.dumps({**chat, **settings, "response_format": form}).encode()]
         deadline = time.monotonic() + self._timeout_s
-
-        def post(url: str) -> bytes:
-            left_s = max(0.01, deadline - time.monotonic())
-            return self._transport.exchange("POST", "/chat/completions", body=body, timeout_s=left_s)
-
-        return _answer_in(Endpoints([self._url]).call(post, deadline))
+        exchange, endpoints = self._transport.exchange, Endpoints([self._url])
+        return _answer_in(endpoints.call(lambda url: exchange("POST", "/chat/completions", deadline, body), deadline))
 
     def models(self) -> list[str]:
         """Names of the models that are served.
@@ -75,7 +71,7 @@ class Endpoint:
         Raises:
             RewardError: as above.
         """
-        body = self._transport.exchange("GET", "/models", timeout_s=self._timeout_s)
+        body = self._transport.exchange("GET", "/models", time.monotonic() + self._timeout_s)
         try:
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError, RecursionError) as exc:

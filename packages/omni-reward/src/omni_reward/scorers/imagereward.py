@@ -72,7 +72,8 @@ def load_imagereward(
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     settings = json.loads(neural.find_file(model, "med_config.json").read_text())
-    weights = neural.read_weights(_weights_file(model))
+    safe = Path(model) / "ImageReward.safetensors"
+    weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
     see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
     read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: old versions stored it, new ones count for themselves
     if not see or not read:
@@ -93,11 +94,6 @@ def load_imagereward(
         return (head(states[:, 0].float())[:, 0] - MEAN) / STD
 
     return neural.image_scorer(rate, f"{neural.short_name(model)} {dtype}")
-
-
-def _weights_file(model: str) -> Path:
-    safe = Path(model) / "ImageReward.safetensors"
-    return safe if safe.is_file() else neural.find_file(model, "ImageReward.pt")
 
 
 def _rename(name: str) -> str:
