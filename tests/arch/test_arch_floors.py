@@ -64,6 +64,7 @@ MAY_NAME_MODELS = (
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
     "scripts/pretrain_tiny_signs.py",  # builders of the checkpoints that are shipped
     "scripts/build_tiny_*.py",
+    "scripts/record_*.py",  # what other implementations of a model draw
 )
 MAY_NAME_ENGINES = ("omni_rl/engines.py", "omni_rl/args.py", "omni_rollout/engines/*")  # args.py has the choices
 MODEL_WORDS = {word for kind, door in MODELS.items() for word in (kind, door.__name__, door.__module__.split(".")[-1])}

@@ -59,6 +59,12 @@ def test_a_pipeline_that_is_no_model_of_ours_is_refused_with_the_choices(folder,
     assert "model must be the folder of a QwenImagePipeline" in refusal(folder)
 
 
+@pytest.mark.parametrize("kind", [["LlamaForCausalLM"], ["QwenImage"], [], None, "QwenImagePipeline.evil", 5, {}, [[]]])
+def test_an_architecture_that_is_no_model_of_ours_is_refused_with_the_choices(tmp_path, kind):
+    replace(tmp_path / "config.json", {"architectures": kind})
+    assert "model must be the folder of a QwenImagePipeline" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
 @pytest.mark.parametrize(
     "kind", [["diffusers", "../evil/Net"], ["evil", "Net"], ["diffusers", "UNet2DModel"], [None, None], None, "x", [[]]]

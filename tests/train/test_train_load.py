@@ -4,7 +4,7 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
-from omni_train.load import load_sharded
+from omni_train.load import check_files, load_sharded
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
 from safetensors import safe_open
@@ -101,6 +101,18 @@ def test_without_a_mesh_the_net_is_that_of_a_whole_load(run_ranks, tiny_qwen, ch
         assert all(map(torch.equal, expected, got))
 
     run_ranks(work, world_size=1)
+
+
+def test_weights_that_the_net_s_class_ignores_may_be_there_and_no_others(tmp_path):
+    net = meta_net()
+    net._keys_to_ignore_on_load_unexpected = [r"^reader\."]
+    save_file(WEIGHTS | {"reader.weight": torch.ones(2)}, tmp_path / "whole.safetensors")
+    load_sharded(net, [tmp_path / "whole.safetensors"], None)
+    assert torch.equal(net.linear.weight, WEIGHTS["linear.weight"])
+    for name in ("linear.reader.weight", "readers"):
+        save_file(WEIGHTS | {name: torch.ones(2)}, tmp_path / "other.safetensors")
+        with pytest.raises(ValueError, match=f"must hold weights of Net alone, got {name}"):
+            check_files(net, [tmp_path / "other.safetensors"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

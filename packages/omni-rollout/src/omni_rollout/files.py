@@ -1,6 +1,7 @@
 """The files of a checkpoint: what their configuration says, and whether they are whole; no weight is read."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +42,13 @@ def safetensors_files(folder: Path) -> list[Path]:
     raise ValueError(f"model must have its weights as safetensors, {folder} holds none")
 
 
-def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors in a folder of safetensors files, none of which is cut short.
+def safetensors_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the tensors in safetensors files, none of which is cut short.
 
     Raises:
         ValueError: the file, and what is wrong with it.
     """
-    return {name: shape for file in safetensors_files(folder) for name, shape in _shapes(file).items()}
+    return {name: shape for file in files for name, shape in _shapes(file).items()}
 
 
 def _shapes(file: Path) -> dict[str, tuple[int, ...]]:

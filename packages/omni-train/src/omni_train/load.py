@@ -4,6 +4,7 @@ No rank ever holds a full copy, on its device or its host: the files are mapped,
 at a time.
 """
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,7 +39,8 @@ def load_sharded(
     Args:
         net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
             include_buffers=False)` builds it. Without adapters.
-        files: safetensors files that together hold each parameter and persistent buffer once, under its name.
+        files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
+            nothing else but what `check_files` lets be.
         mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
         block_names: as for `shard`.
         compute_dtype: as for `shard`.
@@ -64,8 +66,13 @@ def load_sharded(
 
 
 def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
-    """Raises ValueError unless the files hold the net's parameters and persistent buffers, no more; reads none."""
+    """Raises ValueError unless the files hold the net's parameters and persistent buffers; reads none.
+
+    What else they hold is an error too, unless the net's class ignores it as diffusers and transformers have it: by
+    the regular expressions in `_keys_to_ignore_on_load_unexpected`.
+    """
     wanted, kind = net.state_dict(), type(net).__name__
+    ignored = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()
     with ExitStack() as stack:
         sources = _open(stack, files)
         if missing := wanted.keys() - sources.keys():
@@ -73,6 +80,8 @@ def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
             raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
         for name, (file, opened) in sources.items():
             if name not in wanted:
+                if any(re.search(each, name) for each in ignored):
+                    continue
                 raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
             found, shape = opened.get_slice(name).get_shape(), list(wanted[name].shape)
             if found != shape:

@@ -9,7 +9,8 @@ from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.sd3 import StableDiffusion3
 
-# What model_index.json calls the pipeline -> the model's class. A new model is one more line.
+# What model_index.json calls the pipeline, or config.json the architecture where there is none -> the model's class.
+# A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
     "StableDiffusion3Pipeline": StableDiffusion3,
@@ -17,13 +18,17 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
 
 
 def open_model(path: str | Path) -> Model:
-    """The model of a checkpoint: the folder, or the hub id, of a diffusers pipeline. No weight is read.
+    """The model of a checkpoint, which is a folder or a hub id. No weight is read.
 
     Raises:
         ValueError: there is no such folder, it holds another pipeline, or a file of its configuration is damaged.
     """
     folder = local_folder(path)
-    kind = read_json(folder / "model_index.json").get("_class_name")
+    if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
+        found = read_json(folder / "config.json").get("architectures")
+        kind = found[0] if isinstance(found, list) and found else found
+    else:
+        kind = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(kind, str) or kind not in MODELS:
         raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}")
     return MODELS[kind](path)

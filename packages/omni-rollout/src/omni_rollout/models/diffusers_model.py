@@ -2,7 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -51,13 +52,17 @@ class DiffusersModel:
         index, found = self.folder / "model_index.json", self.config.get(part)
         if not isinstance(found, list) or [str(entry).removesuffix("Fast") for entry in found] != [library, name]:
             raise ValueError(f"{part} must be a {name} of {library}, {index} says {found!r:.80}")
-        kind = "scheduler_config" if part == "scheduler" else "tokenizer_config" if "tokenizer" in part else "config"
-        file = self.folder / part / f"{kind}.json"
+        file = self.config_file(part)
         config = read_json(file)
-        said = config.get("_class_name") or config.get("architectures", [name]) if kind != "tokenizer_config" else name
+        said = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
         if said not in (name, [name]):
             raise ValueError(f"{part} must be a {name}, {file} says {said!r:.80}")
         return config
+
+    def config_file(self, part: str) -> Path:
+        """Where the configuration of a part lies."""
+        kind = "scheduler_config" if part == "scheduler" else "tokenizer_config" if "tokenizer" in part else "config"
+        return self.folder / part / f"{kind}.json"
 
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
         """One value of a part's configuration; the default of the part's class where an older file lacks it.
@@ -72,7 +77,7 @@ class DiffusersModel:
             value = float(value)
         of_numbers = not isinstance(value, list) or all(type(entry) in (int, float) for entry in value)
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not of_numbers:
-            raise ValueError(f"{name} of {self.folder / part} must be of type {kind.__name__}, got {value!r:.80}")
+            raise ValueError(f"{name} of {self.config_file(part)} must be of type {kind.__name__}, got {value!r:.80}")
         return value
 
     def option(self, params: Params, name: str) -> float:
@@ -111,12 +116,14 @@ class DiffusersModel:
                 self._check_weights(part, wanted)
 
     def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
-        folder, found = self.folder / part, safetensors_shapes(self.folder / part)
+        files = self.weight_files(part)
+        folder, found = files[0].parent, safetensors_shapes(files)
         if part not in self.NETS:  # older names are translated while they are loaded
             return
         if missing := wanted.keys() - found.keys():
             raise ValueError(f"model is incomplete: {folder} lacks {len(missing)} weights, such as {min(missing)}")
-        if surplus := found.keys() - wanted.keys():
+        ignored = self._class(part)._keys_to_ignore_on_load_unexpected or ()
+        if surplus := {n for n in found.keys() - wanted.keys() if not any(re.search(each, n) for each in ignored)}:
             some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
             raise ValueError(f"model is damaged: {folder} has {some}")
         for name, tensor in wanted.items():
@@ -164,34 +171,43 @@ class DiffusersModel:
         cls = self._class(part)
         if not issubclass(cls, nn.Module):
             return cls.from_pretrained(self.folder, subfolder=part)
-        self.weight_files(part)  # or the library looks for other formats
-        module, report = cls.from_pretrained(
-            self.folder, subfolder=part, dtype=dtype, use_safetensors=True, output_loading_info=True
-        )
-        if missing := report["missing_keys"]:  # the library has drawn them at random
+        folder = self.weight_files(part)[0].parent  # there are some, or the library looks for other formats
+        module, missing = self._read(part, dtype)
+        if missing:  # the library has drawn them at random
             some = f"{len(missing)} weights, such as {min(missing)}"
-            raise ValueError(f"model is incomplete: {self.folder / part} lacks {some}")
+            raise ValueError(f"model is incomplete: {folder} lacks {some}")
         for name, weight in module.named_parameters():
             if not weight.isfinite().all():
-                raise ValueError(f"model is damaged: {name} of {self.folder / part} is not finite")
+                raise ValueError(f"model is damaged: {name} of {folder} is not finite")
         return module.to(device).eval().requires_grad_(False)
+
+    def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
+        """A part with its weights, and the names of those that its files lack."""
+        module, report = self._class(part).from_pretrained(
+            self.folder, subfolder=part, dtype=dtype, use_safetensors=True, output_loading_info=True
+        )
+        return module, report["missing_keys"]
 
     def _empty(self, part: str) -> nn.Module:
         from accelerate import init_empty_weights
         from huggingface_hub.errors import StrictDataclassError
 
-        cls, file = self._class(part), self.folder / part / "config.json"
+        cls, file = self._class(part), self.config_file(part)
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
         try:
             with init_empty_weights(include_buffers=False):
-                if self.PARTS[part][0] == "diffusers":
-                    module = cls.from_config(self.config[part])
-                else:
-                    module = cls(cls.config_class.from_dict(self.config[part]))
+                module = self._make(part)
         except (*UNUSABLE, StrictDataclassError) as exc:
             reason = " ".join(str(exc).split())
             raise ValueError(f"model is damaged: no {cls.__name__} can be made of {file}: {reason:.300}") from exc
         return module.requires_grad_(False)
+
+    def _make(self, part: str) -> nn.Module:
+        """A part of its configuration."""
+        cls, config = self._class(part), self.config[part]
+        of_transformers = self.PARTS[part][0] == "transformers"
+        module: nn.Module = cls(cls.config_class.from_dict(config)) if of_transformers else cls.from_config(config)
+        return module
 
 
 def local_folder(path: str | Path, *patterns: str) -> Path:
