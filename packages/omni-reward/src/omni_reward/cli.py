@@ -7,7 +7,6 @@ import socket
 from pathlib import Path
 from typing import NoReturn
 
-from omni_reward import wire
 from omni_reward.scorers import SCORERS
 from omni_reward.transport import is_loopback
 
@@ -64,20 +63,6 @@ def read_options(items: list[str]) -> dict[str, str]:
         if "=" not in item or not item.partition("=")[0].replace(".", "_").isidentifier():
             raise ValueError(f"--option must be NAME=VALUE, got {item!r}")
     return dict(item.split("=", 1) for item in items)
-
-
-def read_token(path: Path | None) -> str | None:
-    """The token in a file, None without a file.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it holds no token.
-    """
-    if path is None:
-        return None
-    token = path.read_text().strip()
-    wire.check_token(token)
-    return token
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:

@@ -11,7 +11,7 @@ Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 
@@ -76,8 +76,7 @@ class ScoreRequest:
         if not self.media:
             raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
         for kind, array in self.media.items():
-            check_media(kind, array, len(self.prompts))
-            check_rates(kind, self.meta)
+            check_media(kind, array, self.meta)
         if self.ids == []:
             object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
 
@@ -90,41 +89,30 @@ def check_text(name: str, text: str) -> None:
         raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
 
 
-def check_media(kind: str, array: object, count: int) -> None:
-    """Raise ValueError unless the array fits MEDIA_KINDS, with count samples."""
+def check_media(kind: str, array: object, meta: Meta) -> None:
+    """Raise ValueError unless the array fits MEDIA_KINDS, with a sample for each meta and its rate in there."""
     rule = media_kind(kind)
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
         raise ValueError(f"{kind} must be a {' or '.join(rule.dtypes)} array, got {dtype}")
-    wanted = (count, *rule.axes[1:])
+    wanted = (len(meta), *rule.axes[1:])
     if not _fits(array.shape, wanted):
         raise ValueError(f"{kind} must have the shape {wanted}, got {array.shape}")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{kind} must be finite, got NaN or an infinity")
-
-
-def check_rates(kind: str, meta: Sequence[Mapping[str, object]]) -> None:
-    """Raise ValueError unless every sample's meta gives the rate that the kind needs."""
-    rate = media_kind(kind).rate
-    if rate is None:
-        return
-    for i, sample in enumerate(meta):
-        value = sample.get(rate)
+    for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
-            raise ValueError(f"meta[{i}][{rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
+            raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
 
 
-def canary(kinds: Sequence[str], count: int) -> tuple[dict[str, np.ndarray], dict[str, object]]:
+def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:
     """Grey or silent samples of these kinds, and the rates that belong into the meta of each.
 
     Raises:
         ValueError: a kind has no sample that suits every scorer.
     """
-    samples: dict[str, np.ndarray] = {
-        "image": np.full((count, 64, 64, 3), 128, np.uint8),
-        "video": np.full((count, 8, 64, 64, 3), 128, np.uint8),
-        "audio": np.zeros((count, 16_000, 1), np.float32),
-    }
+    grey, silence = np.full((count, 8, 64, 64, 3), 128, np.uint8), np.zeros((count, 16_000, 1), np.float32)
+    samples: Arrays = {"image": grey[:, 0], "video": grey, "audio": silence}
     if missing := set(kinds) - set(samples):
         raise ValueError(f"media must be given to ask a scorer of {sorted(missing)}: no sample suits all of them")
     return {kind: samples[kind] for kind in kinds}, {"fps": 8.0, "sample_rate": 16_000}

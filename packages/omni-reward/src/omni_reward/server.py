@@ -282,7 +282,8 @@ def main(argv: list[str] | None = None) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn drains first, then hands the signal on to this
     try:
-        token = cli.read_token(args.token_file)
+        token = args.token_file.read_text().strip() if args.token_file else None
+        wire.check_token(token)
         sock = cli.bind(args.host, args.port, has_token=token is not None)
         cli.forget_url(args.url_file)
         scorer = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))

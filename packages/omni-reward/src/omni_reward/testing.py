@@ -20,6 +20,8 @@ from tempfile import TemporaryDirectory
 
 from omni_reward.wire import ScoreFn
 
+Env = Mapping[str, str]
+
 
 @dataclass(frozen=True)
 class Server:
@@ -37,11 +39,7 @@ class Server:
 
 @contextmanager
 def serving(
-    scorer: str,
-    *flags: str,
-    token: str | None = None,
-    python: str = sys.executable,
-    env: Mapping[str, str] | None = None,
+    scorer: str, *flags: str, token: str | None = None, python: str = sys.executable, env: Env | None = None
 ) -> Iterator[Server]:
     """Server of a scorer, in a process that ends with the block; an interrupt from the keyboard does not reach it.
 

@@ -30,6 +30,8 @@ MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute with float32
 MAX_REASON_CHARS = 1000
 MAX_DETAILS_BYTES = 2**16  # of one sample, as JSON
 MAX_DETAILS_DEPTH = 16
+Parts = Mapping[str, float]
+Details = Mapping[str, object]
 DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32"}  # numpy's names -> safetensors'
 
 
@@ -55,8 +57,8 @@ class Score:
 
     value: float | None
     abstained: str | None = None
-    parts: Mapping[str, float] = field(default_factory=dict)
-    details: Mapping[str, object] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
+    details: Details = field(default_factory=dict)
     mask_group: bool = False
 
     def __post_init__(self) -> None:
@@ -75,9 +77,7 @@ class Score:
         object.__setattr__(self, "details", _copy_json("details", dict(self.details)))
 
     @classmethod
-    def of(
-        cls, value: float, *, parts: Mapping[str, float] | None = None, details: Mapping[str, object] | None = None
-    ) -> "Score":
+    def of(cls, value: float, *, parts: Parts | None = None, details: Details | None = None) -> "Score":
         """Score of a number straight from a model; one that float32 cannot hold, such as NaN, becomes an abstention."""
         if abs(value) <= MAX_VALUE:
             return cls(float(value), parts=parts or {}, details=details or {})

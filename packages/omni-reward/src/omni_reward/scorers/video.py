@@ -93,15 +93,11 @@ def _interpolation_error(before: np.ndarray, frame: np.ndarray, after: np.ndarra
         return image[REACH + dy : REACH + dy + h, REACH + dx : REACH + dx + w]
 
     pairs = [(window(before, -dy, -dx), window(after, dy, dx)) for dy, dx in _SHIFTS]
-    costs = np.stack([_block_means(np.abs(first - second)) for first, second in pairs])  # [D, h / 8, w / 8]
+    costs = shrink(np.stack([np.abs(first - second) for first, second in pairs]), BLOCK)  # [D, h / 8, w / 8]
     best = costs.argmin(axis=0)
     middles = np.stack([(first + second) / 2 for first, second in pairs])  # [D, h, w]
     chosen = np.take_along_axis(middles, best.repeat(BLOCK, 0).repeat(BLOCK, 1)[None], axis=0)[0]
     return float(np.abs(window(frame, 0, 0) - chosen).mean()), float(np.hypot(*np.array(_SHIFTS)[best].T).mean())
-
-
-def _block_means(image: np.ndarray) -> np.ndarray:
-    return shrink(image[None], BLOCK)[0]
 
 
 def sharpness(gray: np.ndarray) -> float:
