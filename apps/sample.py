@@ -64,7 +64,7 @@ def main(args: Args) -> None:
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
     from omni_train.data import PromptRecord, load_prompts, sample_seed
-    from omni_train.device import local_device
+    from omni_train.dist import local_device
     from omni_train.weights import check_weights, load_weights
 
     true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}

@@ -22,7 +22,7 @@ from omni_rollout import Model, Params, Trajectory, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import Transition, cps_step, dance_step, sde_step
-from omni_train.device import local_device
+from omni_train.dist import local_device
 from omni_train.lora import add_lora, reference, unadapted_params
 from omni_train.weights import named_weights
 

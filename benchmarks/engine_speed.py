@@ -20,7 +20,7 @@ from omni_rl.cli import check_least, parse_cli
 from omni_rollout import Model, Params, Parts
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.device import default_compute_dtype, local_device, memory, reset_peak_memory
+from omni_train.dist import default_compute_dtype, local_device, memory, reset_peak_memory
 from omni_train.lora import add_lora, unadapted_params
 from omni_train.weights import named_weights
 from torch import nn

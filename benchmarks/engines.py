@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from omni_rollout import Model, Prompt
-from omni_train.device import synchronize
+from omni_train.dist import synchronize
 from torch import nn
 
 TEXT = 'a pink sign that says "K7QX"'

@@ -24,7 +24,7 @@ from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.data import PromptRecord, load_prompts, sample_seed
-from omni_train.device import local_device
+from omni_train.dist import local_device
 from omni_train.weights import load_weights
 from PIL import Image
 from safetensors.torch import save_file

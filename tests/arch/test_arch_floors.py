@@ -58,7 +58,7 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_rollout/engines/[!v]*": ("torch.distributed",),
     "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker alone meets the process group
 }
-MAY_NAME_DEVICES = ("omni_train/device.py", "omni_rollout/engines/vllm_omni/engine.py")
+MAY_NAME_DEVICES = ("omni_rollout/engines/vllm_omni/engine.py",)
 MAY_NAME_MODELS = (
     "omni_rollout/models/*",
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
@@ -297,7 +297,7 @@ BAD = [
     (floor_faults, "omni_reward/scorers/clip.py", "import rapidocr"),
     (floor_faults, "omni_rollout/types.py", "if TYPE_CHECKING:\n    import diffusers"),
     (floor_faults, "omni_rollout/models/qwen_image.py", "import vllm_omni"),
-    (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_train.device import memory"),
+    (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_train.dist import memory"),
     (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_reward import Score"),
     (floor_faults, "omni_train/weights.py", "from omni_rollout import Engine"),
     (floor_faults, "omni_train/lora.py", "import diffusers"),
@@ -320,10 +320,10 @@ BAD = [
     (open_faults, "omni_rl/run.py", 'getattr(run.args, "algo", "")'),
     (open_faults, "omni_rl/run.py", 'hasattr(args, "height")'),
     (alone_faults, "apps/sample.py", "ROOT = Path(__file__).parents[1]"),
-    (device_faults, "omni_sched/noise.py", "torch.cuda.synchronize()"),
-    (device_faults, "omni_sched/noise.py", "x.to('cuda:1')"),
-    (device_faults, "omni_sched/noise.py", "x.is_cuda"),
-    (device_faults, "omni_sched/noise.py", "f'cuda:{rank}'"),
+    (device_faults, "omni_sched/steps.py", "torch.cuda.synchronize()"),
+    (device_faults, "omni_sched/steps.py", "x.to('cuda:1')"),
+    (device_faults, "omni_sched/steps.py", "x.is_cuda"),
+    (device_faults, "omni_sched/steps.py", "f'cuda:{rank}'"),
     (device_faults, "omni_rollout/types.py", "x.npu()"),
     (device_faults, "omni_rollout/types.py", "kind = 'npu'"),
     (device_faults, "omni_train/dist.py", "import torch_npu"),
@@ -367,9 +367,9 @@ def test_the_rule_can_fail(rule: Rule, place: str, source: str):
         (engine_faults, "omni_rollout/models/diffusers_model.py", 'if library == "diffusers": f()'),
         (engine_faults, "omni_rl/engines.py", 'if engine == "diffusers": f()'),
         (engine_faults, "omni_rl/args.py", 'engine: Literal["diffusers", "vllm-omni"] = "diffusers"'),
-        (open_faults, "omni_sched/_levels.py", "def f(x: Tensor, **others: Tensor): ..."),
+        (open_faults, "omni_sched/steps.py", "def f(x: Tensor, **others: Tensor): ..."),
         (open_faults, "omni_rl/run.py", "def f(args: RunArgs): return getattr(type(args)(), name)"),
-        (device_faults, "omni_train/device.py", "torch.cuda.is_available()"),
+        (device_faults, "omni_rollout/engines/vllm_omni/engine.py", "torch.cuda.is_available()"),
         (device_faults, "omni_train/dist.py", 'def f():\n    """On cuda and npu."""\n    input_ids = num_inputs = 1'),
         (safety_faults, "omni_rollout/types.py", "net.eval()\nre.compile(x)\nnet.compile()"),
         (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=True)"),

@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from omni_train.checkpoint import Checkpoint
 from omni_train.dist import init_distributed
-from omni_train.ema import Ema
 from omni_train.log import RunLog, claim_folder
 from omni_train.optim import build_adamw, optimizer_step
+from omni_train.snapshot import Ema
 from omni_train.state import train_state
 from safetensors.torch import save_file
 

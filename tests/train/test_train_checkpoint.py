@@ -12,11 +12,10 @@ import torch
 from helpers import load_newest
 from omni_train.checkpoint import Checkpoint, check_config, config_differences
 from omni_train.dist import init_distributed
-from omni_train.ema import Ema
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
-from omni_train.snapshot import Snapshot
+from omni_train.snapshot import Ema, Snapshot
 from safetensors import safe_open
 from torch import nn
 

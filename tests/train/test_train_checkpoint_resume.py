@@ -7,10 +7,10 @@ import torch
 from helpers import load_newest
 from omni_train.checkpoint import Checkpoint
 from omni_train.dist import init_distributed
-from omni_train.ema import Ema
 from omni_train.lora import add_lora, ema_update
-from omni_train.optim import build_adamw, optimizer_step
-from omni_train.shard import reduce_gradients, shard
+from omni_train.optim import build_adamw, optimizer_step, reduce_gradients
+from omni_train.shard import shard
+from omni_train.snapshot import Ema
 from omni_train.state import train_state
 from torch import nn
 from torch.distributed.tensor import DTensor

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from omni_train import device as devices
+from omni_train import dist as devices
 
 CPU = torch.device("cpu")
 
@@ -81,7 +81,7 @@ def test_memory_that_an_allocator_does_not_tell_is_nan(accelerator, monkeypatch)
 
 def test_a_system_without_proc_tells_the_peak_only(monkeypatch):
     here = devices.memory(CPU).peak_mb
-    monkeypatch.setattr("omni_train.device.Path.exists", lambda path: False)
+    monkeypatch.setattr("omni_train.dist.Path.exists", lambda path: False)
     monkeypatch.setattr("sys.platform", "darwin")  # where the peak is in bytes, here in KB
     told = devices.memory(CPU)
     assert math.isnan(told.current_mb)

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from omni_train.dist import init_distributed
-from omni_train.optim import build_adamw, global_norm, optimizer_step, warmup_lr
-from omni_train.shard import reduce_gradients, shard
+from omni_train.optim import build_adamw, global_norm, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 from omni_train.lora import add_lora
-from omni_train.optim import build_adamw
-from omni_train.shard import _buckets, reduce_gradients, shard
+from omni_train.optim import _buckets, build_adamw, reduce_gradients
+from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
 

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_shape_of
+from omni_losses.output import require_shape_of
 
 Level = Literal["trajectory", "step"]
 Mode = Literal["truncate", "mask"]

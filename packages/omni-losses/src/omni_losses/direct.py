@@ -6,8 +6,7 @@ Letters: B samples. sigma is the noise level, 1 = noise, 0 = data; velocity = dx
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_batch, require_latents, require_per_sample, require_shape_of
-from omni_losses.output import LossOutput, over
+from omni_losses.output import LossOutput, over, require_batch, require_latents, require_per_sample, require_shape_of
 
 
 def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:

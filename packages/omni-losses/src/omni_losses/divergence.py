@@ -7,8 +7,14 @@ All distances are means over latent elements, so that they do not grow with the 
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_latents, require_per_sample, require_shape_of
-from omni_losses.output import LossOutput, element_mean, weighted_mean
+from omni_losses.output import (
+    LossOutput,
+    element_mean,
+    require_latents,
+    require_per_sample,
+    require_shape_of,
+    weighted_mean,
+)
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:

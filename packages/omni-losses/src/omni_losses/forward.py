@@ -13,15 +13,18 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-from omni_losses._checks import (
+from omni_losses.divergence import velocity_kl
+from omni_losses.output import (
+    LossOutput,
+    element_mean,
+    over,
     require_latents,
     require_not_negative,
     require_per_sample,
     require_positive,
     require_shape_of,
+    weighted_mean,
 )
-from omni_losses.divergence import velocity_kl
-from omni_losses.output import LossOutput, element_mean, over, weighted_mean
 from omni_losses.policy import ClipRange, grpo_loss
 
 ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_only", "binary"]

@@ -11,15 +11,18 @@ ratio is that of a single element, on geometric average, and useful clip ranges 
 import torch
 from torch import Tensor
 
-from omni_losses._checks import (
+from omni_losses.divergence import gaussian_kl
+from omni_losses.output import (
+    LossOutput,
+    clip_metrics,
+    ratio_metrics,
     require_batch,
     require_clip_width,
     require_per_sample,
     require_positive,
     require_shape_of,
+    weighted_mean,
 )
-from omni_losses.divergence import gaussian_kl
-from omni_losses.output import LossOutput, clip_metrics, ratio_metrics, weighted_mean
 
 ClipRange = float | tuple[float, float]
 

@@ -6,9 +6,8 @@ Letters: N samples of all ranks; B pairs. A pair's two samples share prompt, noi
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from omni_losses._checks import require_batch, require_positive, require_shape_of
 from omni_losses.advantages import check_rewards
-from omni_losses.output import LossOutput
+from omni_losses.output import LossOutput, require_batch, require_positive, require_shape_of
 
 
 def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:

@@ -6,8 +6,7 @@ Letters: N sequences, T token places, padded on either side. Log-probabilities a
 import torch
 from torch import Tensor
 
-from omni_losses._checks import require_clip_width, require_shape_of
-from omni_losses.output import LossOutput, clip_metrics, ratio_metrics
+from omni_losses.output import LossOutput, clip_metrics, ratio_metrics, require_clip_width, require_shape_of
 
 
 def gspo_loss(

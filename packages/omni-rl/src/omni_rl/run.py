@@ -22,16 +22,23 @@ from omni_rollout.sampler import check_images
 from omni_train import lora
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.data import PromptSampler, load_prompts
-from omni_train.device import memory
-from omni_train.dist import Dist, gather_floats, gather_json, init_distributed, mean_metrics, same_error, shutdown
-from omni_train.ema import Ema
+from omni_train.dist import (
+    Dist,
+    gather_floats,
+    gather_json,
+    init_distributed,
+    mean_metrics,
+    memory,
+    same_error,
+    shutdown,
+)
 from omni_train.files import file_digest, probe_digest, write_atomically
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
-from omni_train.optim import StepResult, build_adamw, optimizer_step, warmup_lr
-from omni_train.shard import reduce_gradients, shard
-from omni_train.snapshot import Snapshot
+from omni_train.optim import StepResult, build_adamw, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.shard import shard
+from omni_train.snapshot import Ema, Snapshot
 from omni_train.weights import check_adapter, check_weights, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
 
@@ -177,8 +184,7 @@ class Run(Generic[ArgsT]):
     def move_old_policy(self, decay: float) -> None:
         """Move the old policy towards the trained one; it keeps the share `decay` of itself."""
         if self.snapshot:
-            trained, old = zip(*self.snapshot.pairs(), strict=True)
-            lora.ema_update_params(trained, old, decay)
+            self.snapshot.move(decay)
         else:
             lora.ema_update(self.net, "default", "old", decay)
 

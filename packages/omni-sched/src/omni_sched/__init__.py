@@ -4,17 +4,26 @@ Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = no
 function (or the frozen record one of them returns): no state, no registry, no model.
 """
 
-from omni_sched.noise import INITIAL_NOISE, add_noise, step_noise
 from omni_sched.schedules import (
     exponential_shift_sigmas,
     linear_sigmas,
     resolution_mu,
+    sde_window,
     shift_sigmas,
     stretch_sigmas,
 )
 from omni_sched.solvers import compress_sigmas, dpmpp_2m_step
-from omni_sched.steps import Transition, cps_step, dance_step, euler_step, gaussian_log_prob, sde_step
-from omni_sched.windows import sde_window
+from omni_sched.steps import (
+    INITIAL_NOISE,
+    Transition,
+    add_noise,
+    cps_step,
+    dance_step,
+    euler_step,
+    gaussian_log_prob,
+    sde_step,
+    step_noise,
+)
 
 __all__ = [
     "INITIAL_NOISE",

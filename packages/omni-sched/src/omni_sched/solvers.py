@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
+from omni_sched.steps import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
 
 
 def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""One denoising step from sigma to sigma_next, deterministic or stochastic, and the log-probability of its end.
+"""One denoising step from sigma to sigma_next, deterministic or stochastic, its noise and its end's log-probability.
 
 Letters: B samples; x is [B, ...] with any latent axes behind B, in latent units. sigma is the noise level in [0, 1],
 1 = noise, 0 = data, and falls: `dt = sigma_next - sigma < 0`. `velocity = dx/dsigma = noise - data`, so a sample is
@@ -29,13 +29,18 @@ not refused, and gives log_prob NaN. For x on an accelerator, pass scalars from 
 beside x: only a [B] tensor on the CPU costs a copy that waits.
 """
 
+import hashlib
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from omni_sched._levels import Level, check_shapes, levels, on_cpu, on_host, over, per_sample
+Level = float | Tensor
+
+INITIAL_NOISE = -1  # the step of the noise at sigma = 1, before step 0
 
 # UniPC schedules for flow models start at 0.99999899, where sqrt(sigma / (1 - sigma)) is 993: a test for exactly 1
 # would let that through and turn the first step into pure noise.
@@ -237,6 +242,64 @@ def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return -error / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
 
 
+def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
+    """Standard normal noise for one step of B samples, row b a function of seeds[b] and step alone.
+
+    The same whatever batch, order, rank or device the sample is in: it is made on the CPU, and the caller moves it. A
+    smaller shape gets the beginning of what a larger one gets, in row-major order.
+
+    The random bits are SHAKE-128 of the pair (seed, step), turned into normals by Box-Muller in float64 and rounded to
+    float32 once. `torch.Generator` is not used, for three reasons. Its CPU engine keeps only the low 32 bits of a seed,
+    so seeds 2^32 apart, or hashed seeds that agree there by accident, give the same noise. Accelerators have their own
+    generators and streams. And torch promises the same normals neither across its versions nor across kinds of CPU.
+    Here distinct pairs get unrelated bits, and two kinds of CPU can differ only where their float64 log, sin or cos
+    differ and the rounding to float32 shows it: by one unit in the last place, about once in 10^8 elements.
+
+    Args:
+        seeds: B integers of any size and sign, one per sample; equal seeds give equal rows.
+        step: index of the denoising step, or INITIAL_NOISE.
+        shape: of one sample, without B.
+
+    Returns:
+        [B, *shape], float32, on the CPU, dimensionless.
+
+    Raises:
+        ValueError: no seeds, step < INITIAL_NOISE, or a negative size in shape.
+        TypeError: a seed or step that is no integer.
+    """
+    if len(seeds) == 0:
+        raise ValueError("seeds must hold at least one seed, got none")
+    if operator.index(step) < INITIAL_NOISE:
+        raise ValueError(f"step must be >= {INITIAL_NOISE} (the initial noise), got {step}")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"shape must hold sizes >= 0, got {tuple(shape)}")
+    rows = [_normal(f"step_noise {operator.index(seed)} {operator.index(step)}", math.prod(shape)) for seed in seeds]
+    return torch.stack(rows).view(len(rows), *shape)
+
+
+def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
+    """Data noised to level sigma: `(1 - sigma) * x0 + sigma * noise`.
+
+    Args:
+        x0: [B, ...], latent units: data.
+        noise: [B, ...], standard normal.
+        sigma: scalar or [B], noise level in [0, 1].
+
+    Returns:
+        [B, ...], float32, differentiable in x0 and noise.
+
+    Raises:
+        ValueError: shapes differ; or, seen on the CPU only, a sigma outside [0, 1].
+
+    The forward process of rectified flow, arXiv 2209.03003, eq. 1; there, data is at time 1.
+    """
+    check_shapes(x0, noise=noise)
+    if on_host(sigma) and not ((on_cpu(sigma) >= 0) & (on_cpu(sigma) <= 1)).all():
+        raise ValueError(f"sigma must be in [0, 1], got {sigma}")
+    level = over(per_sample(x0, "sigma", sigma), x0)
+    return (1 - level) * x0.float() + level * noise.float()
+
+
 def _inputs(
     velocity: Tensor,
     x: Tensor,
@@ -271,3 +334,60 @@ def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
     if on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
         raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
     return per_sample(x, "sigma_max", sigma_max)
+
+
+def _normal(key: str, count: int) -> Tensor:
+    """[count] standard normals, float32, from the bits of key."""
+    num_pairs = (count + 1) // 2
+    bits = bytearray(hashlib.shake_128(key.encode()).digest(8 * max(num_pairs, 1)))
+    words = torch.frombuffer(bits, dtype=torch.int32).double()
+    uniform = (words + (2**31 + 0.5)) / 2**32  # inside (0, 1), so the logarithm is finite and |normal| < 6.8
+    first, second = uniform.view(-1, 2).unbind(1)
+    radius, angle = (-2 * first.log()).sqrt(), 2 * math.pi * second
+    return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=1).flatten()[:count].float()
+
+
+def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
+    """sigma and sigma_next as [B] float32 beside x; scalars and vectors then run through the same operations."""
+    both = per_sample(x, "sigma", sigma), per_sample(x, "sigma_next", sigma_next)
+    if on_host(sigma) and on_host(sigma_next):
+        now, after = on_cpu(sigma), on_cpu(sigma_next)
+        if not ((after >= 0) & (after < now) & (now <= 1)).all():
+            rule = "sigma and sigma_next must satisfy 0 <= sigma_next < sigma <= 1"
+            raise ValueError(f"{rule}, got sigma={now.tolist()}, sigma_next={after.tolist()}")
+    return both
+
+
+def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
+    """level as [B] float32 beside x."""
+    if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
+        raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
+    if not isinstance(level, Tensor) or (level.ndim == 0 and on_host(level)):
+        # A fill is queued like any kernel; a copy from ordinary host memory would wait for the queue to drain.
+        return torch.full(x.shape[:1], float(level), dtype=torch.float32, device=x.device)
+    return level.to(x.device, torch.float32).expand(x.shape[0])
+
+
+def over(value: Tensor, x: Tensor) -> Tensor:
+    """value [B], shaped to multiply x [B, ...]."""
+    return value.view(-1, *[1] * (x.ndim - 1))
+
+
+def check_shapes(x: Tensor, **others: Tensor | None) -> None:
+    """Refuse x without an axis behind B, and others, where they are given, of another shape than x."""
+    if x.ndim < 2:
+        raise ValueError(f"x must be [B, ...] with at least one axis behind B, got shape {tuple(x.shape)}")
+    for name, other in others.items():
+        if other is not None and other.shape != x.shape:
+            raise ValueError(f"{name} must have the shape of x, {tuple(x.shape)}, got {tuple(other.shape)}")
+
+
+def on_host(level: Level) -> bool:
+    """True where the value of level can be read without waiting: a number, or a tensor on the CPU."""
+    return not isinstance(level, Tensor) or level.device.type == "cpu"
+
+
+def on_cpu(level: Level) -> Tensor:
+    """level on the CPU, float32."""
+    # Checked as float32, the precision the step computes in: two levels that round to one are no step.
+    return torch.as_tensor(level, dtype=torch.float32, device="cpu")

@@ -2,15 +2,13 @@
 
 Import from the modules, in reading order:
 
-- `omni_train.device`: which device a rank uses, its memory, its process-group backend, its compute dtype
-- `omni_train.dist`: `init_distributed`, small gathers, `shutdown`
-- `omni_train.shard`: `shard(module, mesh, mode=...)` and `reduce_gradients`
+- `omni_train.dist`: the device of a rank, `init_distributed`, small gathers, `shutdown`
+- `omni_train.shard`: `shard(module, mesh, mode=...)`
 - `omni_train.load`: `load_sharded(net, files, mesh)`, each rank's rows alone read from safetensors files
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
-- `omni_train.ema`: a moving average of the weights, for evaluation
-- `omni_train.snapshot`: a copy of the weights that stays as it is, such as a reference or an old policy
-- `omni_train.optim`: AdamW, warm-up, one guarded optimizer step
+- `omni_train.snapshot`: copies of the weights: one that stays as it is, and a moving average, for evaluation
+- `omni_train.optim`: `reduce_gradients`, AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
 - `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)

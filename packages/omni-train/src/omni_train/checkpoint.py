@@ -29,7 +29,8 @@ from torch import nn
 from omni_train.dist import Dist, gather_json, same_error
 from omni_train.files import check_file, check_size, sync_folder, write_file
 from omni_train.parts import check_fits, check_part, merge_parts, read_tensors, write_part
-from omni_train.state import Kept, allocate_optimizer, train_state
+from omni_train.snapshot import Snapshot
+from omni_train.state import allocate_optimizer, train_state
 
 INDEX_FILE = "checkpoint.json"
 
@@ -105,7 +106,7 @@ class Checkpoint:
         step: int,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        ema: Kept | Sequence[Kept] | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
         *,
         config: Mapping[str, Any],
     ) -> Path:
@@ -145,7 +146,7 @@ class Checkpoint:
         saved: Saved,
         module: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
-        ema: Kept | Sequence[Kept] | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
     ) -> None:
         """Put a checkpoint into what `save` was given, by now built anew.
 

@@ -15,8 +15,7 @@ from typing import Self
 
 from torch import Tensor
 
-from omni_train.device import synchronize
-from omni_train.dist import Dist, same_error
+from omni_train.dist import Dist, same_error, synchronize
 from omni_train.files import damaged_line, read_jsonl, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]

@@ -1,4 +1,4 @@
-"""AdamW, its learning rate, and one guarded step that all ranks take or skip together."""
+"""Gradients summed over ranks, AdamW, its learning rate, and one guarded step that all ranks take or skip together."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
+from omni_train.shard import Mode
+
+_BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,29 @@ def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) 
     return lr * rise * (max(0.0, 1 - step / decay_steps) if decay_steps else 1.0)
 
 
+def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
+    """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
+
+    Only `ddp` on more than one rank has anything to do. Where some rank has a gradient, none counts as zero, so ranks
+    may have had different work; where no rank has one, there is none afterwards, and the optimizer lets the parameter
+    be, as on one rank.
+    """
+    if mode != "ddp" or mesh is None or mesh.size() == 1:
+        return
+    params = params.parameters() if isinstance(params, nn.Module) else params
+    trainable = [p for p in params if p.requires_grad]
+    has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=mesh.device_type)
+    torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=mesh.get_group())
+    used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
+    for p in used:
+        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
+        flat = torch.cat([grad.flatten() for grad in bucket])
+        torch_dist.all_reduce(flat, group=mesh.get_group())
+        for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
+            grad.copy_(piece.view_as(grad))
+
+
 def optimizer_step(
     optimizer: torch.optim.Optimizer,
     params: Sequence[Tensor],
@@ -68,7 +95,7 @@ def optimizer_step(
 
     Skipped is a gradient whose norm is not finite on some rank, and one that is zero everywhere: without a sample that
     teaches anything, momentum and weight decay would still move the weights. A skipped step leaves parameters and
-    optimizer state as they were. Gradients must already be summed over ranks (`omni_train.shard.reduce_gradients`).
+    optimizer state as they were. Gradients must already be summed over ranks (`reduce_gradients`).
 
     Args:
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
@@ -104,3 +131,18 @@ def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:
         return torch.zeros((), device=dist.device)
     norms = torch._foreach_norm([t.float() for t in tensors])
     return torch.stack(list(norms)).square().sum()
+
+
+def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
+    """Runs of consecutive tensors of one dtype, each at most `_BUCKET_BYTES` unless a single tensor is larger."""
+    bucket: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        full = size + tensor.nbytes > _BUCKET_BYTES
+        if bucket and (full or tensor.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(tensor)
+        size += tensor.nbytes
+    if bucket:
+        yield bucket

@@ -1,8 +1,8 @@
-"""How a module's parameters are spread over ranks, and how its gradients are summed.
+"""How a module's parameters are spread over ranks.
 
-Three modes. `none`: one rank holds everything. `ddp`: every rank holds everything, and one explicit `reduce_gradients`
-per optimizer step sums the gradients. `fsdp2`: each rank holds a slice of every parameter (`fully_shard`), and the
-backward pass itself sums the gradients.
+Three modes. `none`: one rank holds everything. `ddp`: every rank holds everything, and `reduce_gradients` of
+`omni_train.optim` sums the gradients once per optimizer step. `fsdp2`: each rank holds a slice of every parameter
+(`fully_shard`), and the backward pass itself sums the gradients.
 
 Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together, and the
 gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
@@ -11,23 +11,21 @@ In mode `fsdp2` every rank must run the same number of forwards and backwards, a
 not change a module's output in place: that would lose the hook that gathers parameters for the backward pass.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from itertools import chain
 from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as torch_dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from omni_train.device import default_compute_dtype
+from omni_train.dist import default_compute_dtype
 from omni_train.lora import factors, lora_layers
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-_BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
 
 
 def shard(
@@ -64,29 +62,6 @@ def shard(
             for tensor in chain(module.parameters(), module.buffers()):
                 torch_dist.broadcast(tensor, group=mesh.get_group(), group_src=0)
     return module
-
-
-def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
-    """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
-
-    Only `ddp` on more than one rank has anything to do. Where some rank has a gradient, none counts as zero, so ranks
-    may have had different work; where no rank has one, there is none afterwards, and the optimizer lets the parameter
-    be, as on one rank.
-    """
-    if mode != "ddp" or mesh is None or mesh.size() == 1:
-        return
-    params = params.parameters() if isinstance(params, nn.Module) else params
-    trainable = [p for p in params if p.requires_grad]
-    has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=mesh.device_type)
-    torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=mesh.get_group())
-    used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
-    for p in used:
-        p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
-        flat = torch.cat([grad.flatten() for grad in bucket])
-        torch_dist.all_reduce(flat, group=mesh.get_group())
-        for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
-            grad.copy_(piece.view_as(grad))
 
 
 def _check(mesh: DeviceMesh | None, mode: Mode, compute_dtype: torch.dtype | None) -> None:
@@ -132,18 +107,3 @@ def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype |
     for p in module.parameters():
         p.data = p.data if p in adapters else p.data.to(dtype)
     return as_they_are
-
-
-def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of consecutive tensors of one dtype, each at most `_BUCKET_BYTES` unless a single tensor is larger."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        full = size + tensor.nbytes > _BUCKET_BYTES
-        if bucket and (full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

@@ -1,10 +1,12 @@
-"""A copy of the trained weights that stays as it is, put in their place whenever they are wanted again."""
+"""Copies of the trained weights, put in their place whenever they are wanted: one that stays, and a moving average."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from omni_train.lora import ema_update_params
 
 
 class Snapshot:
@@ -29,6 +31,11 @@ class Snapshot:
             raise RuntimeError("the copies cannot be had inside applied(), where the parameters hold them")
         return list(zip(self._params, self._copies, strict=True))
 
+    def move(self, decay: float) -> None:
+        """Move each copy towards its parameter; it keeps the share `decay` of itself."""
+        pairs = self.pairs()
+        ema_update_params([param for param, _ in pairs], [copy for _, copy in pairs], decay)
+
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Within the `with` block the parameters hold the copies; afterwards, bit for bit, what they held before."""
@@ -45,3 +52,27 @@ class Snapshot:
             param.copy_(copy)
             copy.copy_(kept)
         self._is_applied = not self._is_applied
+
+
+class Ema(Snapshot):
+    """An average that follows `params`; sharded or not. With decay 0 there is none, and nothing happens.
+
+    RL gradients are mostly noise, and the last iterate carries all of it; an average over recent steps carries far
+    less: evaluate and save that.
+
+    params: what is trained. decay: share of the average that one update keeps, in [0, 1).
+    """
+
+    def __init__(self, params: Sequence[Tensor], *, decay: float) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be in [0, 1), got {decay}")
+        super().__init__(params if decay else (), name="ema")
+        self.decay = decay
+
+    def update(self, step: int) -> None:
+        """Move the average towards the weights of now, after step number `step`, counted from 0.
+
+        The first steps keep less, `(1 + step) / (10 + step)` at most, so that the start is forgotten in time.
+        """
+        if self.decay:
+            self.move(min(self.decay, (1 + step) / (10 + step)))

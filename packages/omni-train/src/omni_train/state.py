@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from omni_train.ema import Ema
 from omni_train.lora import factors, lora_layers
 from omni_train.snapshot import Snapshot
 
-Kept = Ema | Snapshot
-
 
 def train_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Kept | Sequence[Kept] | None
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Snapshot | Sequence[Snapshot] | None
 ) -> dict[str, Tensor]:
     """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
 
@@ -38,7 +35,7 @@ def train_state(
         found = optimizer.state.get(param, {}) if optimizer else {}
         named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
         state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    kept_too = [ema] if isinstance(ema, Kept) else ema or []
+    kept_too = [ema] if isinstance(ema, Snapshot) else ema or []
     return state | {f"{k.name}/{_name(names, param)}": copy for k in kept_too for param, copy in k.pairs()}
 
 
