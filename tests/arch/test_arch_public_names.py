@@ -143,7 +143,6 @@ SIGNATURES = {
     "omni_rl.report.Sample": "prompt, reward, **others",
     "omni_rl.report.write_eval": "folder, step, images, samples, **others",
     "omni_rl.report.write_samples": "folder, step, images, samples, **others",
-    "omni_rl.report.write_alarm": "folder, step, title, **others",
     "omni_rl.report.write_versions": "folder, **others",
     "omni_rl.report.write_report": "folder",
     "omni_rl.report.write_comparison": "folders, path",

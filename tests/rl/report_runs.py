@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
-from omni_rl.report import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report import Sample, write_eval, write_samples, write_versions
 
 PROMPTS = ("a red sign", "a green sign", "a blue sign")
 
@@ -44,7 +44,9 @@ def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SI
 
 def write_run(folder: Path, *, num_steps: int = 12, total: int | None = None, lr: float = 1e-4) -> Path:
     """A run with everything in its folder."""
-    write_metrics(folder, metrics(num_steps))
+    lines = metrics(num_steps)
+    lines[-1]["policy/skipped_updates"] = 1.0  # raises an alarm
+    write_metrics(folder, lines)
     total = num_steps if total is None else total
     (folder / "config.toml").write_text(
         f'name = "{folder.name}"\ntrain_steps = {total}\nlr = {lr}\nalgo = "flowgrpo"\n'
@@ -53,6 +55,5 @@ def write_run(folder: Path, *, num_steps: int = 12, total: int | None = None, lr
         rewards: list[float | None] = [step / 50, step / 50 + 0.1, None]
         write_eval(folder, step, images(3, seed=step), samples(rewards, read=f"AT{step}"))
     write_samples(folder, num_steps, images(8), samples([0.1, 0.9, 0.5, 0.4, 0.2, 0.2, 0.2, 0.2], group_size=4))
-    write_alarm(folder, num_steps, "Something odd", numbers={"reward/mean": 0.12}, look="the samples")
     write_versions(folder, argv=["apps/train.py", "--lr", "1e-4"])
     return folder

@@ -12,7 +12,6 @@ import pytest
 from helpers import REPO
 from omni_rl.report import (
     Sample,
-    write_alarm,
     write_comparison,
     write_eval,
     write_report,
@@ -107,7 +106,7 @@ def test_the_report_shows_all_that_a_run_has(show, tmp_path):
     assert "0.00 \u2192 0.24" in page.locator(".tiles").inner_text()
     assert page.evaluate("[...document.images].every((image) => image.naturalWidth === 96)")
     assert page.locator(".chart svg path").count() >= 3
-    assert page.locator(".alarms").inner_text().split("\n")[0] == "Something odd"
+    assert page.locator(".alarms").inner_text().split("\n")[0] == "Updates were skipped"
     assert "python apps/train.py --lr 1e-4" in page.locator("pre").inner_text()
     assert "flowgrpo" in page.locator(".settings").first.inner_text()
 
@@ -288,7 +287,6 @@ def test_text_from_files_stays_text(show, tmp_path):
     for step in (0, 4):
         write_eval(folder, step, images(2), [row, Sample(HOSTILE, None, 1, 1, {}, HOSTILE)])
     write_samples(folder, 4, images(1), [row])
-    write_alarm(folder, 4, HOSTILE, numbers={HOSTILE: 1.0}, look=HOSTILE)
     (folder / "versions.jsonl").write_text(json.dumps({"command": HOSTILE, "commit": HOSTILE, HOSTILE: HOSTILE}) + "\n")
     other = write_run(tmp_path / "other")
     for path in (write_report(folder), write_comparison([folder, other], tmp_path / "both.html")):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from omni_rl.report import write_alarm, write_comparison, write_eval, write_report, write_samples
+from omni_rl.report import write_comparison, write_eval, write_report, write_samples, write_versions
 from omni_rl.report.__main__ import main
 from omni_rl.report.data import CHARTS, curve, phases, run_data, shown_names, spread
 from omni_rl.report.page import embed
@@ -85,7 +85,6 @@ def test_the_metrics_raise_alarms_once_however_often_they_are_wrong(tmp_path):
     steps = [*metrics(6), {"step": 7, "policy/clip_fraction": None}, {"step": 8, "policy/clip_fraction": None}]
     steps[3]["policy/skipped_updates"] = 2.0
     write_metrics(tmp_path / "run", steps)
-    write_alarm(tmp_path / "run", 3, "Updates were skipped")  # as a program writes it that tells of alarms itself
     skipped, broken = run_data(tmp_path / "run")["alarms"]
     assert skipped["title"] == "Updates were skipped"
     assert skipped["numbers"] == {"policy/skipped_updates": 2.0, "steps": 1, "since": 3}
@@ -93,15 +92,6 @@ def test_the_metrics_raise_alarms_once_however_often_they_are_wrong(tmp_path):
     assert (broken["numbers"]["steps"], broken["numbers"]["since"]) == (2, 7)
     write_metrics(tmp_path / "healthy", metrics(20))
     assert run_data(tmp_path / "healthy")["alarms"] == []
-
-
-def test_alarms_of_the_trainer_count_once_after_a_resume(tmp_path):
-    write_run(tmp_path / "run")
-    for value in (0.2, 0.3):
-        write_alarm(tmp_path / "run", 8, "Dead reward", numbers={"reward/mean": value})
-    shown = run_data(tmp_path / "run")["alarms"]
-    assert [alarm["title"] for alarm in shown] == ["Something odd", "Dead reward"]
-    assert shown[1]["numbers"] == {"reward/mean": 0.3}
 
 
 def test_the_least_that_a_report_needs_is_a_log(tmp_path):
@@ -199,7 +189,7 @@ def test_the_page_asks_for_nothing(tmp_path):
 
 def test_placeholders_in_data_stay_as_they_are(tmp_path):
     folder = write_run(tmp_path / "run")
-    write_alarm(folder, 1, "{{script}} {{data}}")
+    write_versions(folder, argv=["{{script}} {{data}}"])
     html = write_report(folder).read_text()
     assert html.count("{{script}} {{data}}") == 1
     assert html.count("function chartFigure") == 1

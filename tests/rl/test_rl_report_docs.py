@@ -21,7 +21,7 @@ def test_the_example_and_the_commands_run(tmp_path, monkeypatch):
     exec(compile(code, "report.md", "exec"), {})
     for name in ("a", "b"):
         found = {path.name for path in (tmp_path / "runs" / name).iterdir()}
-        assert found == {"metrics.jsonl", "versions.jsonl", "alarms.jsonl", "eval", "samples", "report.html"}
+        assert found == {"metrics.jsonl", "versions.jsonl", "eval", "samples", "report.html"}
     (commands,) = blocks("sh")
     printed = []
     for line in commands.splitlines():

@@ -8,7 +8,7 @@ import subprocess
 import numpy as np
 import pytest
 import torch
-from omni_rl.report import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report import Sample, write_eval, write_samples, write_versions
 from omni_rl.report.folder import command_line, encode, read_lines, step_folders
 from PIL import Image
 from rl.report_runs import images, samples
@@ -131,17 +131,14 @@ def test_to_keep_nothing_is_refused(tmp_path):
         write_eval(tmp_path, 1, images(1), samples([0.0]), keep=1)
 
 
-def test_alarms_are_lines_and_a_torn_one_is_dropped(tmp_path):
-    path = tmp_path / "alarms.jsonl"
-    write_alarm(tmp_path, 3, "Dead reward", numbers={"reward/mean": 0.0}, look="the scorer")
+def test_starts_are_lines_and_a_torn_one_is_dropped(tmp_path):
+    path = tmp_path / "versions.jsonl"
+    write_versions(tmp_path, argv=["first.py"])
     with path.open("a") as file:
-        file.write('{"step": 4, "ti')
-    assert [entry["step"] for entry in read_lines(path)] == [3]
-    write_alarm(tmp_path, 5, "Abstentions")
-    assert read_lines(path) == [
-        {"step": 3, "title": "Dead reward", "numbers": {"reward/mean": 0.0}, "look": "the scorer"},
-        {"step": 5, "title": "Abstentions", "numbers": {}, "look": ""},
-    ]
+        file.write('{"started": "to')
+    assert [entry["command"] for entry in read_lines(path)] == ["python first.py"]
+    write_versions(tmp_path, argv=["second.py"])
+    assert [entry["command"] for entry in read_lines(path)] == ["python first.py", "python second.py"]
 
 
 def test_the_command_can_be_pasted_and_hides_what_it_should():
@@ -159,10 +156,9 @@ def test_no_file_holds_the_credentials_of_a_url(tmp_path):
     told = "no answer from http://me:p@ss@host:80/score"
     write_eval(tmp_path, 1, images(1), [Sample("a cat", None, details={"via": told}, abstained=told)])
     write_samples(tmp_path, 1, images(1), [Sample("a cat", None, abstained=told)])
-    write_alarm(tmp_path, 1, told)
     write_versions(tmp_path, argv=["train.py", "--other-url", "https://me:p@ss@host"])
     texts = [path.read_text() for path in tmp_path.rglob("*.json*")]
-    assert len(texts) == 4
+    assert len(texts) == 3
     for text in texts:
         assert "host" in text
         assert "ss@" not in text

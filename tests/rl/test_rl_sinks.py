@@ -108,8 +108,8 @@ DAMAGED = [  # a file that only the report needs, what a power cut or a hand lef
     ("eval/000012/rows.json", b'[{"prompt": 5}]', "entry 1: prompt is 5"),
     ("samples/000012/groups.json", b"", "not valid JSON"),
     ("samples/000012/groups.json", b'[{"prompt": "a", "rewards": [], "shown": [7]}]', "must be an object, got int"),
-    ("alarms.jsonl", b'{"step": 1, "title": "a", "numbers": {}, "look": ""}\nx\n', "line 2: not valid JSON"),
-    ("alarms.jsonl", b'{"step": 1}\n', "line 1: title is None"),
+    ("versions.jsonl", b'{"command": "a", "commit": ""}\nx\n', "line 2: not valid JSON"),
+    ("versions.jsonl", b'{"commit": ""}\n', "line 1: command is None"),
     ("versions.jsonl", b"[]\n", "line 1: must be a JSON object, got list"),
     ("config.toml", b"\xff", "not valid TOML"),
 ]

@@ -5,33 +5,21 @@ TOML file too: recipes/APP/NAME.toml in this package.
 """
 
 import argparse
-import ast
 import inspect
-import io
 import json
 import os
 import re
 import sys
 import textwrap
-import tokenize
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import (
-    Any,
-    Literal,
-    NamedTuple,
-    NoReturn,
-    TypeVar,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 ConfigT = TypeVar("ConfigT")
 
@@ -245,23 +233,16 @@ def field_notes(source: str, inherited: Mapping[str, Note]) -> dict[str, Note]:
     The comment beside a field is its help text; one on a line of its own is the title of the fields after it. A field
     before any title that stands in `inherited` already stays in its group.
     """
-    source = textwrap.dedent(source)
-    tree = ast.parse(source).body[0]
-    line_names = {
-        number: ast.unparse(node.target)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.AnnAssign)
-        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    group, notes = "", dict(inherited)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        text = token.string.partition("# fmt:")[0].strip("# ")
-        if token.type == tokenize.COMMENT and text:
-            name = line_names.get(token.start[0])
-            if name is None:
-                group = text
-            else:
-                notes[name] = Note(group or (notes[name].group if name in notes else "Settings"), text)
+    name, group, notes = "", "", dict(inherited)
+    for line in textwrap.dedent(source).splitlines():
+        code, _, comment = line.partition("# ")
+        text = comment.partition("# fmt:")[0].strip()
+        if field := re.match(r" {4}(\w+): ", code):
+            name = field[1]  # the comment of a field of several lines stands beside the last one
+        if text and code.strip():
+            notes[name] = Note(group or (notes[name].group if name in notes else "Settings"), text)
+        elif text:
+            group = text
     return notes
 
 
@@ -362,12 +343,9 @@ def from_text(wanted: Any, text: str) -> object:
     kinds = get_args(wanted) or (wanted,)
     if type(None) in kinds and text == "None":
         return None
-    for kind in kinds:
-        if kind in (int, float) or type(kind) is int:
-            try:
-                return (float if kind is float else int)(text)
-            except ValueError:
-                return text
+    if {int, float} & {*kinds, *map(type, kinds)}:  # the kinds of a Literal are values
+        with suppress(ValueError):
+            return float(text) if float in kinds else int(text)
     return text
 
 

@@ -5,7 +5,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:  # the check runs before torch is imported
@@ -41,6 +40,7 @@ def picture_size(path: Path) -> tuple[int, int]:
 @lru_cache(maxsize=64)
 def read_picture(path: Path) -> "Tensor":
     """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered."""
+    import numpy as np
     import torch
 
     return torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB")))

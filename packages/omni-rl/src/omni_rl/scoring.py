@@ -25,7 +25,8 @@ from omni_rl.args import RunArgs
 from omni_rl.cli import flag, require
 
 Pending = Future[list[Score]]
-Grade = Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]
+Arrays = Mapping[str, np.ndarray]  # media by their kinds
+Grade = Callable[[Arrays, Sequence[str]], list[Score]]
 
 
 class Scorer(Protocol):
@@ -35,12 +36,7 @@ class Scorer(Protocol):
     def busy_s(self) -> float:
         """Seconds of work so far."""
 
-    def submit(
-        self,
-        media: Mapping[str, np.ndarray],
-        prompts: Sequence[str],
-        meta: Sequence[Mapping[str, object]] | None = None,
-    ) -> Pending:
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
         """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
 
     def close(self) -> None:
@@ -54,12 +50,7 @@ class LocalScorer:
         self.grade = grade
         self.busy_s = 0.0
 
-    def submit(
-        self,
-        media: Mapping[str, np.ndarray],
-        prompts: Sequence[str],
-        meta: Sequence[Mapping[str, object]] | None = None,
-    ) -> Pending:
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
         """Scores that are there at once."""
         start = time.perf_counter()
         future: Pending = Future()
@@ -71,7 +62,7 @@ class LocalScorer:
         """Nothing to free."""
 
 
-def abstain(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
     """No score for any sample: the `grade` of a run without a scorer."""
     return [Score(None, abstained="there is no scorer")] * len(texts)
 

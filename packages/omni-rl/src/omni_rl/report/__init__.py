@@ -1,21 +1,13 @@
 """Reports of runs: one HTML file a run, drawn from plain files that the trainer writes.
 
-    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...), write_alarm(folder, ...)  while it runs
+    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     while it runs
     write_report(folder)                          runs/NAME/report.html, of the files that are there
     python -m omni_rl.report runs/a runs/b     several runs in one page
 
 The report is a function of the run folder alone: `omni_rl.report.folder` lists its files.
 """
 
-from omni_rl.report.folder import Sample, write_alarm, write_eval, write_samples, write_versions
+from omni_rl.report.folder import Sample, write_eval, write_samples, write_versions
 from omni_rl.report.page import write_comparison, write_report
 
-__all__ = [
-    "Sample",
-    "write_alarm",
-    "write_comparison",
-    "write_eval",
-    "write_report",
-    "write_samples",
-    "write_versions",
-]
+__all__ = ["Sample", "write_comparison", "write_eval", "write_report", "write_samples", "write_versions"]

@@ -26,7 +26,6 @@ EVAL_BYTES = 2_000_000  # of the evaluations' pictures in the page, over all run
 SAMPLE_BYTES = 600_000  # of the samples' pictures
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_DETAILS = 6  # that a scorer gives with a score
-MAX_ALARMS = 50
 MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp"}
 REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
@@ -35,7 +34,6 @@ ROW: Kinds = {
     "abstained": str | None,
 }  # fmt: skip
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
-ALARM: Kinds = {"step": int | float, "title": str, "numbers": dict, "look": str}
 START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
 
@@ -100,7 +98,7 @@ def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
         "logged_at": path.stat().st_mtime,
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
-        "alarms": alarms(folder, steps),
+        "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
         **evaluations(folder, step, EVAL_BYTES // num_runs),
         "groups": groups(folder, step, SAMPLE_BYTES) if num_runs == 1 else [],
         "config": config,
@@ -152,17 +150,6 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
         "to": [part[-1][0] for part in parts],
         "seconds": seconds | {"rest": [_short(value) for value in rest]},
     }
-
-
-def alarms(folder: Path, steps: Steps) -> list[dict[str, Any]]:
-    """The alarms that the metrics raise, and the latest of those that the program wrote itself.
-
-    One that was written again after a resume counts once.
-    """
-    raised = [asdict(alarm) for alarm in find_alarms(steps)]
-    known = {alarm["title"] for alarm in raised}
-    own = {(entry["step"], entry["title"]): entry for entry in _entries(folder / "alarms.jsonl", ALARM)}
-    return raised + [entry for entry in own.values() if entry["title"] not in known][-MAX_ALARMS:]
 
 
 def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:

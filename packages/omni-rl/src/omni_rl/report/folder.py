@@ -4,7 +4,6 @@
       metrics.jsonl      a line a step                                             RunLog
       config.toml        the settings                                              the app
       versions.jsonl     a line a start: command, commit, versions                 write_versions
-      alarms.jsonl       a line an alarm: step, what, numbers, what to look at     write_alarm
       eval/000080/       the same prompts and seeds at every evaluation            write_eval
       eval/000080.png    more of them on one sheet, with their scores              write_eval
       samples/000082/    best and worst of some groups, of the last steps          write_samples
@@ -137,14 +136,6 @@ def write_samples(
     write_folder_atomically(home / f"{step:06}", {"groups.json": _json(entries), **files})
     for _, old in step_folders(home)[:-keep]:
         shutil.rmtree(old)
-
-
-def write_alarm(
-    folder: str | Path, step: int, title: str, *, numbers: Mapping[str, float] | None = None, look: str = ""
-) -> None:
-    """Add an alarm of the program's own after `step` steps: what is wrong, numbers, where to look."""
-    entry = {"step": step, "title": title, "numbers": dict(numbers or {}), "look": look}
-    _add_line(Path(folder) / "alarms.jsonl", entry)
 
 
 def write_versions(
@@ -287,10 +278,5 @@ def _launcher() -> str:
 def _commit(folder: Path) -> str:
     """The commit of the repository that holds the folder, `+` behind it where files differ; empty without one."""
     git = shutil.which("git")
-    if git is None:
-        return ""
-    commit = subprocess.run([git, "-C", str(folder), "rev-parse", "HEAD"], capture_output=True, text=True)
-    if commit.returncode:
-        return ""
-    changed = subprocess.run([git, "-C", str(folder), "diff", "--quiet", "HEAD"], capture_output=True)
-    return commit.stdout.strip() + ("+" if changed.returncode else "")
+    words = ["-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
+    return subprocess.run([git, *words], capture_output=True, text=True).stdout.strip() if git else ""
