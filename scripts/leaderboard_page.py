@@ -115,22 +115,19 @@ def blocks(rows: Sequence[Row]) -> dict[str, str]:
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
     """A line for each algorithm: means over its seeds, the median of times, the largest memory and deviation."""
     names = (
-        "algorithm", "before", "after: mean [range]", "rises in", "images", "forwards", "forwards per image",
-        "peak memory, MB", "wall time, min", "ratio deviation",
+        "algorithm", "before", "after: mean [range]", "rises in", "forwards", "peak memory, MB", "wall time, min",
+        "ratio deviation",
     )  # fmt: skip
     lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
     for entry, group in groups.items():
-        after, images = scores(group, -1), group[0]["images"]
-        forwards = mean(row["forwards"] for row in group)
+        after = scores(group, -1)
         deviations = [row["ratio_deviation"] for row in group if row["ratio_deviation"] is not None]
         lines.append((
             f"[{entry.title}](algorithms/{entry.page})",
             f"{mean(scores(group, 0)):.3f}",
             f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
             f"{rising(group)} of {len(group)}",
-            f"{images:,}",
-            f"{forwards:,.0f}",
-            f"{forwards / images:.1f}",
+            f"{mean(row['forwards'] for row in group):,.0f}",
             f"{max(row['peak_memory_mb'] for row in group):,.0f}",
             f"{median(row['wall_s'] for row in group) / 60:.1f}",
             f"{max(deviations):.2g}" if deviations else "",

@@ -75,8 +75,8 @@ def parsed(trainer, flags, monkeypatch):
     given = [] if "--preset" in flags else [word for pair in data.items() for word in pair]
     monkeypatch.chdir(REPO)
     if hasattr(trainer, "check_preferences"):
-        monkeypatch.setattr(trainer, "check_preferences", lambda path, *, height, width: None)
-        monkeypatch.setattr(settings, "PromptSampler", lambda path, *, prompts_per_step, seed: None)
+        monkeypatch.setattr(trainer, "check_preferences", lambda path, **told: None)
+        monkeypatch.setattr(settings, "PromptSampler", lambda path, **told: None)
     return parse_cli(trainer.Args, trainer.check_args, [*given, *flags], app=trainer.__name__)
 
 
