@@ -1,13 +1,17 @@
-"""Every trainer with a model that it does not know: SD3.5 on one rank and two, stopped and continued, exported."""
+"""Every trainer with every model: on one rank and two, stopped and continued, exported.
+
+Each pair of a trainer and a model is a test; TEST_SEED draws those that are not marked slow. The other tests of the
+trainers train Qwen-Image.
+"""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from build_tiny_models import tiny_checkpoint
-from helpers import REPO
-from omni_rollout import Params, Prompt
+from helpers import REPO, sampled
+from model_rows import ROWS
+from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
@@ -27,7 +31,11 @@ CHANGES = {
     train_dpo: {"levels_per_pair": 2},
     train_srpo: {"reward_model": str(REPO / "checkpoints" / "tiny-signs-reader"), "prompts_per_step": 8},
 }
+APPS = {app.__name__: app for app in CHANGES}
 SCORED = (train_flowgrpo, train_nft, train_dpo)
+MODELS = [name for name in ROWS if name != "qwen-image"]
+TRAINED = [case for app in APPS for case in sampled([f"{app} {model}" for model in MODELS], 1)]
+WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 2)
 
 
 @pytest.fixture
@@ -38,27 +46,25 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture(scope="session")
-def sd35(tmp_path_factory):
-    """A small SD3.5 medium with random weights."""
-    return tiny_checkpoint("sd35-medium", tmp_path_factory.getbasetemp().parent / "models")
-
-
 def settings(app, model, url, **changes):
-    """Small settings of the trainer for that model, with guidance, which SD3.5 calls guidance_scale."""
-    scorer = {"scorer_url": url} if app in SCORED else {"group_size": 1}
+    """Small settings of the trainer for that model, with guidance."""
+    row, scorer = ROWS[model], {"scorer_url": url} if app in SCORED else {"group_size": 1}
     args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer))
-    return replace(args, model=str(model), guidance_scale=2.0, **changes)
+    guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
+    scale = row.guided.guidance_scale
+    return replace(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **changes)
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("app", CHANGES, ids=lambda app: app.__name__)
-def test_every_trainer_trains_it_on_one_rank_and_two(here, sd35, bright_url, app):
+@pytest.mark.parametrize("case", TRAINED)
+def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_url, case):
     """All weights sharded, and LoRA copied to both ranks; the rewards are the same on any number of them."""
-    for name, changes, mode in (("full", {}, "fsdp2"), ("lora", LORA, "ddp")):
-        args = settings(app, sd35, bright_url, **changes)
-        one = train(app, replace(args, name=f"{name}-one"))
-        two = train_on_ranks(app, replace(args, name=f"{name}-two", shard=mode, batch_size=2))
+    name, model = case.split()
+    app = APPS[name]
+    for kind, changes, mode in (("full", {}, "fsdp2"), ("lora", LORA, "ddp")):
+        args = settings(app, model, bright_url, **changes)
+        one = train(app, replace(args, name=f"{kind}-one"))
+        two = train_on_ranks(app, replace(args, name=f"{kind}-two", shard=mode, batch_size=2))
         assert all(line["policy/grad_norm"] > 0 for line in one[1:])
         assert one[1]["reward/mean"] == pytest.approx(two[1]["reward/mean"], rel=1e-3)
         assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=2e-2)
@@ -66,54 +72,54 @@ def test_every_trainer_trains_it_on_one_rank_and_two(here, sd35, bright_url, app
             assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}
 
 
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_a_run_that_was_stopped_ends_bit_for_bit_where_one_that_was_not_does(here, sd35, bright_url, changes):
-    args = settings(train_flowgrpo, sd35, bright_url, save_every=1, **changes)
-    unbroken = train(train_flowgrpo, replace(args, name="unbroken"))
-    train(train_flowgrpo, replace(args, name="broken", train_steps=1))
-    for line, other in zip(unbroken, train(train_flowgrpo, replace(args, name="broken")), strict=True):
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, bright_url, case):
+    kind, model = case.split()
+    changes = LORA if kind == "lora" else {}
+    args = settings(train_flowgrpo, model, bright_url, save_every=1, shard="fsdp2", batch_size=2, **changes)
+    unbroken = train_on_ranks(train_flowgrpo, replace(args, name="unbroken"))
+    train_on_ranks(train_flowgrpo, replace(args, name="broken", train_steps=1))
+    for line, other in zip(unbroken, train_on_ranks(train_flowgrpo, replace(args, name="broken")), strict=True):
         for key in ("reward/mean", "policy/loss", "policy/grad_norm"):
             assert line.get(key) == other.get(key), (line["step"], key)
     files = [sorted((here / "runs" / name / "weights").rglob("*.safetensors")) for name in ("unbroken", "broken")]
     assert [a.read_bytes() for a in files[0]] == [b.read_bytes() for b in files[1]] != []
 
 
-def our_image(checkpoint, weights, noise):
-    """The image that we draw with trained weights, float [H, W, 3]."""
-    model = open_model(checkpoint)
-    parts = model.load(device="cpu", dtype=torch.float32)
-    load_weights(parts.net, weights)
-    prompts = [Prompt('a blue sign that says "AB"', group=0, index=0, seed=5)]
-    drawn = DiffusersEngine(model, parts).generate(prompts, Params(3, height=32, width=96))
-    assert torch.equal(noise, step_noise([5], INITIAL_NOISE, model.latent_shape(drawn.params)))
-    return drawn.media["image"][0].numpy() / 255
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_url, case):
+    from diffusers import DiffusionPipeline
 
-
-@pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, sd35, bright_url, changes):
-    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
-
-    args = settings(train_flowgrpo, sd35, bright_url, lr=1e-2, **changes)
+    kind, name = case.split()
+    row, changes = ROWS[name], LORA if kind == "lora" else {}
+    args = settings(train_flowgrpo, name, bright_url, lr=1e-2, **changes)
     train(train_flowgrpo, args)
-    weights, noise = here / "runs" / args.name / "weights", step_noise([5], INITIAL_NOISE, (16, 4, 12))
-    if changes:
-        pipe = StableDiffusion3Pipeline.from_pretrained(sd35)
+    weights, model = here / "runs" / args.name / "weights", open_model(row.checkpoint())
+    prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5)
+    noise = row.latents(step_noise([prompt.seed], INITIAL_NOISE, model.latent_shape(row.unguided)))
+    pipe = DiffusionPipeline.from_pretrained(model.folder)
+
+    def stock():
+        pipe.set_progress_bar_config(disable=True)
+        size = {"height": row.unguided.height, "width": row.unguided.width}
+        options = size | {"num_inference_steps": row.unguided.num_inference_steps} | row.stock(row.unguided, [""])
+        return pipe([prompt.text], latents=noise.clone(), output_type="np", **options).images[0]
+
+    untrained = stock()
+    if kind == "lora":
         pipe.load_lora_weights(str(weights))
     else:
-        net = SD3Transformer2DModel.from_pretrained(weights, subfolder="transformer")
-        pipe = StableDiffusion3Pipeline.from_pretrained(sd35, transformer=net)
-    pipe.set_progress_bar_config(disable=True)
-
-    def stock(pipe):
-        options = {"num_inference_steps": 3, "guidance_scale": 1.0, "height": 32, "width": 96, "output_type": "np"}
-        return pipe('a blue sign that says "AB"', latents=noise.clone(), **options).images[0]
-
-    untrained = stock(StableDiffusion3Pipeline.from_pretrained(sd35))
-    trained = stock(pipe)
-    assert np.abs(trained - untrained).max() > 0.02  # there is something to see
-    assert np.abs(trained - our_image(sd35, weights, noise)).max() < 0.5 / 255 + 1e-3  # ours is rounded to 8 bits
+        pipe.transformer = type(pipe.transformer).from_pretrained(weights, subfolder="transformer")
+    trained = stock()
+    parts = model.load(device="cpu", dtype=torch.float32)
+    load_weights(parts.net, weights)
+    drawn = DiffusersEngine(model, parts).generate([prompt], row.unguided)
+    ours = model.decode(parts, drawn.x0, drawn.cond, row.unguided)[0]["image"][0].numpy()
+    change = np.abs(trained - untrained).max()
+    assert change > 1e-3  # there is something to see
+    assert np.abs(trained - ours).max() < change / 100
 
 
-def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, sd35, bright_url):
+def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, bright_url):
     with pytest.raises(ValueError, match="true_cfg_scale"):
-        train(train_flowgrpo, settings(train_flowgrpo, sd35, bright_url, true_cfg_scale=2.0))
+        train(train_flowgrpo, settings(train_flowgrpo, "sd35-medium", bright_url, true_cfg_scale=2.0))

@@ -6,17 +6,14 @@ bounds hold on any CPU.
 
 import re
 import subprocess
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from build_tiny_models import tiny_checkpoint
-from helpers import CHECKPOINT, REPO
-from omni_rollout import Model, Params, Prompt
+from helpers import REPO
+from model_rows import ROWS, Row
+from omni_rollout import Model, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
@@ -27,76 +24,6 @@ from torch import nn
 torch.set_num_threads(1)
 
 
-def packed(noise: torch.Tensor) -> torch.Tensor:
-    """Latents [B, C, h, w] as QwenImagePipeline takes them: [B, (h/2)(w/2), 4C]."""
-    B, C, h, w = noise.shape
-    return noise.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w // 4, C * 4)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One model on a small checkpoint.
-
-    guided, unguided: parameters. stock: what its pipeline is called with besides, given the parameters and the negative
-    prompts. latents: initial noise as the pipeline takes it. without_gradient: the weights that lead nowhere, exactly.
-    lora_layers: how many layers LORA_TARGETS wraps. nearest: sizes the model lacks, and those it names. statistics:
-    of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures, in [0, 1].
-    """
-
-    checkpoint: Callable[[], Path]
-    unguided: Params
-    guided: Params
-    stock: Callable[[Params, list[str]], dict[str, Any]]
-    without_gradient: frozenset[str]
-    lora_layers: int
-    nearest: tuple[tuple[dict[str, int], int], ...]
-    latents: Callable[[torch.Tensor], torch.Tensor] = lambda noise: noise
-    statistics: dict[str, Any] = field(default_factory=dict)
-    guided_tolerance: float = 1e-5
-
-
-ROWS = {
-    "qwen-image": Row(
-        checkpoint=lambda: CHECKPOINT,
-        unguided=Params(6, 32, 96),
-        guided=Params(6, 32, 96, guidance={"true_cfg_scale": 4.0}),
-        stock=lambda params, negative: {
-            "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
-            "negative_prompt": negative if params.guidance else None,
-        },
-        without_gradient=frozenset(
-            f"transformer_blocks.3.{name}"
-            for name in (
-                *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
-                *("attn.to_add_out.weight", "attn.to_add_out.bias", "txt_mlp.net.0.proj.weight"),
-                *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
-            )
-        ),  # of the last block's text stream, which ends there
-        lora_layers=4 * 12,
-        nearest=(({"height": 56}, 64),),
-        latents=packed,
-        statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
-        guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
-    ),
-    **{
-        f"sd35-{size}": Row(
-            checkpoint=lambda size=size: tiny_checkpoint(f"sd35-{size}", REPO / ".pytest_cache" / "tiny-models"),
-            unguided=Params(6, 48, 80),
-            guided=Params(6, 48, 80, guidance_scale=4.5),
-            stock=lambda params, negative: {
-                "guidance_scale": params.guidance_scale,
-                "negative_prompt": negative if params.guidance_scale > 1 else None,
-            },
-            without_gradient=frozenset(  # the last block makes no queries of the text
-                f"transformer_blocks.2.attn.{name}"
-                for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
-            ),
-            lora_layers=3 * 8 - 1,
-            nearest=(({"height": 56}, 64), ({"width": 400}, 384)),
-        )
-        for size in ("medium", "large")
-    },
-}
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
 PROMPTS = [Prompt(text, 0, i, seed=i, negative="bad and blurry") for i, text in enumerate(TEXTS)]
 
@@ -141,24 +68,37 @@ def pipe(case):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("guided", [False, True])
 def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
-    params, prompts = case.row.guided if guided else case.row.unguided, PROMPTS[:batch]
-    trajectory = exact.generate(prompts, params)
-    ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
-    noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
-    theirs = pipe(
-        [p.text for p in prompts],
-        height=params.height,
-        width=params.width,
-        num_inference_steps=params.num_inference_steps,
-        latents=case.row.latents(noise).double(),
-        output_type="pt",
-        **case.row.stock(params, [p.negative for p in prompts]),
-    ).images
-    assert case.model.is_guided(params) == guided
-    assert theirs.std() > 0.01  # pictures, not grey
-    tolerance = case.row.guided_tolerance if guided else 1e-5
-    torch.testing.assert_close(ours.movedim(-1, 1), theirs.float(), rtol=0, atol=tolerance)
-    torch.testing.assert_close(trajectory.sigmas, pipe.scheduler.sigmas, rtol=0, atol=2e-7)
+    prompts = PROMPTS[:batch]
+    first = case.row.guided if guided else case.row.unguided
+    for params in (first, *(each for each in case.row.more if case.model.is_guided(each) == guided)):
+        assert case.model.is_guided(params) == guided
+        trajectory = exact.generate(prompts, params)
+        ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
+        noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
+        theirs = pipe(
+            [p.text for p in prompts],
+            height=params.height,
+            width=params.width,
+            num_inference_steps=params.num_inference_steps,
+            latents=case.row.latents(noise).double(),
+            output_type="pt",
+            **case.row.stock(params, [p.negative for p in prompts]),
+        ).images
+        assert theirs.std() > 0.01  # pictures, not grey
+        tolerance = case.row.guided_tolerance if guided else 1e-5
+        torch.testing.assert_close(ours.movedim(-1, 1), theirs.float(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(trajectory.sigmas, pipe.scheduler.sigmas, rtol=0, atol=2e-7)
+
+
+def test_every_option_matters(case, exact):
+    """Each is tried at another value than its default, and that changes the sample."""
+    for name, default in case.model.OPTIONS.items():
+        tried = [each for each in (case.row.guided, *case.row.more) if each.guidance.get(name, default) != default]
+        assert tried, name
+        for params in tried:
+            other = replace(params, guidance={**params.guidance, name: default})
+            x0, without = (exact.generate(PROMPTS, each).x0 for each in (params, other))
+            assert (x0 - without).abs().max() > 1e-4, (name, params)
 
 
 def test_negative_texts_matter(case, exact):
@@ -298,10 +238,14 @@ def test_without_guidance_all_but_its_scales_stay(case):
     assert replace(without, guidance_scale=guided.guidance_scale, guidance=guided.guidance) == guided
 
 
-def test_guidance_below_one_is_refused_where_pipelines_silently_leave_it_off(case):
-    options = dict.fromkeys(case.model.OPTIONS, 0.5)
-    with pytest.raises(ValueError, match="_scale must be >= 1"):
-        case.model.check(replace(case.row.unguided, guidance=options, guidance_scale=1.0 if options else 0.5))
+def test_guidance_that_the_pipeline_would_silently_leave_off_is_refused(case):
+    for name, off in case.model.GUIDANCE.items():
+        scale = {name: off - 0.5} if name == "guidance_scale" else {"guidance": {name: off - 0.5}}
+        with pytest.raises(ValueError, match=f"{name} must be >= {off:g}, where {off:g} is no guidance"):
+            case.model.check(replace(case.row.unguided, **scale))
+    for change, rule in case.row.refused:
+        with pytest.raises(ValueError, match=rule):
+            case.model.check(replace(case.row.unguided, **change))
 
 
 def test_the_empty_net_has_the_names_and_shapes_of_the_files_and_its_buffers_are_real(case):

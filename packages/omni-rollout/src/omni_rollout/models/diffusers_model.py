@@ -3,18 +3,23 @@
 import inspect
 import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
-from omni_rollout.types import Cond, Params, Parts, Prompt
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value", int, float, bool, str, list)
+PIXELS_PER_TOKEN = 16  # of pictures: 8 by the VAE, 2 by the patches
 # What a library's class raises when it is made of values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -55,7 +60,7 @@ class DiffusersModel:
         file = self.config_file(part)
         config = read_json(file)
         said = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
-        if said not in (name, [name]):
+        if said not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the inside of a language model
             raise ValueError(f"{part} must be a {name}, {file} says {said!r:.80}")
         return config
 
@@ -105,6 +110,24 @@ class DiffusersModel:
         for name, off in self.GUIDANCE.items():
             if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0: even steps, shifted as the scheduler's configuration says."""
+        levels = linear_sigmas(params.num_inference_steps)
+        if self.value("scheduler", "use_dynamic_shifting", bool, False):
+            mu = resolution_mu(
+                (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN),
+                base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
+                max_tokens=self.value("scheduler", "max_image_seq_len", int, 4096),
+                base_mu=self.value("scheduler", "base_shift", float, 0.5),
+                max_mu=self.value("scheduler", "max_shift", float, 1.15),
+            )
+            levels = exponential_shift_sigmas(levels, mu)
+        else:
+            levels = shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
+        if self.config["scheduler"].get("shift_terminal") is None:
+            return levels
+        return stretch_sigmas(levels, self.value("scheduler", "shift_terminal", float))
 
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
@@ -210,6 +233,35 @@ class DiffusersModel:
         return module
 
 
+class ImageModel(DiffusersModel):
+    """A DiffusersModel of pictures, whose latents are the scaled code of an AutoencoderKL."""
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int]:
+        """(C, h, w).
+
+        Raises:
+            ValueError: height or width is no positive multiple of 16 pixels.
+        """
+        check_size(params, PIXELS_PER_TOKEN)
+        return self.value("vae", "latent_channels", int), params.height // 8, params.width // 8
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        scale, shift = self._statistics()
+        images = parts.vae.decode((x0 / scale + shift).to(parts.vae.dtype), return_dict=False)[0]
+        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """The clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
+        scale, shift = self._statistics()
+        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
+        return (parts.vae.encode(images).latent_dist.mode().float() - shift) * scale
+
+    def _statistics(self) -> tuple[float, float]:
+        """The VAE's scale and shift."""
+        return self.value("vae", "scaling_factor", float), self.value("vae", "shift_factor", float)
+
+
 def local_folder(path: str | Path, *patterns: str) -> Path:
     """The folder of a checkpoint; of a hub id that to which its configuration, or files of `patterns`, are fetched.
 
@@ -224,7 +276,7 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        wanted = list(patterns) or ["*.json", "*.txt", "*.model"]
+        wanted = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"]))
     except (OSError, ValueError) as exc:
         raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {exc}") from exc
@@ -253,6 +305,24 @@ def pixels(media: Tensor) -> Tensor:
     """Pictures [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
     values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2
     return (values - 1).movedim(-1, -3)
+
+
+def pack(x: Tensor) -> Tensor:
+    """[B, C, h, w] -> tokens [B, (h/2)(w/2), 4C], each a 2 x 2 patch."""
+    B, C, h, w = x.shape
+    return x.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h // 2) * (w // 2), C * 4)
+
+
+def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `pack` for a latent of the given shape [B, C, h, w]."""
+    B, C, h, w = shape
+    return tokens.view(B, h // 2, w // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, h, w)
+
+
+def text_ids(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int) -> Tensor:
+    """The ids [1, length] of a text, cut or filled up to the length."""
+    ids = tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
+    return ids.to(encoder.device)
 
 
 def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:

@@ -6,14 +6,21 @@ Latents stay unpacked, [B, C, h, w], so that a tensor's shape tells the geometry
 around the transformer call. The transformer runs in the dtype of the text features.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
-from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels
+from omni_rollout.models.diffusers_model import (
+    PIXELS_PER_TOKEN,
+    DiffusersModel,
+    both,
+    check_size,
+    pack,
+    pixels,
+    unpack,
+)
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
@@ -23,7 +30,6 @@ TEMPLATE = (
 )
 TEMPLATE_TOKENS = 34
 MAX_PROMPT_TOKENS = 512
-PIXELS_PER_TOKEN = 16  # 8 by the VAE, 2 by the packing
 
 
 class QwenImage(DiffusersModel):
@@ -72,24 +78,6 @@ class QwenImage(DiffusersModel):
         check_size(params, PIXELS_PER_TOKEN)
         return self.value("vae", "z_dim", int), params.height // 8, params.width // 8
 
-    def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, shifted as the scheduler's configuration says."""
-        levels = linear_sigmas(params.num_inference_steps)
-        if self.value("scheduler", "use_dynamic_shifting", bool):
-            mu = resolution_mu(
-                (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN),
-                base_tokens=self.value("scheduler", "base_image_seq_len", int),
-                max_tokens=self.value("scheduler", "max_image_seq_len", int),
-                base_mu=self.value("scheduler", "base_shift", float),
-                max_mu=self.value("scheduler", "max_shift", float),
-            )
-            levels = exponential_shift_sigmas(levels, mu)
-        else:
-            levels = shift_sigmas(levels, self.value("scheduler", "shift", float))
-        if self.config["scheduler"].get("shift_terminal") is None:
-            return levels
-        return stretch_sigmas(levels, self.value("scheduler", "shift_terminal", float))
-
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """The text features of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True.
 
@@ -116,7 +104,7 @@ class QwenImage(DiffusersModel):
         classifier-free guidance run as one batch; the result is rescaled, token by token, to the length of the
         conditional prediction, as the released pipeline does ("true CFG").
         """
-        embeds, mask, tokens = cond["embeds"], cond["embeds_mask"], _pack(x)
+        embeds, mask, tokens = cond["embeds"], cond["embeds_mask"], pack(x)
         guided = self.is_guided(params)
         if guided:
             embeds, mask = both(cond, "embeds"), both(cond, "embeds_mask")
@@ -133,7 +121,7 @@ class QwenImage(DiffusersModel):
             positive, negative = velocity.chunk(2)
             combined = negative + self.option(params, "true_cfg_scale") * (positive - negative)
             velocity = combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
-        return _unpack(velocity, x.shape)
+        return unpack(velocity, x.shape)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
@@ -156,15 +144,3 @@ class QwenImage(DiffusersModel):
             for name in ("latents_mean", "latents_std")
         )
         return mean, std
-
-
-def _pack(x: Tensor) -> Tensor:
-    """[B, C, h, w] -> tokens [B, (h/2)(w/2), 4C], each a 2 x 2 patch."""
-    B, C, h, w = x.shape
-    return x.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h // 2) * (w // 2), C * 4)
-
-
-def _unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `_pack` for a latent of the given shape [B, C, h, w]."""
-    B, C, h, w = shape
-    return tokens.view(B, h // 2, w // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, h, w)

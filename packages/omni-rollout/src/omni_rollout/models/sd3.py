@@ -11,17 +11,16 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels
-from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, text_ids
+from omni_rollout.types import Cond, Params, Parts, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 T5_TOKENS = 256
-PIXELS_PER_TOKEN = 16  # 8 by the VAE, 2 by the patches
 
 
-class StableDiffusion3(DiffusersModel):
+class StableDiffusion3(ImageModel):
     """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1."""
 
     PIPELINE = "StableDiffusion3Pipeline"
@@ -53,15 +52,6 @@ class StableDiffusion3(DiffusersModel):
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN, most=self.value("transformer", "pos_embed_max_size", int))
 
-    def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w).
-
-        Raises:
-            ValueError: height or width is no positive multiple of 16 pixels.
-        """
-        check_size(params, PIXELS_PER_TOKEN)
-        return self.value("transformer", "in_channels", int), params.height // 8, params.width // 8
-
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0, whatever the size.
 
@@ -80,7 +70,7 @@ class StableDiffusion3(DiffusersModel):
         length = parts.tokenizer.model_max_length  # for both, as the pipeline has it
         clip, pooled = _encode_clip(parts.tokenizer, parts.text_encoder, text, length)
         clip_2, pooled_2 = _encode_clip(parts.tokenizer_2, parts.text_encoder_2, text, length)
-        t5 = parts.text_encoder_3(_tokens(parts.tokenizer_3, parts.text_encoder_3, text, T5_TOKENS))[0]
+        t5 = parts.text_encoder_3(text_ids(parts.tokenizer_3, parts.text_encoder_3, text, T5_TOKENS))[0]
         clips = torch.cat([clip, clip_2], dim=-1)
         clips = nn.functional.pad(clips, (0, t5.shape[-1] - clips.shape[-1]))
         return {"embeds": torch.cat([clips, t5], dim=1)[0], "pooled": torch.cat([pooled, pooled_2], dim=-1)[0]}
@@ -108,32 +98,10 @@ class StableDiffusion3(DiffusersModel):
         positive, negative = velocity.chunk(2)
         return negative + params.guidance_scale * (positive - negative)
 
-    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
-        scale, shift = self._statistics()
-        images = parts.vae.decode((x0 / scale + shift).to(parts.vae.dtype), return_dict=False)[0]
-        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
-
-    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
-        scale, shift = self._statistics()
-        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
-        return (parts.vae.encode(images).latent_dist.mode().float() - shift) * scale
-
-    def _statistics(self) -> tuple[float, float]:
-        """The VAE's scale and shift."""
-        return self.value("vae", "scaling_factor", float), self.value("vae", "shift_factor", float)
-
 
 def _encode_clip(
     tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int
 ) -> tuple[Tensor, Tensor]:
     """The features [1, length, D] before the last layer, and the pooled ones [1, D']."""
-    out = encoder(_tokens(tokenizer, encoder, text, length), output_hidden_states=True)
+    out = encoder(text_ids(tokenizer, encoder, text, length), output_hidden_states=True)
     return out.hidden_states[-2], out[0]
-
-
-def _tokens(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int) -> Tensor:
-    """The ids [1, length] of a text, cut or filled up to the length."""
-    ids = tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    return ids.to(encoder.device)

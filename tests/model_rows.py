@@ -1,0 +1,92 @@
+"""A row for every model: a small checkpoint of it, and what must hold there."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from build_tiny_models import tiny_checkpoint
+from helpers import CHECKPOINT, REPO
+from omni_rollout import Params
+
+
+def built(name: str) -> Callable[[], Path]:
+    """A checkpoint of random weights, which is built where the cache lacks it."""
+    return lambda: tiny_checkpoint(name, REPO / ".pytest_cache" / "tiny-models")
+
+
+def packed(noise: torch.Tensor) -> torch.Tensor:
+    """Latents [B, C, h, w] as QwenImagePipeline takes them: [B, (h/2)(w/2), 4C]."""
+    B, C, h, w = noise.shape
+    return noise.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, h * w // 4, C * 4)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model on a small checkpoint.
+
+    guided, unguided: parameters. more: others, such that each option is at another value than its default somewhere.
+    stock: what its pipeline is called with besides, given the parameters and the negative prompts. latents: initial
+    noise as the pipeline takes it. without_gradient: the weights that lead nowhere, exactly. lora_layers: how many
+    layers LORA_TARGETS wraps. nearest: sizes the model lacks, and those it names. refused: changes of `unguided` that
+    the model refuses, and the rule it names. statistics: of the VAE's latents, where the checkpoint's are trivial.
+    guided_tolerance: of guided pictures, in [0, 1].
+    """
+
+    checkpoint: Callable[[], Path]
+    unguided: Params
+    guided: Params
+    stock: Callable[[Params, list[str]], dict[str, Any]]
+    without_gradient: frozenset[str]
+    lora_layers: int
+    nearest: tuple[tuple[dict[str, int], int], ...]
+    more: tuple[Params, ...] = ()
+    refused: tuple[tuple[dict[str, Any], str], ...] = ()
+    latents: Callable[[torch.Tensor], torch.Tensor] = lambda noise: noise
+    statistics: dict[str, Any] = field(default_factory=dict)
+    guided_tolerance: float = 1e-5
+
+
+ROWS = {
+    "qwen-image": Row(
+        checkpoint=lambda: CHECKPOINT,
+        unguided=Params(6, 32, 96),
+        guided=Params(6, 32, 96, guidance={"true_cfg_scale": 4.0}),
+        stock=lambda params, negative: {
+            "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
+            "negative_prompt": negative if params.guidance else None,
+        },
+        without_gradient=frozenset(
+            f"transformer_blocks.3.{name}"
+            for name in (
+                *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+                *("attn.to_add_out.weight", "attn.to_add_out.bias", "txt_mlp.net.0.proj.weight"),
+                *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
+            )
+        ),  # of the last block's text stream, which ends there
+        lora_layers=4 * 12,
+        nearest=(({"height": 56}, 64),),
+        latents=packed,
+        statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
+        guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
+    ),
+    **{
+        f"sd35-{size}": Row(
+            checkpoint=built(f"sd35-{size}"),
+            unguided=Params(6, 48, 80),
+            guided=Params(6, 48, 80, guidance_scale=4.5),
+            stock=lambda params, negative: {
+                "guidance_scale": params.guidance_scale,
+                "negative_prompt": negative if params.guidance_scale > 1 else None,
+            },
+            without_gradient=frozenset(  # the last block makes no queries of the text
+                f"transformer_blocks.2.attn.{name}"
+                for name in ("add_q_proj.weight", "add_q_proj.bias", "norm_added_q.weight")
+            ),
+            lora_layers=3 * 8 - 1,
+            nearest=(({"height": 56}, 64), ({"width": 400}, 384)),
+        )
+        for size in ("medium", "large")
+    },
+}
