@@ -39,12 +39,10 @@ class _Job:
     def num_left(self) -> int:
         return len(self.request.prompts) - self.num_taken
 
-    def fits(self, other: "_Job") -> bool:
-        """True when samples of both can be put into one array: of each kind the same shape and dtype."""
-        mine, theirs = self.request.media, other.request.media
-        return mine.keys() == theirs.keys() and all(
-            mine[kind].shape[1:] == theirs[kind].shape[1:] and mine[kind].dtype == theirs[kind].dtype for kind in mine
-        )
+    @property
+    def form(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
+        """Shape and dtype by kind; the samples of jobs of the same form can be put into one array."""
+        return {kind: (array.shape[1:], array.dtype) for kind, array in self.request.media.items()}
 
 
 _Piece = tuple[_Job, slice]  # samples of one job that one call scores
@@ -94,7 +92,7 @@ class Batcher:
         if room is None:
             return [self._cut(first, first.num_left)]
         pieces = []
-        for job in [job for job in self._queue if job.fits(first)]:
+        for job in [job for job in self._queue if job.form == first.form]:
             size = min(room, job.num_left)
             pieces += [self._cut(job, size)] if size else []
             room -= size

@@ -70,7 +70,12 @@ def parse(text: str) -> Recipe:
         raise ValueError(f"scorer must be a name or read like {_EXAMPLE}, got {text!r:.200}")
     specs: dict[str, str] = {}
     weights: dict[str, float] = {}
-    for term in _split_sum(whole["sum"]):
+    left = whole["sum"]
+    while left:
+        term = _TERM.match(left)
+        if term is None:
+            raise ValueError(f"scorer must be a name or read like {_EXAMPLE}, got {left!r:.200} in it")
+        left = left[term.end() :]
         name = _add(specs, term)
         if name in weights:
             raise ValueError(f"scorer must not have two terms {name!r}; 'as' gives one a name of its own")
@@ -116,18 +121,6 @@ def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
     that the trainer masks anyway, and add the column "gate" where a veto should count.
     """
     return np.array([[score.parts.get(name, math.nan) for name in names] for score in scores]).reshape(-1, len(names))
-
-
-def _split_sum(text: str) -> list[re.Match[str]]:
-    terms = []
-    position = 0
-    while position < len(text):
-        term = _TERM.match(text, position)
-        if term is None:
-            raise ValueError(f"scorer must be a name or read like {_EXAMPLE}, got {text[position:]!r:.200} in it")
-        terms.append(term)
-        position = term.end()
-    return terms
 
 
 def _add(specs: dict[str, str], found: re.Match[str]) -> str:

@@ -15,7 +15,6 @@ Letters: N samples, H height, W width, T tokens.
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +71,7 @@ def load_imagereward(
     """
     where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
     settings = json.loads(neural.find_file(model, "med_config.json").read_text())
+    kept = {name: settings[name] for name in _TEXT_SETTINGS}
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
     see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
@@ -79,7 +79,9 @@ def load_imagereward(
     if not see or not read:
         raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
     vision: Any = BlipVisionModel(_vision_config(see))
-    text = BlipTextModel(_text_config(settings, vision.config.hidden_size), add_pooling_layer=False)
+    # is_decoder is what gives the text encoder cross-attention
+    config = BlipTextConfig(**kept, encoder_hidden_size=vision.config.hidden_size, is_decoder=True)
+    text = BlipTextModel(config, add_pooling_layer=False)
     _fill(vision, {_rename(name): weight for name, weight in see.items()}, where, kind)
     _fill(text, read, where, kind)
     head = build_head(neural.below("mlp.layers.", weights), text.config.hidden_size, 1, has_relu=False).to(where)
@@ -114,12 +116,6 @@ def _vision_config(weights: neural.Weights) -> BlipVisionConfig:
         patch_size=patch,
         layer_norm_eps=1e-6,
     )
-
-
-def _text_config(settings: Mapping[str, Any], image_width: int) -> BlipTextConfig:
-    """Settings of the text encoder from those of BLIP's own code; `is_decoder` is what gives it cross-attention."""
-    kept = {name: settings[name] for name in _TEXT_SETTINGS}
-    return BlipTextConfig(**kept, encoder_hidden_size=image_width, is_decoder=True)
 
 
 def _fill(network: Any, weights: neural.Weights, device: torch.device, dtype: torch.dtype) -> None:
