@@ -79,6 +79,7 @@ def test_without_stochastic_steps_all_are_drawn(engine, rows):
 
 
 def test_other_pictures_do_not_start_alike(engine, rows, monkeypatch):
+    monkeypatch.setattr(engine.sampler.model, "IMAGES", range(2))
     monkeypatch.setattr(engine.sampler.model, "condition", lambda parts, prompt, params: {})
     first, second = (replace(PROMPTS[0], images=(torch.full((32, 96, 3), level),)) for level in (0, 1))
     engine.generate([first, second, replace(first, seed=8)], PARAMS)

@@ -44,7 +44,13 @@ def group_advantages(
     Released code differs: flow_grpo divides squares by n (`correction=0`), verl-omni and DanceGRPO by n - 1, which
     makes advantages smaller by sqrt((n - 1) / n), 2 % at n = 24 and 29 % at n = 2; DanceGRPO has eps 1e-8.
     """
-    _check(rewards, groups, std, eps, correction)
+    check_rewards(rewards, groups)
+    if std not in get_args(Std):
+        raise ValueError(f"std must be one of {get_args(Std)}, got {std!r}")
+    if not eps > 0:
+        raise ValueError(f"eps must be > 0, got {eps}")
+    if correction not in (0, 1):
+        raise ValueError(f"correction must be 0 or 1, got {correction}")
     rewards = rewards.detach().float()
     scored = ~rewards.isnan()
     values = torch.where(scored, rewards, 0.0)
@@ -217,13 +223,3 @@ def check_rewards(rewards: Tensor, groups: Tensor) -> None:
         raise ValueError(f"groups must hold integers, got {groups.dtype}")
     if rewards.isinf().any():
         raise ValueError(f"rewards must be finite, or NaN where there is none, got {rewards.isinf().sum()} infinite")
-
-
-def _check(rewards: Tensor, groups: Tensor, std: str, eps: float, correction: int) -> None:
-    check_rewards(rewards, groups)
-    if std not in get_args(Std):
-        raise ValueError(f"std must be one of {get_args(Std)}, got {std!r}")
-    if not eps > 0:
-        raise ValueError(f"eps must be > 0, got {eps}")
-    if correction not in (0, 1):
-        raise ValueError(f"correction must be 0 or 1, got {correction}")

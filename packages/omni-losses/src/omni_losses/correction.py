@@ -57,7 +57,15 @@ def rollout_weights(
     Source: truncated importance sampling and rejection as in verl's rollout correction. verl-omni applies the bounds of
     tokens, 0.5 and 2, to these means, and truncates from above only.
     """
-    _check(old_log_prob, rollout_log_prob, level, mode, low, high)
+    if old_log_prob.ndim != 2 or old_log_prob.numel() == 0:
+        raise ValueError(f"old_log_prob must be [B, K] with B, K >= 1, got shape {tuple(old_log_prob.shape)}")
+    require_shape_of("old_log_prob", old_log_prob, rollout_log_prob=rollout_log_prob)
+    if level not in get_args(Level):
+        raise ValueError(f"level must be one of {get_args(Level)}, got {level!r}")
+    if mode not in get_args(Mode):
+        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
+    if not 0 <= low < 1 < high:
+        raise ValueError(f"low and high must enclose 1, 0 <= low < 1 < high, got {low} and {high}")
     diff = old_log_prob.detach().float() - rollout_log_prob.detach().float()
     log_ratio = diff if level == "step" else diff.sum(dim=1, keepdim=True).expand_as(diff)
     ratio = log_ratio.exp()
@@ -75,15 +83,3 @@ def rollout_weights(
         "effective_fraction": weights.mean().square() / weights.square().mean().clamp(min=1e-30),
     }
     return weights, metrics
-
-
-def _check(old_log_prob: Tensor, rollout_log_prob: Tensor, level: str, mode: str, low: float, high: float) -> None:
-    if old_log_prob.ndim != 2 or old_log_prob.numel() == 0:
-        raise ValueError(f"old_log_prob must be [B, K] with B, K >= 1, got shape {tuple(old_log_prob.shape)}")
-    require_shape_of("old_log_prob", old_log_prob, rollout_log_prob=rollout_log_prob)
-    if level not in get_args(Level):
-        raise ValueError(f"level must be one of {get_args(Level)}, got {level!r}")
-    if mode not in get_args(Mode):
-        raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-    if not 0 <= low < 1 < high:
-        raise ValueError(f"low and high must enclose 1, 0 <= low < 1 < high, got {low} and {high}")

@@ -34,8 +34,7 @@ def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigm
     Source: Direct-Align of SRPO (arXiv 2509.06942). Released code takes sigma_next 0.1 of the trained range away from
     sigma, and rounds the model's timestep down to an integer.
     """
-    require_latents("velocity", velocity)
-    require_shape_of("velocity", velocity, x=x, noise=noise)
+    require_latents("velocity", velocity, x=x, noise=noise)
     require_per_sample(velocity, sigma=sigma, sigma_next=sigma_next)
     if sigma_next.device.type == "cpu" and not ((sigma_next >= 0) & (sigma_next < 1)).all():
         raise ValueError(f"sigma_next must be in [0, 1), got {sigma_next.tolist()}")
@@ -81,8 +80,7 @@ def srpo_loss(
     Source: SRPO (arXiv 2509.06942), its semantic relative preference in the form of classifier-free guidance, (1 - k)
     negative + k positive; the form here is that of its released code, which found it more stable.
     """
-    require_batch("positive_reward", positive_reward)
-    require_shape_of("positive_reward", positive_reward, negative_reward=negative_reward)
+    require_batch("positive_reward", positive_reward, negative_reward=negative_reward)
     if isinstance(discount, Tensor):
         require_shape_of("positive_reward", positive_reward, discount=discount)
         discount = discount.detach().float()

@@ -64,8 +64,7 @@ def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
     Source: the reference penalty of DiffusionNFT (arXiv 2509.16117) and of AWM (arXiv 2509.25050). The released code of
     AWM can also divide it by 2 S^2, S = 0.7 sqrt(sigma / (1 - sigma)), its choice `ELBO`; no published preset does.
     """
-    require_latents("velocity", velocity)
-    require_shape_of("velocity", velocity, ref_velocity=ref_velocity)
+    require_latents("velocity", velocity, ref_velocity=ref_velocity)
     return element_mean((velocity.float() - ref_velocity.detach().float()).square())
 
 

@@ -22,7 +22,6 @@ from omni_losses.output import (
     require_not_negative,
     require_per_sample,
     require_positive,
-    require_shape_of,
     weighted_mean,
 )
 from omni_losses.policy import ClipRange, grpo_loss
@@ -31,6 +30,7 @@ ProbabilityMode = Literal["continuous", "positive_only", "negative_only", "one_o
 DecaySchedule = Literal["copy", "linear", "delayed_linear"]
 AwmWeighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 
+POWERS: dict[AwmWeighting, int] = {"uniform": 0, "t": 1, "t2": 2}  # of sigma
 HUBER_EPS = 1e-10  # added to the squared error, so that roots have a gradient at 0
 GHUBER_POWER = 0.25
 
@@ -49,8 +49,7 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 
     Source: rectified flow (arXiv 2209.03003), eq. 1, for one sample, noise and sigma; there, data is at time 1.
     """
-    require_latents("velocity", velocity)
-    require_shape_of("velocity", velocity, x0=x0, noise=noise)
+    require_latents("velocity", velocity, x0=x0, noise=noise)
     target = noise.detach().float() - x0.detach().float()
     return element_mean((velocity.float() - target).square())
 
@@ -170,8 +169,9 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
     Source: DiffusionNFT (arXiv 2509.16117), its objective with the self-normalized x0 regression. Released code
     computes w in float64.
     """
-    _check_nft(velocity, sigma, reward_prob, weights, nft_beta, adv_clip_max, min_weight)
-    require_shape_of("velocity", velocity, old_velocity=old_velocity, x0=x0, x_t=x_t, ref_velocity=ref_velocity)
+    require_latents("velocity", velocity, old_velocity=old_velocity, x0=x0, x_t=x_t, ref_velocity=ref_velocity)
+    require_per_sample(velocity, sigma=sigma, reward_prob=reward_prob, weights=weights)
+    require_positive(nft_beta=nft_beta, adv_clip_max=adv_clip_max, min_weight=min_weight)
     require_not_negative(kl_coef=kl_coef)
     if kl_coef > 0 and ref_velocity is None:
         raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
@@ -223,12 +223,8 @@ def awm_log_prob(
     error = velocity_error(velocity, x0, noise)
     require_per_sample(velocity, sigma=sigma)
     level = sigma.detach().float()
-    if weighting == "uniform":
-        return -error
-    if weighting == "t":
-        return -level * error
-    if weighting == "t2":
-        return -level.square() * error
+    if weighting in POWERS:
+        return -(level ** POWERS[weighting]) * error
     if weighting == "huber":
         return -level * ((error + HUBER_EPS).sqrt() - HUBER_EPS**0.5)
     return -level * ((error + HUBER_EPS) ** GHUBER_POWER - HUBER_EPS**GHUBER_POWER) / GHUBER_POWER
@@ -274,17 +270,3 @@ def _normalized_error(predicted: Tensor, x0: Tensor, min_weight: float) -> Tenso
     """Squared error over absolute error, [B]; the absolute error carries no gradient."""
     weight = element_mean((predicted.detach() - x0).abs()).clamp(min=min_weight)
     return element_mean((predicted - x0).square()) / weight
-
-
-def _check_nft(
-    velocity: Tensor,
-    sigma: Tensor,
-    reward_prob: Tensor,
-    weights: Tensor | None,
-    nft_beta: float,
-    adv_clip_max: float,
-    min_weight: float,
-) -> None:
-    require_latents("velocity", velocity)
-    require_per_sample(velocity, sigma=sigma, reward_prob=reward_prob, weights=weights)
-    require_positive(nft_beta=nft_beta, adv_clip_max=adv_clip_max, min_weight=min_weight)

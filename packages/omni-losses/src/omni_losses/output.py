@@ -54,16 +54,18 @@ def clip_metrics(log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor
     return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
 
 
-def require_batch(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is not [B] with B >= 1."""
+def require_batch(name: str, tensor: Tensor, **others: Tensor | None) -> None:
+    """Refuse a tensor that is not [B] with B >= 1, and others of another shape."""
     if tensor.ndim != 1 or len(tensor) == 0:
         raise ValueError(f"{name} must be [B] with B >= 1, got shape {tuple(tensor.shape)}")
+    require_shape_of(name, tensor, **others)
 
 
-def require_latents(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is not [B, ...] with B >= 1 and at least one axis behind B."""
+def require_latents(name: str, tensor: Tensor, **others: Tensor | None) -> None:
+    """Refuse a tensor that is not [B, ...] with B >= 1 and at least one axis behind B, and others of another shape."""
     if tensor.ndim < 2 or len(tensor) == 0:
         raise ValueError(f"{name} must be [B, ...] with B >= 1, got shape {tuple(tensor.shape)}")
+    require_shape_of(name, tensor, **others)
 
 
 def require_shape_of(name: str, tensor: Tensor, **others: Tensor | None) -> None:

@@ -67,7 +67,7 @@ def grpo_loss(
     its KL term leaves |dt| out, see `gaussian_kl`.
     """
     low, high = _clip_bounds(clip_range)
-    _check(log_prob, old_log_prob, advantages, weights)
+    require_batch("log_prob", log_prob, old_log_prob=old_log_prob, advantages=advantages, weights=weights)
     require_positive(adv_clip_max=adv_clip_max)
     adv = advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
     log_ratio = log_prob.float() - old_log_prob.detach().float()
@@ -119,7 +119,7 @@ def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each
     batch instead of per sample, as does verl-omni with std and sqrt_dt; Flow-Factory does not divide by sqrt_dt^2.
     """
     low, high = _clip_bounds(clip_range)
-    _check(log_prob, old_log_prob, advantages, weights)
+    require_batch("log_prob", log_prob, old_log_prob=old_log_prob, advantages=advantages, weights=weights)
     require_shape_of("log_prob", log_prob, std=std, sqrt_dt=sqrt_dt)
     require_positive(adv_clip_max=adv_clip_max)
     adv = advantages.detach().float().clamp(-adv_clip_max, adv_clip_max)
@@ -174,7 +174,7 @@ def flow_dppo_loss(
     Source: Flow-DPPO (arXiv 2606.11025), eq. 14 for k and eq. 18 for the samples dropped. There k is a sum over latent
     elements; the released code, whose threshold this is, takes the mean as here.
     """
-    _check(log_prob, old_log_prob, advantages, weights)
+    require_batch("log_prob", log_prob, old_log_prob=old_log_prob, advantages=advantages, weights=weights)
     require_shape_of("log_prob", log_prob, std=std)
     require_positive(kl_threshold=kl_threshold)
     kl = gaussian_kl(mean.detach(), old_mean, std)
@@ -218,8 +218,3 @@ def _clip_bounds(clip_range: ClipRange) -> tuple[float, float]:
     for width in (low, high):
         require_clip_width(clip_range=width)
     return low, high
-
-
-def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, weights: Tensor | None) -> None:
-    require_batch("log_prob", log_prob)
-    require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, advantages=advantages, weights=weights)

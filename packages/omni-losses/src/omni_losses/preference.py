@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from omni_losses.advantages import check_rewards
-from omni_losses.output import LossOutput, require_batch, require_positive, require_shape_of
+from omni_losses.output import LossOutput, require_batch, require_positive
 
 
 def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
@@ -59,8 +59,7 @@ def diffusion_dpo_loss(
     Source: Diffusion-DPO (arXiv 2311.12908), eq. 14. The paper has beta T omega(lambda) with T denoising steps and a
     sum over elements; its released code has dpo_beta / 2 and the mean over elements, as here.
     """
-    require_batch("win_error", win_error)
-    require_shape_of(
+    require_batch(
         "win_error", win_error, lose_error=lose_error, ref_win_error=ref_win_error, ref_lose_error=ref_lose_error
     )
     require_positive(dpo_beta=dpo_beta)

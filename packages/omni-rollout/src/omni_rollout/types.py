@@ -5,7 +5,8 @@ Shapes: B samples, S denoising steps, K stochastic (trained) steps, T text token
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import Any, Protocol, Self
@@ -99,10 +100,8 @@ class Params:
     @property
     def num_steps_taken(self) -> int:
         """Steps that are taken: num_inference_steps, or fewer with compress_ratio."""
-        if self.compress_ratio is None:
-            return self.num_inference_steps
         levels = torch.zeros(self.num_inference_steps + 1)
-        return len(compress_sigmas(levels, self.first_after, self.compress_ratio)) - 1
+        return len(compress_sigmas(levels, self.first_after, self.compress_ratio or 1.0)) - 1
 
 
 @dataclass(frozen=True)
@@ -154,13 +153,14 @@ class Samples:
         whole: dict[str, Any] = {}
         for f in fields(cls):
             values = [getattr(part, f.name) for part in parts]
+            equal = torch.equal if f.name == "sigmas" else operator.eq
             if f.name == "prompts":
                 whole[f.name] = tuple(prompt for prompts in values for prompt in prompts)
             elif f.name in ("media", "cond"):
                 whole[f.name] = join(values, dim=1, what=f.name)
             elif f.name != "sigmas" and all(isinstance(value, Tensor) for value in values):
                 whole[f.name] = _joined(values, f.name)
-            elif all(_equal(value, values[0]) for value in values):
+            elif all(equal(value, values[0]) for value in values):
                 whole[f.name] = values[0]
             else:
                 raise ValueError(f"parts must share {f.name}, got {values}")
@@ -212,7 +212,12 @@ class Trajectory(Samples):
 
     def trim(self) -> "Trajectory":
         """The same samples without the tokens at the end that no sample's mask holds: the padding of longer texts."""
-        return replace(self, cond=self.cond | dict(_trimmed(self.cond)))
+        cond = dict(self.cond)
+        for name in _growing(cond):
+            used = cond[f"{name}_mask"].any(dim=0).nonzero()
+            length = int(used[-1]) + 1 if len(used) else None
+            cond |= {each: cond[each][:, :length] for each in (name, f"{name}_mask")}
+        return replace(self, cond=cond)
 
 
 class Engine(Protocol):
@@ -282,19 +287,3 @@ def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:
 def _growing(cond: Mapping[str, Tensor]) -> list[str]:
     """The entries that grow with the text: those that a mask goes with."""
     return [name for name in cond if f"{name}_mask" in cond]
-
-
-def _trimmed(cond: Cond) -> Iterator[tuple[str, Tensor]]:
-    """The entries [B, T, ...] that have a mask, and their masks, up to the last token that any sample's mask holds."""
-    for name in _growing(cond):
-        mask = cond[f"{name}_mask"]
-        used = mask.any(dim=0).nonzero()
-        length = int(used[-1]) + 1 if len(used) else mask.shape[1]
-        yield name, cond[name][:, :length]
-        yield f"{name}_mask", mask[:, :length]
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return a == b

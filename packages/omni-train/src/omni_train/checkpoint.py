@@ -220,7 +220,8 @@ class Checkpoint:
                 check_size(temporary / name, expected)
             except ValueError as exc:
                 raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
-        _write_index(temporary, Saved(**index, world_size=self.dist.world_size))
+        content = asdict(Saved(**index, world_size=self.dist.world_size))
+        write_file(temporary / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
         sync_folder(temporary)
         os.rename(temporary, final)
         sync_folder(self.folder)
@@ -254,11 +255,6 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in ("omni-train", "torch", "safetensors")
     }
-
-
-def _write_index(folder: Path, saved: Saved) -> None:
-    content = asdict(saved)
-    write_file(folder / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
 
 
 def _read_index(folder: Path) -> Saved:

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from typing import Self
@@ -77,7 +77,10 @@ class RunLog:
             last = _keep_lines(self._path, resume_step)
             if resume_step is not None and last < resume_step:
                 warnings.warn(f"{self._path} lacks the steps {last + 1} to {resume_step}: they were lost", stacklevel=2)
-            self._show = _progress(total_steps, sys.stdout.isatty() if tty is None else tty)
+            self._show: _Lines | _Bar = _Lines(total_steps)
+            if sys.stdout.isatty() if tty is None else tty:
+                with suppress(ModuleNotFoundError):  # rich draws the bar
+                    self._show = _Bar(total_steps)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -110,7 +113,7 @@ class RunLog:
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
         left_s = self._left_s(step, times["time/step_s"])
         self._phases, self._step_start = {}, now
-        values = {name: _number(value) for name, value in metrics.items()}
+        values = {name: float(value) for name, value in metrics.items()}
         taken = sorted(({"step"} | set(times)) & set(values))
         if taken:
             raise ValueError(f"metrics must not use the names the log adds itself, got {taken}")
@@ -207,19 +210,6 @@ class _Bar:
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def _number(value: float | Tensor) -> float:
-    return float(value.item() if isinstance(value, Tensor) else value)
-
-
-def _progress(total_steps: int, tty: bool) -> _Lines | _Bar:
-    if not tty:
-        return _Lines(total_steps)
-    try:
-        return _Bar(total_steps)
-    except ModuleNotFoundError:
-        return _Lines(total_steps)
 
 
 def _clock(seconds: float) -> str:

@@ -73,7 +73,7 @@ def add_lora(
     layers = lora_layers(module).values()
     for layer in layers:
         layer.set_adapter(active)
-    return sum(adapter in layer.lora_A for layer in layers)
+    return len(adapter_layers(module, adapter))
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
@@ -97,7 +97,7 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one, for the length of the `with` block."""
     layers = lora_layers(module).values()
-    adapter_params(module, name)
+    adapter_layers(module, name)  # raises for an unknown one
     before = [(layer, layer.active_adapters) for layer in layers]
     with _same_trainable(module):
         for layer in layers:
@@ -161,11 +161,21 @@ def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
     Raises:
         ValueError: no layer has an adapter of that name.
     """
-    layers = [layer for layer in lora_layers(module).values() if name in layer.lora_A]
-    if not layers:
-        known = sorted({key for layer in lora_layers(module).values() for key in layer.lora_A})
+    return [p for layer in adapter_layers(module, name).values() for p in factors(layer, name)]
+
+
+def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLayer]:
+    """The layers that carry one adapter, by module name.
+
+    Raises:
+        ValueError: no layer has an adapter of that name.
+    """
+    layers = lora_layers(module)
+    found = {key: layer for key, layer in layers.items() if name in layer.lora_A}
+    if not found:
+        known = sorted({key for layer in layers.values() for key in layer.lora_A})
         raise ValueError(f"adapter must be one of {known}, got {name!r}")
-    return [p for layer in layers for p in factors(layer, name)]
+    return found
 
 
 def factors(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
@@ -209,13 +219,12 @@ def _inject(module: nn.Module, config: LoraConfig, adapter: str) -> None:
 def _initialize(module: nn.Module, adapter: str, seed: int, dtype: torch.dtype, init: Init) -> None:
     """Draw A in float32 on the CPU, so that the kind of device does not matter."""
     generator = torch.Generator().manual_seed(seed)
-    for layer in lora_layers(module).values():
-        if adapter in layer.lora_A:
-            down, up = factors(layer, adapter)
-            drawn = torch.empty(down.shape)
-            if init == "gaussian":
-                drawn.normal_(std=1 / len(drawn), generator=generator)
-            else:
-                nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-            down.data = drawn.to(down.device, dtype)
-            up.data = torch.zeros(up.shape, device=up.device, dtype=dtype)
+    for layer in adapter_layers(module, adapter).values():
+        down, up = factors(layer, adapter)
+        drawn = torch.empty(down.shape)
+        if init == "gaussian":
+            drawn.normal_(std=1 / len(drawn), generator=generator)
+        else:
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        down.data = drawn.to(down.device, dtype)
+        up.data = torch.zeros(up.shape, device=up.device, dtype=dtype)

@@ -21,7 +21,7 @@ from omni_train.dist import Dist, same_error
 from omni_train.export import CARD_FILE, model_card
 from omni_train.files import write_folder_atomically
 from omni_train.load import check_files, read_shapes, read_tensors
-from omni_train.lora import adapter_params, factors, lora_layers
+from omni_train.lora import adapter_layers, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
 
@@ -57,12 +57,10 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
     B comes multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so
     this is the one form that gives the same output everywhere. Every rank must run the iteration to its end.
     """
-    adapter_params(module, adapter)  # an unknown name is an error before any rank gathers
-    for name, layer in lora_layers(module).items():
-        if adapter in layer.lora_A:
-            down, up = factors(layer, adapter)
-            yield f"{name}.lora_A.weight", _full(down)
-            yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
+    for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
+        down, up = factors(layer, adapter)
+        yield f"{name}.lora_A.weight", _full(down)
+        yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
 
 
 def save_weights(
@@ -178,7 +176,7 @@ def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "defau
     """
     file = Path(folder) / LORA_FILE
     read_tensors(_adapter_targets(module, file, adapter, part), [file])
-    for layer in _layers_with(module, adapter).values():
+    for layer in adapter_layers(module, adapter).values():
         factors(layer, adapter)[1].div_(layer.scaling[adapter])
 
 
@@ -186,10 +184,9 @@ def _adapter_targets(module: nn.Module, file: Path, adapter: str, part: str) -> 
     """The factors of an adapter by their names in a file, which has just these."""
     if not file.is_file():
         raise ValueError(f"folder must hold {LORA_FILE}, got {file.parent}")
-    adapter_params(module, adapter)
     targets: dict[str, Tensor] = {
         f"{part}.{name}.lora_{which}.weight": factor
-        for name, layer in _layers_with(module, adapter).items()
+        for name, layer in adapter_layers(module, adapter).items()
         for which, factor in zip("AB", factors(layer, adapter), strict=True)
     }
     shapes = read_shapes(file)
@@ -201,10 +198,6 @@ def _adapter_targets(module: nn.Module, file: Path, adapter: str, part: str) -> 
                 f"{file} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
             )
     return targets
-
-
-def _layers_with(module: nn.Module, adapter: str) -> dict[str, LoraLayer]:
-    return {name: layer for name, layer in lora_layers(module).items() if adapter in layer.lora_A}
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:

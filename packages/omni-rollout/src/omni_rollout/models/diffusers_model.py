@@ -237,12 +237,7 @@ class ImageModel(DiffusersModel):
     """A DiffusersModel of pictures, whose latents are the scaled code of an AutoencoderKL."""
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w).
-
-        Raises:
-            ValueError: height or width is no positive multiple of 16 pixels.
-        """
-        check_size(params, PIXELS_PER_TOKEN)
+        """(C, h, w)."""
         return self.value("vae", "latent_channels", int), params.height // 8, params.width // 8
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
