@@ -87,12 +87,11 @@ class Batcher:
 
     def _take(self) -> list[_Piece]:
         """Samples for the next call, off the queue: those of the first job, and of later ones that fit it."""
-        first = self._queue[0]
-        room = self._scorer.batch_size
+        first, room = self._queue[0], self._scorer.batch_size
         if room is None:
             return [self._cut(first, first.num_left)]
-        pieces = []
-        for job in [job for job in self._queue if job.form == first.form]:
+        pieces, form = [], first.form
+        for job in [job for job in self._queue if job.form == form]:
             size = min(room, job.num_left)
             pieces += [self._cut(job, size)] if size else []
             room -= size

@@ -5,7 +5,6 @@ times in a row then gets a single request on trial, and the rest follow once tha
 no server is free waits, at most until its deadline.
 """
 
-import itertools
 import random
 import threading
 import time
@@ -78,10 +77,7 @@ class Endpoints:
             RewardError: that of the last attempt.
         """
         error: RewardError | None = None
-        for number in itertools.count(1):
-            endpoint = self.take(deadline)
-            if endpoint is None:
-                break
+        for number, endpoint in enumerate(iter(lambda: self.take(deadline), None), start=1):
             started, failure = time.monotonic(), None
             try:
                 return attempt(endpoint.url)

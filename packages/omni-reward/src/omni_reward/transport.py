@@ -154,19 +154,16 @@ class _Adapter(HTTPAdapter):
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
         """Pool of urllib3 for the request, whose connections show their sockets."""
         pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
-        if "ConnectionCls" not in vars(pool):
-            pool.ConnectionCls = self._showing(pool.ConnectionCls)
-        return pool
-
-    def _showing(self, base: Any) -> Any:
-        adapter = self
+        adapter, base = self, pool.ConnectionCls
 
         class Connection(base):
             def connect(self) -> None:
                 super().connect()
                 adapter._socket = self.sock  # kept here: the connection forgets it before the reply is read
 
-        return Connection
+        if "ConnectionCls" not in vars(pool):
+            pool.ConnectionCls = Connection
+        return pool
 
     @contextmanager
     def hang_up_after(self, timeout_s: float) -> Iterator[None]:
@@ -195,12 +192,9 @@ class _Adapter(HTTPAdapter):
 
 def is_loopback(host: str) -> bool:
     """True for a host name or address that means this machine only."""
-    if host == "localhost":
-        return True
-    try:
+    with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost"
 
 
 def _seconds_in(retry_after: str) -> float:
