@@ -154,7 +154,8 @@ class _Adapter(HTTPAdapter):
     def get_connection_with_tls_context(self, *args: Any, **kwargs: Any) -> Any:
         """Pool of urllib3 for the request, whose connections show their sockets."""
         pool: Any = super().get_connection_with_tls_context(*args, **kwargs)
-        adapter, base = self, pool.ConnectionCls
+        adapter = self
+        base: Any = pool.ConnectionCls
 
         class Connection(base):
             def connect(self) -> None:
