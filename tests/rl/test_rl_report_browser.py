@@ -281,7 +281,8 @@ def test_seconds_per_step_leave_evaluations_out_and_what_was_read_is_drawn_with_
 
 def test_text_from_files_stays_text(show, tmp_path):
     folder = tmp_path / HOSTILE.replace("/", "").replace("\0", "")[:60]
-    write_metrics(folder, [step | {HOSTILE: 1.0 + step["step"]} for step in metrics(4)])
+    lines = [step | {HOSTILE: 1.0 + step["step"]} for step in metrics(4)]
+    write_metrics(folder, [*lines[:-1], lines[-1] | {HOSTILE: None}])  # raises an alarm of its name
     (folder / "config.toml").write_text(f"train_steps = 4\nevil = {json.dumps(HOSTILE)}\n{json.dumps(HOSTILE)} = 1\n")
     row = Sample(HOSTILE, 0.5, 0, 0, {"read": HOSTILE, HOSTILE: HOSTILE})
     for step in (0, 4):
@@ -298,7 +299,7 @@ def test_text_from_files_stays_text(show, tmp_path):
         assert page.locator("img[src=x]").count() == 0
         assert page.locator("script").count() == 2
         assert HOSTILE.strip() in page.locator(".card figcaption").first.text_content()
-        assert page.locator(".alarms strong").first.text_content() == HOSTILE
+        assert page.locator(".alarms strong").first.text_content() == f"{HOSTILE} is not finite"
 
 
 def test_a_script_that_got_in_all_the_same_would_not_run(browser, tmp_path):
