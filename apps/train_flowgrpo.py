@@ -245,11 +245,7 @@ def grade(
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
     if args.reward_parts:
-        weights = parse_numbers(args.reward_parts, "--reward-parts")
-        parts = gather_parts(run.dist, batches, scores, list(weights), rewards)
-        advantages = multi_reward_advantages(
-            parts, groups, list(weights.values()), std=args.adv_std, correction=args.adv_correction
-        )
+        advantages = advantages_by_part(run, batches, scores, rewards, groups)
     else:
         advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     step.has_signal = bool(advantages.any())
@@ -261,6 +257,16 @@ def grade(
     )
     step.metrics["reward/trained_ratio"] = keep.float().mean().item()
     return advantages, keep
+
+
+def advantages_by_part(
+    run: Run[Args], batches: Sequence[Trajectory], scores: Sequence[Score], rewards: Tensor, groups: Tensor
+) -> Tensor:
+    """Advantages [N], the weighted sum of those of each of --reward-parts."""
+    args, weights = run.args, parse_numbers(run.args.reward_parts, "--reward-parts")
+    parts = gather_parts(run.dist, batches, scores, list(weights), rewards)
+    numbers = list(weights.values())
+    return multi_reward_advantages(parts, groups, numbers, std=args.adv_std, correction=args.adv_correction)
 
 
 @dataclass(frozen=True)
@@ -277,17 +283,20 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     loss_of = algo.loss(args)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     old = old_policy(run, batches)
+    corrections: Sequence[Tensor | None] = [None] * num_kept
+    metrics: dict[str, Tensor] = {}
     seen, results = [], []
     for first in range(0, len(batches), size):
         for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
-            corrections, metrics = correct(args, before, batch.trajectory)
+            if args.old_log_prob == "correct" and before:
+                corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.net, batch.trajectory, k)
                 then = before[k] if before else as_old(algo, now)
                 moments = {"mean": now.mean, "old_mean": then.mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, corrections[k])
                 out = loss_of(now.log_prob, then.log_prob, batch.advantages, weights=weights, **moments)
-                kl = kl_to_reference(run, batch, k, now)
+                kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 (loss / (size * num_kept * dist.world_size)).backward()
@@ -323,15 +332,11 @@ def as_old(algo: Algo, step: Transition) -> OldStep:
     return OldStep(step.log_prob.detach(), step.mean.detach() if algo.moments else None)
 
 
-def correct(
-    args: Args, old: list[OldStep] | None, trajectory: Trajectory
-) -> tuple[Sequence[Tensor | None], dict[str, Tensor]]:
-    """Importance weights [B] of each kept step, None where none are wanted; metrics."""
-    if args.old_log_prob != "correct" or old is None:
-        return [None] * trajectory.num_kept, {}
+def correct(args: Args, old: list[OldStep], drawn: Trajectory) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
+    """Importance weights [B] of each kept step, and metrics."""
     weights, metrics = rollout_weights(
         torch.stack([step.log_prob for step in old], dim=1),
-        trajectory.rollout_log_prob,
+        drawn.rollout_log_prob,
         level=args.correction_level,
         mode=args.correction_mode,
         low=args.correction_low,
@@ -351,9 +356,7 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
 
 
 def kl_to_reference(run: Run[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
-    """The mean KL of the k-th kept step to that of the policy before training; 0 with --kl-coef 0."""
-    if not run.args.kl_coef:
-        return torch.zeros((), device=now.mean.device)
+    """The mean KL of the k-th kept step to that of the policy before training."""
     with torch.no_grad(), run.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)
