@@ -29,8 +29,8 @@ class Args:
     height: int = 32  # Height in pixels
     width: int = 96  # Width in pixels
     num_inference_steps: int = 10  # Denoising steps
-    guidance_scale: float = 1.0  # Guidance of models whose diffusers pipeline calls it so; 1 is off
-    true_cfg_scale: float = 1.0  # Classifier-free guidance of Qwen-Image; 1 is off
+    guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
+    true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
     guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
     batch_size: int = 16  # Images per forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights

@@ -60,8 +60,8 @@ class RunArgs:
     height: int = 512  # Height in pixels
     width: int = 512  # Width in pixels
     num_inference_steps: int = 10  # Denoising steps of a rollout
-    guidance_scale: float = 1.0  # Guidance of models whose diffusers pipeline calls it so; 1 is off
-    true_cfg_scale: float = 1.0  # Classifier-free guidance of Qwen-Image; 1 is off
+    guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
+    true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
     guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
 
     # Engine
