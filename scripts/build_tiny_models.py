@@ -44,12 +44,7 @@ def build(name: str, folder: Path) -> None:
 
 def build_sd35(**transformer: Any) -> Any:
     """A StableDiffusion3Pipeline with the given settings of its transformer."""
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import T5Config, T5EncoderModel
 
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
@@ -67,18 +62,7 @@ def build_sd35(**transformer: Any) -> Any:
             **transformer,
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=AutoencoderKL(
-            block_out_channels=(8, 8, 16, 16),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            latent_channels=16,
-            norm_num_groups=4,
-            sample_size=64,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-        ),
+        vae=build_vae(1.5305, 0.0609),
         text_encoder=build_clip(clip_tokenizer, "quick_gelu"),
         text_encoder_2=build_clip(clip_tokenizer, "gelu"),
         text_encoder_3=T5EncoderModel(
@@ -96,6 +80,63 @@ def build_sd35(**transformer: Any) -> Any:
         tokenizer=clip_tokenizer,
         tokenizer_2=build_clip_tokenizer(),
         tokenizer_3=t5_tokenizer,
+    )
+
+
+def build_z_image() -> Any:
+    """A ZImagePipeline; its pad tokens, which start as zeros, are drawn."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from torch.nn.init import normal_
+    from transformers import Qwen3Config, Qwen3Model
+
+    tokenizer = build_qwen_tokenizer()
+    transformer = ZImageTransformer2DModel(
+        dim=96,
+        n_layers=2,
+        n_refiner_layers=1,
+        n_heads=2,
+        n_kv_heads=2,
+        cap_feat_dim=32,
+        axes_dims=[16, 16, 16],
+        axes_lens=[600, 24, 32],
+    )
+    normal_(transformer.x_pad_token)
+    normal_(transformer.cap_pad_token)
+    return ZImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=build_vae(0.3611, 0.1159),
+        text_encoder=Qwen3Model(
+            Qwen3Config(
+                vocab_size=len(tokenizer),
+                hidden_size=32,
+                intermediate_size=64,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                num_key_value_heads=2,
+                head_dim=16,
+                max_position_embeddings=1024,
+            )
+        ),
+        tokenizer=tokenizer,
+    )
+
+
+def build_vae(scaling_factor: float, shift_factor: float) -> Any:
+    """An AutoencoderKL of 16 channels and a stride of 8 pixels."""
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        block_out_channels=(8, 8, 16, 16),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=16,
+        norm_num_groups=4,
+        sample_size=64,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        scaling_factor=scaling_factor,
+        shift_factor=shift_factor,
     )
 
 
@@ -135,9 +176,25 @@ def build_t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
+def build_qwen_tokenizer() -> Any:
+    """One token per byte, and those of a chat."""
+    from tokenizers import AddedToken
+    from tokenizers.pre_tokenizers import ByteLevel
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(vocab={byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}, merges=[])
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer
+
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
+    "z-image": build_z_image,
 }
 
 if __name__ == "__main__":

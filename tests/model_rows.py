@@ -89,4 +89,27 @@ ROWS = {
         )
         for size in ("medium", "large")
     },
+    "z-image": Row(
+        checkpoint=built("z-image"),
+        unguided=Params(6, 48, 80, guidance_scale=0.0),
+        guided=Params(6, 48, 80, guidance_scale=3.0),
+        more=(
+            Params(6, 48, 80, guidance_scale=3.0, guidance={"cfg_truncation": 0.4}),
+            Params(6, 48, 80, guidance_scale=3.0, guidance={"cfg_normalization": 0.5}),
+            Params(6, 48, 80, guidance_scale=0.5, guidance={"cfg_truncation": 0.2, "cfg_normalization": 1.0}),
+        ),
+        stock=lambda params, negative: {
+            "guidance_scale": params.guidance_scale,
+            "negative_prompt": negative,
+            "cfg_truncation": params.guidance.get("cfg_truncation", 1.0),
+            "cfg_normalization": params.guidance.get("cfg_normalization", 0.0),
+        },
+        without_gradient=frozenset(),
+        lora_layers=4 * 7,
+        nearest=(({"height": 56}, 64), ({"width": 400}, 384)),
+        refused=(
+            ({"guidance": {"cfg_truncation": 1.5}}, r"cfg_truncation must be in \[0, 1\], got 1.5"),
+            ({"guidance": {"cfg_normalization": -1.0}}, r"cfg_normalization must be in \[0, inf\], got -1.0"),
+        ),
+    ),
 }

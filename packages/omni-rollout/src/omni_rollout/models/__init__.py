@@ -8,12 +8,14 @@ from omni_rollout.model import Model
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.sd3 import StableDiffusion3
+from omni_rollout.models.z_image import ZImage
 
 # What model_index.json calls the pipeline, or config.json the architecture where there is none -> the model's class.
 # A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
     "StableDiffusion3Pipeline": StableDiffusion3,
+    "ZImagePipeline": ZImage,
 }
 
 

@@ -1,0 +1,97 @@
+"""Z-Image, base and turbo (arXiv 2511.22699): text to image, a flow in the latents of an 8x VAE.
+
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
+The net takes and returns lists, a tensor a sample; its time runs from 0 (noise) to 1 (data), its velocity from noise to
+data.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size
+from omni_rollout.types import Cond, Params, Parts, Prompt
+
+MAX_PROMPT_TOKENS = 512  # with those of the chat template
+
+
+class ZImage(ImageModel):
+    """Z-Image for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint takes 0.
+
+    Options: `cfg_truncation`, the time in [0, 1] after which guidance is off; `cfg_normalization`, the length of the
+    guided velocity is at most that many times the conditional one's, and 0 is no bound.
+    """
+
+    PIPELINE = "ZImagePipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "Qwen3Model"),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "transformer": ("diffusers", "ZImageTransformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKL"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    OPTIONS: ClassVar[Mapping[str, float]] = {"cfg_truncation": 1.0, "cfg_normalization": 0.0}
+    GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 0.0}
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks."""
+        super().check(params)
+        _, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
+        check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
+        for name, most in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
+            if not 0 <= (value := self.option(params, name)) <= most:
+                raise ValueError(f"{name} must be in [0, {most}], got {value}")
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
+        chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
+        text = parts.tokenizer.apply_chat_template(
+            chat, tokenize=False, add_generation_prompt=True, enable_thinking=True
+        )
+        tokens = parts.tokenizer([text], max_length=MAX_PROMPT_TOKENS, truncation=True, return_tensors="pt")
+        ids = tokens.input_ids.to(parts.text_encoder.device)
+        embeds = parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-2][0]
+        return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives. Both halves of
+        classifier-free guidance run as one batch, in which no sample's guidance may be off by truncation alone: where
+        that is so for all of them, the negatives are left out.
+        """
+        time = (1000 - sigma.float() * 1000) / 1000  # diffusers' own rounding
+        scale = torch.full_like(time, params.guidance_scale)
+        guided, truncation = self.is_guided(params), self.option(params, "cfg_truncation")
+        if guided and truncation < 1:
+            scale = scale.where(time <= truncation, 0)
+            guided = bool(scale.any())
+        embeds, mask = cond["embeds"], cond["embeds_mask"]
+        if guided:
+            embeds, mask = both(cond, "embeds"), both(cond, "embeds_mask")
+            x, time = torch.cat([x, x]), torch.cat([time, time])
+        data_minus_noise = net(
+            x=list(x.to(embeds.dtype)[:, :, None]),
+            t=time,
+            cap_feats=[text[:length] for text, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)],
+            return_dict=False,
+        )[0]
+        velocity = -torch.stack([sample[:, 0].float() for sample in data_minus_noise])
+        if not guided:
+            return velocity
+        positive, negative = velocity.chunk(2)
+        scale = scale.view(-1, 1, 1, 1)
+        combined = positive + scale * (positive - negative)
+        if limit := self.option(params, "cfg_normalization"):
+            bounded = combined * (limit * _length(positive) / _length(combined)).clamp(max=1)
+            combined = bounded.where(scale > 0, combined)
+        return combined
+
+
+def _length(x: Tensor) -> Tensor:
+    """Of each sample's velocity [B, C, h, w], as [B, 1, 1, 1]."""
+    return torch.linalg.vector_norm(x, dim=(1, 2, 3), keepdim=True)
