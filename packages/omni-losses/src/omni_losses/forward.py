@@ -19,7 +19,6 @@ from omni_losses.output import (
     element_mean,
     over,
     require_latents,
-    require_not_negative,
     require_per_sample,
     require_positive,
     weighted_mean,
@@ -110,7 +109,8 @@ def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:
     Source: the schedules of DiffusionNFT (arXiv 2509.16117), in its released code decay types 0, 1 and 2; there, step
     counts optimizer steps.
     """
-    require_not_negative(step=step)
+    if step < 0:
+        raise ValueError(f"step must be >= 0, got {step}")
     if schedule not in get_args(DecaySchedule):
         raise ValueError(f"schedule must be one of {get_args(DecaySchedule)}, got {schedule!r}")
     if schedule == "copy":
@@ -172,7 +172,8 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
     require_latents("velocity", velocity, old_velocity=old_velocity, x0=x0, x_t=x_t, ref_velocity=ref_velocity)
     require_per_sample(velocity, sigma=sigma, reward_prob=reward_prob, weights=weights)
     require_positive(nft_beta=nft_beta, adv_clip_max=adv_clip_max, min_weight=min_weight)
-    require_not_negative(kl_coef=kl_coef)
+    if not kl_coef >= 0:
+        raise ValueError(f"kl_coef must be >= 0, got {kl_coef}")
     if kl_coef > 0 and ref_velocity is None:
         raise ValueError(f"ref_velocity must be given with kl_coef > 0, got None and {kl_coef}")
     old, x0, x_t = (tensor.detach().float() for tensor in (old_velocity, x0, x_t))

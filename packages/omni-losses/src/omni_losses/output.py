@@ -89,13 +89,6 @@ def require_positive(**numbers: float) -> None:
             raise ValueError(f"{name} must be > 0, got {number}")
 
 
-def require_not_negative(**numbers: float) -> None:
-    """Refuse numbers that are not >= 0, NaN among them."""
-    for name, number in numbers.items():
-        if not number >= 0:
-            raise ValueError(f"{name} must be >= 0, got {number}")
-
-
 def require_clip_width(**widths: float) -> None:
     """Refuse widths around 1 that vanish in float32, where every ratio but 1 itself would be clipped."""
     for name, width in widths.items():

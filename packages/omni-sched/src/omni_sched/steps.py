@@ -121,7 +121,9 @@ def sde_step(
     standard deviation, without sqrt(-dt).
     """
     velocity, x, sigma, sigma_next = _inputs(velocity, x, sigma, sigma_next, noise_level, noise, x_next)
-    cap = sigma_next if sigma_max is None else _second_sigma(x, sigma_max)
+    if sigma_max is not None and on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
+        raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
+    cap = sigma_next if sigma_max is None else per_sample(x, "sigma_max", sigma_max)
     guarded = torch.where(sigma > 1 - SIGMA_ONE_TOLERANCE, torch.minimum(sigma, cap), sigma)
     std = noise_level * (sigma * (sigma - sigma_next) / (1 - guarded)).sqrt()
     noise_hat = x + over(1 - sigma, x) * velocity
@@ -327,13 +329,6 @@ def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Ten
     if x_next is not None and noise is None:
         return x_next.detach().float()
     raise ValueError(f"exactly one of noise and x_next must be given, got {'neither' if noise is None else 'both'}")
-
-
-def _second_sigma(x: Tensor, sigma_max: Level) -> Tensor:
-    """sigma_max as [B] float32 beside x."""
-    if on_host(sigma_max) and not ((on_cpu(sigma_max) > 0) & (on_cpu(sigma_max) < 1)).all():
-        raise ValueError(f"sigma_max must be in (0, 1), got {sigma_max}")
-    return per_sample(x, "sigma_max", sigma_max)
 
 
 def _normal(key: str, count: int) -> Tensor:

@@ -96,18 +96,9 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 @contextmanager
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
     """Run the module with adapter `name` instead of the active one, for the length of the `with` block."""
-    layers = lora_layers(module).values()
     adapter_layers(module, name)  # raises for an unknown one
-    before = [(layer, layer.active_adapters) for layer in layers]
-    with _same_trainable(module):
-        for layer in layers:
-            layer.set_adapter(name)
-    try:
+    with _switched(module, name):
         yield
-    finally:
-        with _same_trainable(module):
-            for layer, active in before:
-                layer.set_adapter(active)
 
 
 @contextmanager
@@ -117,19 +108,10 @@ def reference(module: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: the module has no adapters; a fully trained module needs a frozen copy as its reference.
     """
-    layers = lora_layers(module).values()
-    if not layers:
+    if not lora_layers(module):
         raise ValueError("module must have adapters to be its own reference, got none")
-    before = [(layer, not layer.disable_adapters) for layer in layers]
-    with _same_trainable(module):
-        for layer in layers:
-            layer.enable_adapters(False)
-    try:
+    with _switched(module, None):
         yield
-    finally:
-        with _same_trainable(module):
-            for layer, enabled in before:
-                layer.enable_adapters(enabled)
 
 
 def ema_update(module: nn.Module, src: str, dst: str, decay: float) -> None:
@@ -181,6 +163,25 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLayer]:
 def factors(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A [rank, in] and B [out, rank] of one layer's adapter."""
     return layer.lora_A.get_parameter(f"{name}.weight"), layer.lora_B.get_parameter(f"{name}.weight")
+
+
+@contextmanager
+def _switched(module: nn.Module, name: str | None) -> Iterator[None]:
+    """Within the `with` block adapter `name` runs, or none; afterwards what ran before."""
+    before = [(layer, layer.active_adapters, not layer.disable_adapters) for layer in lora_layers(module).values()]
+    with _same_trainable(module):
+        for layer, _, _ in before:
+            if name is None:
+                layer.enable_adapters(False)
+            else:
+                layer.set_adapter(name)
+    try:
+        yield
+    finally:
+        with _same_trainable(module):
+            for layer, active, enabled in before:
+                layer.set_adapter(active)
+                layer.enable_adapters(enabled)
 
 
 @contextmanager
