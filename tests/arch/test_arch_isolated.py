@@ -20,7 +20,7 @@ MODULES = {  # package -> what must import without any extra
     "omni-train": [
         f"omni_train.{name}"
         for name in (
-            *("device", "dist", "shard", "lora", "ema", "weights", "optim", "data", "log"),
+            *("dist", "shard", "lora", "weights", "optim", "data", "log"),
             *("checkpoint", "export", "signals"),
         )
     ],
