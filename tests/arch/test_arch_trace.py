@@ -5,7 +5,8 @@ from arch import step_trace
 from records import record
 
 MAX_FRAMES = 2
-MAX_FILES, MAX_CODE_LINES = 35, 1400  # as docs/decisions/0007 has them, where the goals are 20 and 1,000
+LOOP_FILES, LOOP_LINES = 22, 1060  # of the loop's own thread; the goals in docs/decisions/0007 are 20 and 1,000
+ALL_FILES, ALL_LINES = 25, 1310  # with the threads that send images to the scorer
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +20,16 @@ def test_the_loss_is_near_the_loop(step):
     assert step.frames <= MAX_FRAMES, " > ".join(step.chain)
 
 
-def test_a_step_runs_few_files_and_little_code(step):
-    lines = step_trace.code_lines(step.loop | step.others)
+@pytest.mark.parametrize("threads", ["loop", "all"])
+def test_a_step_runs_few_files_and_little_code(step, threads):
+    functions, most_files, most_lines = {
+        "loop": (step.loop, LOOP_FILES, LOOP_LINES),
+        "all": (step.loop | step.others, ALL_FILES, ALL_LINES),
+    }[threads]
+    lines = step_trace.code_lines(functions)
     table = "\n".join(f"{count:5}  {file}" for file, count in lines.items())
-    assert len(lines) <= MAX_FILES, f"{len(lines)} files:\n{table}"
-    assert sum(lines.values()) <= MAX_CODE_LINES, f"{sum(lines.values())} lines:\n{table}"
+    assert len(lines) <= most_files, f"{len(lines)} files:\n{table}"
+    assert sum(lines.values()) <= most_lines, f"{sum(lines.values())} lines:\n{table}"
 
 
 def test_a_trace_sees_the_step(step):
