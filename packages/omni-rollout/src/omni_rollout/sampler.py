@@ -42,8 +42,9 @@ class Sampler:
         """
         _check_prompts(prompts, self.model)
         self.model.check(params)
-        shape = self.model.latent_shape(params)
-        sigmas = compress_sigmas(self.model.sigmas(params), params.first_after, params.compress_ratio or 1.0)
+        shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
+        if params.compress_ratio is not None:
+            sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
         cond = self._condition(prompts, params)
         device = next(iter(cond.values())).device
         x, kept = self._denoise(prompts, params, sigmas, cond, shape)
