@@ -31,8 +31,8 @@ settings that do not fit together.
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
 ```
 
-prints all settings as TOML, and what a training step will do and need. Each run writes the same to
-`runs/NAME/config.toml`, without URLs and token files.
+prints all settings as TOML, and the plan of a training step. Each run writes the settings to `runs/NAME/config.toml`,
+without URLs and token files.
 
 Where a setting must be one of some words, the others follow its default.
 """
