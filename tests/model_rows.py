@@ -1,6 +1,6 @@
 """A row for every model: a small checkpoint of it, and what must hold there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from build_tiny_models import tiny_checkpoint
 from helpers import CHECKPOINT, REPO
-from omni_rollout import Params
+from omni_rollout import Params, Prompt
+from PIL import Image
 
 
 def built(name: str) -> Callable[[], Path]:
@@ -31,7 +32,8 @@ class Row:
     noise as the pipeline takes it. without_gradient: the weights that lead nowhere, exactly. lora_layers: how many
     layers LORA_TARGETS wraps. nearest: sizes the model lacks, and those it names. refused: changes of `unguided` that
     the model refuses, and the rule it names. statistics: of the VAE's latents, where the checkpoint's are trivial.
-    guided_tolerance: of guided pictures, in [0, 1].
+    guided_tolerance: of guided pictures, in [0, 1]. images: height and width of a prompt's references. instead: values
+    of options to compare with, where the default takes long. pipe: makes the stock pipeline one to compare with.
     """
 
     checkpoint: Callable[[], Path]
@@ -46,6 +48,45 @@ class Row:
     latents: Callable[[torch.Tensor], torch.Tensor] = lambda noise: noise
     statistics: dict[str, Any] = field(default_factory=dict)
     guided_tolerance: float = 1e-5
+    images: tuple[tuple[int, int], ...] = ()
+    instead: Mapping[str, float] = field(default_factory=dict)
+    pipe: Callable[[Any], None] = lambda pipe: None
+
+    def references(self, seed: int) -> tuple[torch.Tensor, ...]:
+        """A prompt's references, uint8 [H, W, 3]: noise in large squares."""
+        generator = torch.Generator().manual_seed(seed)
+        squares = [torch.randint(0, 256, (-(-h // 8), -(-w // 8), 3), generator=generator) for h, w in self.images]
+        whole = [image.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1).to(torch.uint8) for image in squares]
+        return tuple(image[:h, :w] for image, (h, w) in zip(whole, self.images, strict=True))
+
+    def stock_pipeline(self, folder: Path, dtype: torch.dtype) -> Any:
+        """The stock pipeline of a checkpoint, quiet."""
+        from diffusers import DiffusionPipeline
+
+        missing = {"processor": None} if (folder / "processor").is_dir() else {}  # which `pipe` brings
+        pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing)
+        pipe.set_progress_bar_config(disable=True)
+        self.pipe(pipe)
+        return pipe
+
+    def draw_stock(self, pipe: Any, prompts: Sequence[Prompt], params: Params, noise: torch.Tensor) -> torch.Tensor:
+        """Its pictures [B, 3, H, W] in [0, 1] from initial noise [B, ...]; prompts with references go one by one."""
+        batches = [[i] for i in range(len(prompts))] if self.images else [range(len(prompts))]
+        drawn = []
+        for batch in batches:
+            own = [prompts[i] for i in batch]
+            images = [Image.fromarray(image.numpy()) for image in own[0].images]
+            drawn += pipe(
+                prompt=[prompt.text for prompt in own],
+                height=params.height,
+                width=params.width,
+                num_inference_steps=params.num_inference_steps,
+                latents=self.latents(noise[list(batch)]),
+                output_type="pt",
+                **self.stock(params, [prompt.negative for prompt in own]),
+                **({"image": images} if images else {}),
+            ).images
+        return torch.stack(drawn)
 
 
 ROWS = {

@@ -4,7 +4,9 @@ Each pair of a trainer and a model is a test; TEST_SEED draws those that are not
 trainers train Qwen-Image.
 """
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights import load_weights
+from PIL import Image
 from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
 
 import train_dpo
@@ -52,7 +55,23 @@ def settings(app, model, url, **changes):
     args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer))
     guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
     scale = row.guided.guidance_scale
-    return replace(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **changes)
+    files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval_prompts)}
+    return replace(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
+
+
+def add_references(row, prompts):
+    """The file of the same prompts, of which each has references, if the model reads any."""
+    if not row.images:
+        return prompts
+    file = Path(prompts).with_suffix(".jsonl").name
+    lines = []
+    for i, prompt in enumerate(Path(prompts).read_text().splitlines()[:40]):
+        names = [f"{i}-{j}.png" for j in range(len(row.images))]
+        for name, image in zip(names, row.references(i), strict=True):
+            Image.fromarray(image.numpy()).save(name)
+        lines.append(json.dumps({"prompt": prompt, "images": names}))
+    Path(file).write_text("\n".join(lines))
+    return file
 
 
 @pytest.mark.timeout(600)
@@ -88,22 +107,17 @@ def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, br
 
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_url, case):
-    from diffusers import DiffusionPipeline
-
     kind, name = case.split()
     row, changes = ROWS[name], LORA if kind == "lora" else {}
     args = settings(train_flowgrpo, name, bright_url, lr=1e-2, **changes)
     train(train_flowgrpo, args)
     weights, model = here / "runs" / args.name / "weights", open_model(row.checkpoint())
-    prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5)
-    noise = row.latents(step_noise([prompt.seed], INITIAL_NOISE, model.latent_shape(row.unguided)))
-    pipe = DiffusionPipeline.from_pretrained(model.folder)
+    prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5, images=row.references(0))
+    noise = step_noise([prompt.seed], INITIAL_NOISE, model.latent_shape(row.unguided))
+    pipe = row.stock_pipeline(model.folder, torch.float32)
 
     def stock():
-        pipe.set_progress_bar_config(disable=True)
-        size = {"height": row.unguided.height, "width": row.unguided.width}
-        options = size | {"num_inference_steps": row.unguided.num_inference_steps} | row.stock(row.unguided, [""])
-        return pipe([prompt.text], latents=noise.clone(), output_type="np", **options).images[0]
+        return row.draw_stock(pipe, [prompt], row.unguided, noise)[0].movedim(0, -1).numpy()
 
     untrained = stock()
     if kind == "lora":

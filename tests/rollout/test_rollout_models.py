@@ -36,6 +36,11 @@ class Case:
     model: Model
     dtype: torch.dtype
 
+    @property
+    def prompts(self) -> list[Prompt]:
+        """PROMPTS, with references where the model needs them."""
+        return [replace(prompt, images=self.row.references(prompt.index)) for prompt in PROMPTS]
+
     def engine(self) -> DiffusersEngine:
         return DiffusersEngine(self.model, self.model.load(device="cpu", dtype=self.dtype))
 
@@ -58,32 +63,20 @@ def exact(case):
 
 @pytest.fixture(scope="module")
 def pipe(case):
-    import diffusers
-
-    pipe = diffusers.DiffusionPipeline.from_pretrained(case.model.folder, dtype=torch.float64)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
+    return case.row.stock_pipeline(case.model.folder, torch.float64)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("guided", [False, True])
 def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
-    prompts = PROMPTS[:batch]
+    prompts = case.prompts[:batch]
     first = case.row.guided if guided else case.row.unguided
     for params in (first, *(each for each in case.row.more if case.model.is_guided(each) == guided)):
         assert case.model.is_guided(params) == guided
         trajectory = exact.generate(prompts, params)
         ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
         noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
-        theirs = pipe(
-            [p.text for p in prompts],
-            height=params.height,
-            width=params.width,
-            num_inference_steps=params.num_inference_steps,
-            latents=case.row.latents(noise).double(),
-            output_type="pt",
-            **case.row.stock(params, [p.negative for p in prompts]),
-        ).images
+        theirs = case.row.draw_stock(pipe, prompts, params, noise.double())
         assert theirs.std() > 0.01  # pictures, not grey
         tolerance = case.row.guided_tolerance if guided else 1e-5
         torch.testing.assert_close(ours.movedim(-1, 1), theirs.float(), rtol=0, atol=tolerance)
@@ -96,14 +89,14 @@ def test_every_option_matters(case, exact):
         tried = [each for each in (case.row.guided, *case.row.more) if each.guidance.get(name, default) != default]
         assert tried, name
         for params in tried:
-            other = replace(params, guidance={**params.guidance, name: default})
-            x0, without = (exact.generate(PROMPTS, each).x0 for each in (params, other))
+            other = replace(params, guidance={**params.guidance, name: case.row.instead.get(name, default)})
+            x0, without = (exact.generate(case.prompts, each).x0 for each in (params, other))
             assert (x0 - without).abs().max() > 1e-4, (name, params)
 
 
 def test_negative_texts_matter(case, exact):
     params = case.row.guided
-    empty = replace(PROMPTS[0], negative="")
+    empty = replace(case.prompts[0], negative="")
     x0 = {negative: exact.generate([replace(empty, negative=negative)], params).x0 for negative in ("", "bad")}
     assert (x0[""] - x0["bad"]).abs().max() > 1e-4
 
@@ -115,8 +108,8 @@ def test_the_engine_keeps_the_contract_and_the_ratio_is_exactly_one(case, engine
 
 def test_a_sample_is_the_same_alone_and_in_a_batch(case, exact):
     for params in (case.row.unguided, case.row.guided):
-        together = exact.generate(PROMPTS, params).x0
-        for i, prompt in enumerate(PROMPTS):
+        together = exact.generate(case.prompts, params).x0
+        for i, prompt in enumerate(case.prompts):
             alone = exact.generate([prompt], params).x0[0]
             torch.testing.assert_close(alone, together[i], rtol=0, atol=1e-5)
 
@@ -124,7 +117,7 @@ def test_a_sample_is_the_same_alone_and_in_a_batch(case, exact):
 def test_regrouped_and_trimmed_samples_are_replayed_alike(case, exact):
     """Padding comes and goes by masks alone: the velocity at the same point does not change."""
     params = replace(case.row.guided, noise_level=0.7, sde_steps=(1,))
-    parts = [exact.generate(PROMPTS[:2], params), exact.generate(PROMPTS[2:], params)]
+    parts = [exact.generate(case.prompts[:2], params), exact.generate(case.prompts[2:], params)]
     again = type(parts[0]).cat(parts).select([2]).trim()
     assert {k: v.shape for k, v in again.cond.items()} == {k: v.shape for k, v in parts[1].cond.items()}
     assert all(torch.equal(again.cond[name], tensor) for name, tensor in parts[1].cond.items())
@@ -132,7 +125,7 @@ def test_regrouped_and_trimmed_samples_are_replayed_alike(case, exact):
 
 def test_a_gradient_reaches_every_weight_but_those_that_lead_nowhere(case, engine):
     params = case.row.guided
-    cond = engine.generate(PROMPTS, params).cond
+    cond = engine.generate(case.prompts, params).cond
     x = torch.randn(3, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0))
     net = case.model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
     case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5, 0.1]), cond, params).square().mean().backward()
@@ -158,7 +151,7 @@ def test_every_block_is_found_by_its_class(case):
 
 def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):
     params = case.row.guided
-    cond = engine.generate(PROMPTS, params).cond
+    cond = engine.generate(case.prompts, params).cond
     x, sigma = torch.zeros(3, *case.model.latent_shape(params)), torch.full((3,), 0.5)
 
     def call(**inputs):

@@ -20,7 +20,10 @@ def check_engine(
     for bit.
     """
     words = ["A", "B", "C", "D"]
-    prompts = [Prompt(f'a red sign that says "{word}"', i // 2, i, 100 + i) for i, word in enumerate(words)]
+    images = tuple(torch.full((48, 64, 3), 120 + i, dtype=torch.uint8) for i in range(model.IMAGES[0]))
+    prompts = [
+        Prompt(f'a red sign that says "{word}"', i // 2, i, 100 + i, images=images) for i, word in enumerate(words)
+    ]
     assert isinstance(engine.net, nn.Module)
     assert engine.parts.net is engine.net
     trajectory = engine.generate(prompts, params)

@@ -66,7 +66,8 @@ class DiffusersModel:
 
     def config_file(self, part: str) -> Path:
         """Where the configuration of a part lies."""
-        kind = "scheduler_config" if part == "scheduler" else "tokenizer_config" if "tokenizer" in part else "config"
+        kinds = {"scheduler": "scheduler_config", "processor": "preprocessor_config"}
+        kind = "tokenizer_config" if "tokenizer" in part else kinds.get(part, "config")
         return self.folder / part / f"{kind}.json"
 
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
@@ -132,7 +133,7 @@ class DiffusersModel:
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
         for part, (_, name) in self.PARTS.items():
-            if name.endswith("Tokenizer") or part == "scheduler":
+            if name.endswith(("Tokenizer", "Processor")) or part == "scheduler":
                 continue
             wanted = self._empty(part).state_dict()
             if Path(self.path).is_dir():  # what a hub id names is fetched when it is loaded
@@ -300,6 +301,13 @@ def pixels(media: Tensor) -> Tensor:
     """Pictures [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
     values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2
     return (values - 1).movedim(-1, -3)
+
+
+def resized(image: Tensor, height: int, width: int) -> Tensor:
+    """A picture, uint8 [H, W, 3], of another size, as PIL's Lanczos filter has it."""
+    from transformers.image_transforms import PILImageResampling, resize
+
+    return torch.tensor(resize(image.cpu().numpy(), (height, width), resample=PILImageResampling.LANCZOS))
 
 
 def pack(x: Tensor) -> Tensor:

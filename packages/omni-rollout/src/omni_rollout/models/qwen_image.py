@@ -66,7 +66,7 @@ class QwenImage(DiffusersModel):
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
         if params.guidance_scale != 1:
-            rule = "guidance_scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale"
+            rule = f"guidance_scale must be 1 for a {self.PIPELINE}, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
@@ -86,20 +86,19 @@ class QwenImage(DiffusersModel):
             truncation=True,
             return_tensors="pt",
         ).to(parts.text_encoder.device)
-        hidden = parts.text_encoder(
-            input_ids=tokens.input_ids, attention_mask=tokens.attention_mask, output_hidden_states=True
-        ).hidden_states[-1]
-        embeds = hidden[0, TEMPLATE_TOKENS:]
-        return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
+        return features(parts.text_encoder(**tokens, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives. Both halves of
-        classifier-free guidance run as one batch; the result is rescaled, token by token, to the length of the
-        conditional prediction, as the released pipeline does ("true CFG").
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
+        latents [B, C, h', w'] of pictures to edit. Both halves of classifier-free guidance run as one batch; the result
+        is rescaled, token by token, to the length of the conditional prediction, as the released pipeline does ("true
+        CFG").
         """
-        embeds, mask, tokens = cond["embeds"], cond["embeds_mask"], pack(x)
+        embeds, mask = cond["embeds"], cond["embeds_mask"]
+        pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
+        tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
         guided = self.is_guided(params)
         if guided:
             embeds, mask = both(cond, "embeds"), both(cond, "embeds_mask")
@@ -109,9 +108,10 @@ class QwenImage(DiffusersModel):
             timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
             encoder_hidden_states=embeds,
             encoder_hidden_states_mask=None if bool(mask.all()) else mask,
-            img_shapes=[[(1, x.shape[-2] // 2, x.shape[-1] // 2)]] * len(tokens),
+            img_shapes=[[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in pictures]] * len(tokens),
             return_dict=False,
         )[0].float()
+        velocity = velocity[:, : x[0, 0].numel() // 4]  # without that of the references
         if guided:
             positive, negative = velocity.chunk(2)
             combined = negative + self.option(params, "true_cfg_scale") * (positive - negative)
@@ -139,3 +139,9 @@ class QwenImage(DiffusersModel):
             for name in ("latents_mean", "latents_std")
         )
         return mean, std
+
+
+def features(hidden: Tensor, num_left_out: int) -> Cond:
+    """The last hidden states [1, N, D] of a template with a text, without those of its first tokens."""
+    embeds = hidden[0, num_left_out:]
+    return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
