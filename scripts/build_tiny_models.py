@@ -176,14 +176,74 @@ def build_t5_tokenizer() -> Any:
     return T5Tokenizer(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
+def build_qwen_image_edit(plus: bool) -> Any:
+    """A QwenImageEditPipeline, or a QwenImageEditPlusPipeline as 2511 has it."""
+    import diffusers
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = build_qwen_tokenizer()
+    token = tokenizer.convert_tokens_to_ids
+    sides = {"hidden_size": 32, "intermediate_size": 64}
+    config = Qwen2_5_VLConfig(
+        text_config=sides
+        | {
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+        },
+        vision_config=sides
+        | {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "patch_size": 14},
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+    )
+    pipeline = diffusers.QwenImageEditPlusPipeline if plus else diffusers.QwenImageEditPipeline
+    return pipeline(
+        transformer=diffusers.QwenImageTransformer2DModel(
+            num_layers=3,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            joint_attention_dim=32,
+            axes_dims_rope=(8, 12, 12),
+            zero_cond_t=plus,
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.5, max_shift=0.9, max_image_seq_len=8192, shift_terminal=0.02
+        ),
+        vae=diffusers.AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 2, 2, 2], num_res_blocks=1),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(config),
+        tokenizer=tokenizer,
+        processor=build_qwen_processor(tokenizer),
+    )
+
+
+def build_qwen_processor(tokenizer: Any) -> Any:
+    """A Qwen2VLProcessor of small pictures, without the half for videos, which needs torchvision."""
+    from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
+
+    processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
+    processor.tokenizer = tokenizer
+    processor.image_processor = Qwen2VLImageProcessorPil(min_pixels=28**2, max_pixels=16 * 28**2)
+    for kind in ("image", "video"):
+        setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
+        setattr(processor, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
+    vars(processor)["save_pretrained"] = processor.image_processor.save_pretrained  # one file that stands alone
+    return processor
+
+
 def build_qwen_tokenizer() -> Any:
-    """One token per byte, and those of a chat."""
+    """One token per byte, and those of chats and of pictures."""
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
 
     tokenizer = Qwen2Tokenizer(vocab={byte: i for i, byte in enumerate(sorted(ByteLevel.alphabet()))}, merges=[])
-    tokenizer.add_tokens([AddedToken(token, special=True) for token in ("<|im_start|>", "<|im_end|>")])
+    names = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+    tokenizer.add_tokens([AddedToken(f"<|{name}|>", special=True) for name in names])
     tokenizer.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -192,6 +252,8 @@ def build_qwen_tokenizer() -> Any:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
+    "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
+    "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
     "z-image": build_z_image,

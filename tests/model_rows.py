@@ -1,14 +1,16 @@
 """A row for every model: a small checkpoint of it, and what must hold there."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from build_tiny_models import tiny_checkpoint
+from build_tiny_models import build_qwen_processor, tiny_checkpoint
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
+from omni_rollout.models.qwen_image_edit import QwenImageEdit
 from PIL import Image
 
 
@@ -84,11 +86,40 @@ class Row:
                 latents=self.latents(noise[list(batch)]),
                 output_type="pt",
                 **self.stock(params, [prompt.negative for prompt in own]),
-                **({"image": images} if images else {}),
+                **({"image": images if len(images) > 1 else images[0]} if images else {}),
             ).images
         return torch.stack(drawn)
 
 
+def stock_qwen_edit(params: Params, negative: list[str]) -> dict[str, Any]:
+    """Arguments of the stock pipelines that edit."""
+    scale = params.guidance.get("true_cfg_scale", 1.0)
+    return {"true_cfg_scale": scale, "negative_prompt": negative if scale > 1 else None}
+
+
+def mend_qwen_edit(pipe: Any) -> None:
+    """Give a stock pipeline its processor, small areas, and encoders that are told which tokens are pictures.
+
+    Without torchvision no processor can be loaded. The areas are constants. diffusers 0.40 drops the processor's
+    mm_token_type_ids, without which transformers 5 numbers pictures like words (diffusers issue 14194).
+    """
+
+    def tell(encoder: Any, args: Any, inputs: dict[str, Any]) -> Any:
+        return args, {**inputs, "mm_token_type_ids": (inputs["input_ids"] == encoder.config.image_token_id).int()}
+
+    pipe.processor = build_qwen_processor(pipe.tokenizer)
+    pipe.text_encoder.register_forward_pre_hook(tell, with_kwargs=True)
+    module = sys.modules[type(pipe).__module__]
+    if hasattr(module, "VAE_IMAGE_SIZE"):
+        module.VAE_IMAGE_SIZE = EDIT_AREA
+    else:
+        fit = module.calculate_dimensions
+        module.calculate_dimensions = lambda area, ratio: fit(EDIT_AREA, ratio)
+        QwenImageEdit.SEEN_AREA = EDIT_AREA  # it is the same there
+
+
+EDIT_AREA = 64 * 64
+EDIT = {"image_area": EDIT_AREA}
 ROWS = {
     "qwen-image": Row(
         checkpoint=lambda: CHECKPOINT,
@@ -112,6 +143,34 @@ ROWS = {
         statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
         guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
     ),
+    **{
+        name: Row(
+            checkpoint=built(name),
+            unguided=Params(6, 48, 80, guidance=EDIT),
+            guided=Params(6, 48, 80, guidance={"true_cfg_scale": 4.0, **EDIT}),
+            stock=stock_qwen_edit,
+            without_gradient=frozenset(
+                f"transformer_blocks.2.{name}"
+                for name in (
+                    *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+                    *("attn.to_add_out.weight", "attn.to_add_out.bias", "txt_mlp.net.0.proj.weight"),
+                    *("txt_mlp.net.0.proj.bias", "txt_mlp.net.2.weight", "txt_mlp.net.2.bias"),
+                )
+            ),
+            lora_layers=3 * 12,
+            nearest=(({"height": 56}, 64),),
+            refused=(({"guidance": {"image_area": 100.0}}, "image_area must be >= 1024 pixels, got 100"),),
+            latents=packed,
+            statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
+            images=images,
+            instead={"image_area": 96 * 96},
+            pipe=mend_qwen_edit,
+        )
+        for name, images in (
+            ("qwen-image-edit", ((40, 72),)),
+            ("qwen-image-edit-plus", ((40, 72), (60, 50))),
+        )
+    },
     **{
         f"sd35-{size}": Row(
             checkpoint=built(f"sd35-{size}"),

@@ -7,6 +7,7 @@ from omni_rollout.files import read_json
 from omni_rollout.model import Model
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
 from omni_rollout.models.z_image import ZImage
 
@@ -14,6 +15,8 @@ from omni_rollout.models.z_image import ZImage
 # A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
+    "QwenImageEditPipeline": QwenImageEdit,
+    "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "ZImagePipeline": ZImage,
 }

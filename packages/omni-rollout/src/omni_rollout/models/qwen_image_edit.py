@@ -1,0 +1,100 @@
+"""Qwen-Image-Edit and Qwen-Image-Edit-Plus (2509, 2511): Qwen-Image that edits one reference, or draws from several.
+
+A reference enters twice: the text encoder sees it, and its latents stand beside those of the picture as further tokens.
+Beyond Qwen-Image's, shapes are: h' x w' latent pixels of a reference, which has about `image_area` pixels there.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from omni_rollout.models.diffusers_model import resized
+from omni_rollout.models.qwen_image import QwenImage, features
+from omni_rollout.types import Cond, Params, Parts, Prompt
+
+# The chat template the models were trained with; its first TEMPLATE_TOKENS tokens are dropped from the features.
+TEMPLATE = (
+    "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
+    "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
+    "that meets the user's requirements while maintaining consistency with the original input where appropriate."
+    "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+)
+TEMPLATE_TOKENS = 64
+PLACE = "<|image_pad|>"  # one for each token of a picture
+UNIT = 32  # pixels; the sides of references are multiples of it
+
+
+class QwenImageEditPlus(QwenImage):
+    """Qwen-Image-Edit-Plus for one checkpoint. Its guidance is `true_cfg_scale`, on above 1.
+
+    The option image_area is the pixels that the latents of a reference stand for, 4,096 tokens each by default.
+    """
+
+    PIPELINE = "QwenImageEditPlusPipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **QwenImage.PARTS,
+        "processor": ("transformers", "Qwen2VLProcessor"),
+    }
+    OPTIONS: ClassVar[Mapping[str, float]] = {**QwenImage.OPTIONS, "image_area": 1024 * 1024}
+    IMAGES: ClassVar[range] = range(1, 11)
+    SEEN_AREA: ClassVar[int] = 384 * 384  # pixels of a reference that the text encoder sees
+    CAPTION: ClassVar[str] = "Picture {}: "  # before a reference in the text
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks."""
+        super().check(params)
+        if not (area := self.option(params, "image_area")) >= UNIT * UNIT:
+            raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The features of one prompt and its references: `embeds` [T, D] in the encoder's dtype, and `embeds_mask` [T].
+
+        The encoder is told which tokens are pictures, or it would number them as if they were words
+        (diffusers issue 14194).
+        """
+        text = (prompt.negative or " ") if negative else prompt.text
+        images = [_fit(image, self.SEEN_AREA) for image in prompt.images]
+        seen = parts.processor(images=images, return_tensors="pt")
+        lengths = (seen.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
+        places = [
+            f"{self.CAPTION.format(i)}<|vision_start|>{PLACE * length}<|vision_end|>"
+            for i, length in enumerate(lengths, start=1)
+        ]
+        tokens = parts.tokenizer([TEMPLATE.format("".join(places) + text)], return_tensors="pt")
+        is_picture = tokens.input_ids == parts.tokenizer.convert_tokens_to_ids(PLACE)
+        inputs: dict[str, Tensor] = {**tokens, **seen, "mm_token_type_ids": is_picture.int()}
+        inputs = {name: tensor.to(parts.text_encoder.device) for name, tensor in inputs.items()}
+        return features(parts.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """The latents of the references, `reference_0` [C, h', w'] and so on."""
+        images = [_fit(image, self.option(params, "image_area")) for image in prompt.images]
+        return {
+            f"reference_{i}": self.encode_media(parts, {"image": image[None]}, params)[0]
+            for i, image in enumerate(images)
+        }
+
+    def _class(self, part: str) -> Any:
+        if part != "processor":
+            return super()._class(part)
+        from transformers import Qwen2VLImageProcessorPil  # its half for pictures, which does without torchvision
+
+        return Qwen2VLImageProcessorPil
+
+
+class QwenImageEdit(QwenImageEditPlus):
+    """Qwen-Image-Edit for one checkpoint, which takes one reference."""
+
+    PIPELINE = "QwenImageEditPipeline"
+    IMAGES: ClassVar[range] = range(1, 2)
+    SEEN_AREA: ClassVar[int] = 1024 * 1024
+    CAPTION: ClassVar[str] = ""
+
+
+def _fit(image: Tensor, area: float) -> Tensor:
+    """A picture, uint8 [H, W, 3], of about `area` pixels, its own aspect ratio, and sides of whole units."""
+    ratio = image.shape[1] / image.shape[0]
+    height, width = (max(1, round(math.sqrt(side) / UNIT)) * UNIT for side in (area / ratio, area * ratio))
+    return resized(image, height, width)
