@@ -131,8 +131,16 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, check_ratio, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import collect, describe_rewards, gather_parts, gather_rewards, groups_of
-from omni_rl.selection import TrainBatch, keep_samples, select
+from omni_rl.scoring import (
+    TrainBatch,
+    collect,
+    describe_rewards,
+    gather_parts,
+    gather_rewards,
+    groups_of,
+    keep_samples,
+    select,
+)
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
 from torch import Tensor

@@ -105,8 +105,7 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import collect, describe_rewards, gather_rewards, groups_of
-from omni_rl.selection import TrainBatch
+from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Prompt, Trajectory
 from omni_sched import add_noise, step_noise
 from torch import Tensor

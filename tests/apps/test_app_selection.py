@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omni_rl.run import Step
-from omni_rl.selection import TrainBatch, keep_samples, select
+from omni_rl.scoring import TrainBatch, keep_samples, select
 from omni_rollout import Params, Prompt, Trajectory
 from omni_sched import sde_step
 from trainer_runs import (
@@ -70,7 +70,7 @@ def gathered_counts(monkeypatch, batches_by_rank, keep, num_minibatches):
         keep[torch.cat([b.indices for b in batches])].view(num_minibatches, -1).sum(dim=1).float()
         for batches in batches_by_rank
     ]
-    monkeypatch.setattr("omni_rl.selection.gather_floats", lambda dist, values: torch.cat(counts))
+    monkeypatch.setattr("omni_rl.scoring.gather_floats", lambda dist, values: torch.cat(counts))
 
 
 @settings(deadline=None, max_examples=60)

@@ -14,8 +14,7 @@ from omni_reward import Score
 from omni_rl.cli import to_toml
 from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
-from omni_rl.scoring import gather_rewards, groups_of
-from omni_rl.selection import TrainBatch
+from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
 from omni_rollout import Prompt, Samples, replay
 from omni_train.log import load_metrics
 from trainer_runs import (

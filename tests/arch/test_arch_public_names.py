@@ -133,7 +133,7 @@ SIGNATURES = {
     "omni_train.checkpoint.Checkpoint.verify": "self, saved, module=None",
     "omni_train.checkpoint.check_config": "saved, config, *, ignore=()",
     "omni_train.lock.RunLock": "folder, dist, **others",
-    "omni_train.dist.gather_by_index": "dist, indices, values, total, *, missing=None",
+    "omni_train.dist.gather_by_index": "dist, indices, values, total",
     "omni_train.signals.catch_stop": "numbers=...",
     "omni_train.export.model_card": "facts, *, is_lora, part='transformer'",
     "omni_train.data.PromptSampler": "path, **others",

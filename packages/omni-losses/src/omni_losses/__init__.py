@@ -12,13 +12,7 @@ from omni_losses.advantages import (
 )
 from omni_losses.correction import rollout_weights
 from omni_losses.direct import direct_align, srpo_loss
-from omni_losses.divergence import (
-    distill_kl_loss,
-    distill_velocity_loss,
-    gaussian_kl,
-    k3_kl,
-    velocity_kl,
-)
+from omni_losses.divergence import distill_kl_loss, distill_velocity_loss, gaussian_kl, k3_kl, velocity_kl
 from omni_losses.forward import (
     awm_log_prob,
     awm_loss,

@@ -15,12 +15,7 @@ Std = Literal["batch", "group", "none"]
 
 
 def group_advantages(
-    rewards: Tensor,
-    groups: Tensor,
-    *,
-    std: Std = "batch",
-    eps: float = 1e-4,
-    correction: int = 1,
+    rewards: Tensor, groups: Tensor, *, std: Std = "batch", eps: float = 1e-4, correction: int = 1
 ) -> Tensor:
     """Advantages [N], float32: each reward minus its group's mean, over a standard deviation.
 

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from omni_rollout import Params
@@ -24,7 +24,6 @@ from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.data import PromptSampler, load_prompts
 from omni_train.dist import (
     Dist,
-    gather_floats,
     gather_json,
     init_distributed,
     mean_metrics,
@@ -147,7 +146,8 @@ class Run(Generic[ArgsT]):
         if not step.has_signal:
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
-        reduce_gradients(self.params, dist.mesh, mode=self.mode)
+        if self.mode == "ddp":
+            reduce_gradients(self.params, dist.mesh, mode=self.mode)
         return optimizer_step(self.optimizer, self.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist)
 
     @contextmanager
@@ -259,7 +259,7 @@ class Run(Generic[ArgsT]):
 
     def _check_alike(self) -> None:
         """Raise ValueError on every rank unless all have the same settings and files."""
-        by_rank: list[Any] = gather_json(self.dist, asdict(self.args) | self.config)
+        by_rank = gather_json(self.dist, asdict(self.args) | self.config)
         for rank, other in enumerate(by_rank):
             names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
             if names:
@@ -473,8 +473,7 @@ def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: in
         RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
             forward and the causes.
     """
-    local = torch.stack(deviations).detach().float()
-    by_rank = gather_floats(dist, local).view(dist.world_size, -1).cpu()
+    by_rank = torch.tensor(gather_json(dist, torch.stack(deviations).detach().float().tolist()))
     worst = by_rank.max().item()
     if worst <= tolerance:
         return worst

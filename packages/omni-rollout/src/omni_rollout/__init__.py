@@ -8,16 +8,4 @@ from omni_rollout.model import Model
 from omni_rollout.sampler import replay
 from omni_rollout.types import Cond, Engine, Media, Params, Parts, Prompt, Rates, Samples, Trajectory
 
-__all__ = [
-    "Cond",
-    "Engine",
-    "Media",
-    "Model",
-    "Params",
-    "Parts",
-    "Prompt",
-    "Rates",
-    "Samples",
-    "Trajectory",
-    "replay",
-]
+__all__ = ["Cond", "Engine", "Media", "Model", "Params", "Parts", "Prompt", "Rates", "Samples", "Trajectory", "replay"]

@@ -70,10 +70,8 @@ class Sampler:
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, all_cond: Cond, shape: Sequence[int]
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
         """Clean latents [B, ...], and of each stochastic step the latents before it and its transition."""
-        first, row_of = _alike(prompts)
-        shares = bool(params.sde_steps) and len(first) < len(prompts)
-        if not shares:
-            first = list(range(len(prompts)))
+        shares = bool(params.sde_steps) and any(prompt.initial_seed is not None for prompt in prompts)
+        first, row_of = _alike(prompts) if shares else (list(range(len(prompts))), [])
         cond = {name: tensor[first] for name, tensor in all_cond.items()} if shares else all_cond
         device = next(iter(cond.values())).device
         x = step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape).to(device)

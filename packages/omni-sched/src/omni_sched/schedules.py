@@ -142,7 +142,7 @@ def stretch_sigmas(sigmas: Tensor, terminal: float) -> Tensor:
     if sigmas.ndim != 1 or len(sigmas) < 3:
         raise ValueError(f"sigmas must be [S+1] with S >= 2, got shape {tuple(sigmas.shape)}")
     sigmas = _float_levels(sigmas)
-    if _on_host(sigmas) and not (sigmas[-1] == 0 and 0 < sigmas[-2] < 1):
+    if sigmas.device.type == "cpu" and not (sigmas[-1] == 0 and 0 < sigmas[-2] < 1):
         raise ValueError(f"sigmas must end with an entry in (0, 1) and then 0, got {sigmas[-2:].tolist()}")
     signal = 1 - sigmas
     stretched = 1 - signal / (signal[-2] / (1 - terminal))
@@ -221,13 +221,9 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
 def _float_levels(sigmas: Tensor) -> Tensor:
     """sigmas in float32; a value outside [0, 1] that the host can see is refused."""
     sigmas = sigmas.float()
-    if _on_host(sigmas) and not ((sigmas >= 0) & (sigmas <= 1)).all():
+    if sigmas.device.type == "cpu" and not ((sigmas >= 0) & (sigmas <= 1)).all():
         raise ValueError(f"sigmas must be in [0, 1], got {sigmas.tolist()}")
     return sigmas
-
-
-def _on_host(sigmas: Tensor) -> bool:
-    return sigmas.device.type == "cpu"
 
 
 def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:

@@ -66,7 +66,7 @@ class Checkpoint:
         """
         with same_error(self.dist):
             steps = self._steps() if self.dist.is_main else []
-        newest: Any = gather_json(self.dist, steps[-1:])[0]  # as the first rank sees the folder
+        newest = gather_json(self.dist, steps[-1:])[0]  # as the first rank sees the folder
         if not newest:
             return None
         with same_error(self.dist):
@@ -132,7 +132,7 @@ class Checkpoint:
                 self._make_room(final, temporary)
             with same_error(self.dist):
                 part = write_part(temporary, self.dist, train_state(module, optimizer, ema))
-            parts: list[Any] = gather_json(self.dist, part)
+            parts = gather_json(self.dist, part)
             with same_error(self.dist):
                 self._finish(temporary, final, about | merge_parts(parts))
         except (OSError, ValueError):

@@ -24,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -169,17 +170,16 @@ def gather_floats(dist: Dist, values: Tensor) -> Tensor:
     return torch.cat(rows).to(values.device)
 
 
-def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int, *, missing: float | None = None) -> Tensor:
+def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
     """All ranks' values, each at its place, [total] float32 on the device of `values`, however they were dealt.
 
     Args:
         indices: [n] integers, the places of this rank's values in 0 ... total - 1; n may differ between ranks.
         values: [n]; NaN passes through.
         total: places to fill.
-        missing: stands where no rank has a value; None makes that an error.
 
     Raises:
-        ValueError: a place lies outside, is taken twice or, without `missing`, by none; it is named (on every rank).
+        ValueError: a place lies outside, is taken twice or by none; it is named (on every rank).
     """
     places, found = (
         _gather_rows(dist, tensor.detach().to(dist.device, dtype))
@@ -194,14 +194,12 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int, *, 
     counts = torch.bincount(place, minlength=total)
     if (counts > 1).any():
         raise ValueError(f"every index must come once, got {int(counts.argmax())} {int(counts.max())} times")
-    if missing is None and (counts == 0).any():
+    if (counts == 0).any():
         raise ValueError(f"every index must come once, no rank has {int(counts.argmin())}")
-    whole = place.new_full((total,), missing or 0.0, dtype=torch.float32)
-    whole[place] = torch.cat(found)
-    return whole.to(values.device)
+    return torch.cat(found)[place.argsort()].to(values.device)
 
 
-def gather_json(dist: Dist, value: object) -> list[object]:
+def gather_json(dist: Dist, value: object) -> list[Any]:
     """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(dist.device)
     return [json.loads(bytes(row.tolist())) for row in _gather_rows(dist, data)]
@@ -218,19 +216,16 @@ def mean_metrics(
         ValueError: the names differ between ranks (raised on every rank).
         FloatingPointError: one of `finite` is NaN or infinite; the rank is named (raised on every rank).
     """
-    names = sorted(metrics)
-    names_by_rank = gather_json(dist, names)
-    if any(other != names_by_rank[0] for other in names_by_rank):
-        raise ValueError(f"metrics must have the same names on every rank, got {names_by_rank} in rank order")
-    if not names:
-        return {}
-    values = torch.tensor([torch.as_tensor(metrics[name]).item() for name in names], dtype=torch.float32)
-    by_rank = gather_floats(dist, values).view(dist.world_size, -1)
-    for i, name in enumerate(names):
-        off = (~by_rank[:, i].isfinite()).nonzero().flatten().tolist() if name in finite else []
-        if off:
-            raise FloatingPointError(f"{name} must be finite, but is {by_rank[off[0], i].item()} on rank {off[0]}")
-    return dict(zip(names, by_rank.mean(dim=0).tolist(), strict=True))
+    by_rank = gather_json(dist, {name: float(metrics[name]) for name in sorted(metrics)})
+    if any(list(other) != list(by_rank[0]) for other in by_rank):
+        names = [list(other) for other in by_rank]
+        raise ValueError(f"metrics must have the same names on every rank, got {names} in rank order")
+    for rank, row in enumerate(by_rank):
+        for name in finite:
+            if name in row and not math.isfinite(row[name]):
+                raise FloatingPointError(f"{name} must be finite, but is {row[name]} on rank {rank}")
+    means = torch.tensor([list(row.values()) for row in by_rank]).mean(dim=0)
+    return dict(zip(by_rank[0], means.tolist(), strict=True))
 
 
 def any_rank(dist: Dist, flag: bool) -> bool:

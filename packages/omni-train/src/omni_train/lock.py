@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any
 
 from omni_train.dist import Dist, end_process, gather_json, same_error
 from omni_train.files import write_atomically
@@ -43,7 +42,7 @@ class RunLock:
             OSError: the folder cannot be written to.
         """
         self.path = Path(folder).absolute() / LOCK_FILE
-        places: list[Any] = gather_json(dist, [socket.gethostname(), os.getpid()])
+        places = gather_json(dist, [socket.gethostname(), os.getpid()])
         self._holder = ", ".join(f"pid {pid} on {host}" for host, pid in places)
         self._released = Event()
         with same_error(dist):

@@ -84,12 +84,7 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
 
 
 def optimizer_step(
-    optimizer: torch.optim.Optimizer,
-    params: Sequence[Tensor],
-    *,
-    lr: float,
-    max_grad_norm: float,
-    dist: Dist,
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor], *, lr: float, max_grad_norm: float, dist: Dist
 ) -> StepResult:
     """Clip to the global gradient norm, step, clear the gradients; or skip the step, on every rank alike.
 

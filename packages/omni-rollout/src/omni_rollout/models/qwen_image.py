@@ -12,15 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import (
-    PIXELS_PER_TOKEN,
-    DiffusersModel,
-    both,
-    check_size,
-    pack,
-    pixels,
-    unpack,
-)
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel, both, check_size, pack, pixels, unpack
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.

@@ -30,10 +30,7 @@ class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
         *("text_encoder", "text_encoder_2", "text_encoder_3"),
         *("tokenizer", "tokenizer_2", "tokenizer_3", "vae"),
     )
-    packed: ClassVar = {
-        "to_qkv": ["to_q", "to_k", "to_v"],
-        "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"],
-    }
+    packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 
 
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
