@@ -1,0 +1,96 @@
+"""Every algorithm trains every model: two steps of all weights on a small checkpoint, guided, in this process.
+
+Each pair of a model and an algorithm is a test; in those that are not marked slow, which TEST_SEED draws, every model
+and every algorithm comes at least once. `scripts/model_table.py` runs all of them and writes what trained to
+docs/models.md.
+"""
+
+import json
+import math
+import random
+import re
+import shutil
+
+import pytest
+import torch
+from helpers import REPO, TEST_SEED, sampled
+from model_rows import ROWS
+from omni_rollout.models import open_model
+from omni_train.weights import load_weights
+from PIL import Image
+from trainer_runs import recipe, tiny, train
+
+import train_dpo
+import train_flowgrpo
+import train_nft
+import train_srpo
+
+SIZES = {"prompts_per_step": 2, "group_size": 2, "batch_size": 4, "height": 32, "width": 96, "lr": 1e-3}
+EXACT = {"lr_decay": False, "weight_decay": 0.0}  # weights without a gradient stay as they are
+WINDOW = {"window_size": 1, "window_low": 0, "window_high": None, "noise_level": 0.7}
+READER = str(REPO / "checkpoints" / "tiny-signs-reader")
+ALGORITHMS = {  # name -> its trainer and what its settings have beyond SIZES
+    **{algo: (train_flowgrpo, WINDOW | {"algo": algo}) for algo in train_flowgrpo.ALGOS},
+    **{algo: (train_nft, {"algo": algo, "train_levels": 2}) for algo in train_nft.ALGOS},
+    "dpo": (train_dpo, {"levels_per_pair": 2}),
+    "dpo offline": (train_dpo, {"levels_per_pair": 2, "preferences": "pairs.jsonl"}),
+    "srpo": (train_srpo, {"reward_model": READER, "group_size": 1, "prompts_per_step": 4}),
+}
+CELLS = [f"{model}: {algorithm}" for model in ROWS for algorithm in ALGORITHMS]
+
+
+def cover():
+    """As few cells as there are with every model and every algorithm."""
+    drawn = random.Random(TEST_SEED)
+    models, algorithms = (drawn.sample(list(names), len(names)) for names in (ROWS, ALGORITHMS))
+    count = max(len(models), len(algorithms))
+    return [f"{models[i % len(models)]}: {algorithms[i % len(algorithms)]}" for i in range(count)]
+
+
+def write_inputs(folder, num_images):
+    """Prompts, and pairs of pictures of them; each with that many references."""
+    drawn = random.Random(0)
+    for name in ("win", "lose", "reference"):
+        Image.frombytes("RGB", (96, 32), drawn.randbytes(96 * 32 * 3)).save(folder / f"{name}.png")
+    texts = [f'a blue sign that says "{word}"' for word in ("AB", "CD", "EF", "GH")]
+    records = [{"prompt": text, "images": ["reference.png"] * num_images} for text in texts]
+    pairs = [record | {"win": "win.png", "lose": "lose.png"} for record in records]
+    for name, lines in (("prompts", records), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("cell", sampled(CELLS, 0, always=cover()))
+def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_url, record_property):
+    name, algorithm = cell.split(": ")
+    (app, changes), row = ALGORITHMS[algorithm], ROWS[name]
+    model = open_model(row.checkpoint())
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path, model.IMAGES.start)
+    places = {"model": model.path, "prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
+    scorer = {} if app is train_srpo else {"scorer_url": bright_url}
+    knobs = ",".join(f"{knob}={value}" for knob, value in row.guided.guidance.items())
+    guided = {"guidance_scale": row.guided.guidance_scale, "guidance": knobs}
+    args = tiny(recipe(app, "tiny-signs"), **(SIZES | EXACT | places | scorer | guided | changes))
+
+    lines = train(app, args)[1:]
+    assert len(lines) == 2
+    assert all(line["policy/grad_norm"] > 0 and math.isfinite(line["policy/loss"]) for line in lines)
+    if app is train_flowgrpo:
+        assert [line["policy/first_ratio_max_dev"] for line in lines] == [0.0, 0.0]
+    if app is train_dpo:
+        assert lines[0]["policy/loss"] == pytest.approx(math.log(2))  # the policy is the reference still
+    net = model.load_net(device="cpu", dtype=torch.float32)
+    before = {weight: p.clone() for weight, p in net.named_parameters()}
+    load_weights(net, tmp_path / "runs" / args.name / "weights")
+    assert {weight for weight, p in net.named_parameters() if torch.equal(p, before[weight])} == row.without_gradient
+    record_property("trained", cell)
+    shutil.rmtree(tmp_path / "runs")  # 10 MB
+
+
+def test_the_table_of_the_page_has_every_model_and_every_algorithm():
+    """Where it lacks one, `python scripts/model_table.py` runs it."""
+    page = (REPO / "docs" / "models.md").read_text("utf-8")
+    block = page.partition("<!-- trained -->")[2].partition("<!-- end -->")[0]
+    (_, *algorithms), _, *rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*$", block, re.MULTILINE)]
+    said = {f"{model}: {name}": told for model, *row in rows for name, told in zip(algorithms, row, strict=True)}
+    assert said == dict.fromkeys(CELLS, "yes")
