@@ -45,7 +45,7 @@ def build(name: str, folder: Path) -> None:
 def build_sd35(**transformer: Any) -> Any:
     """A StableDiffusion3Pipeline with the given settings of its transformer."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-    from transformers import T5Config, T5EncoderModel
+    from transformers import CLIPTextModelWithProjection
 
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
     return StableDiffusion3Pipeline(
@@ -63,20 +63,9 @@ def build_sd35(**transformer: Any) -> Any:
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=build_vae(1.5305, 0.0609),
-        text_encoder=build_clip(clip_tokenizer, "quick_gelu"),
-        text_encoder_2=build_clip(clip_tokenizer, "gelu"),
-        text_encoder_3=T5EncoderModel(
-            T5Config(
-                vocab_size=len(t5_tokenizer),
-                d_model=64,
-                d_kv=16,
-                d_ff=64,
-                num_layers=2,
-                num_heads=2,
-                feed_forward_proj="gated-gelu",
-                is_encoder_decoder=False,
-            )
-        ),
+        text_encoder=build_clip(CLIPTextModelWithProjection, clip_tokenizer, "quick_gelu"),
+        text_encoder_2=build_clip(CLIPTextModelWithProjection, clip_tokenizer, "gelu"),
+        text_encoder_3=build_t5(t5_tokenizer, "gated-gelu"),
         tokenizer=clip_tokenizer,
         tokenizer_2=build_clip_tokenizer(),
         tokenizer_3=t5_tokenizer,
@@ -122,6 +111,34 @@ def build_z_image() -> Any:
     )
 
 
+def build_flux(*, guidance_embeds: bool) -> Any:
+    """A FluxPipeline, as that of dev with guidance_embeds and as that of schnell without."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+    from transformers import CLIPTextModel
+
+    clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=24,
+            num_attention_heads=2,
+            joint_attention_dim=64,
+            pooled_projection_dim=32,
+            guidance_embeds=guidance_embeds,
+            axes_dims_rope=(8, 8, 8),
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(
+            shift=3.0 if guidance_embeds else 1.0, use_dynamic_shifting=guidance_embeds
+        ),
+        vae=build_vae(0.3611, 0.1159),
+        text_encoder=build_clip(CLIPTextModel, clip_tokenizer, "quick_gelu"),
+        text_encoder_2=build_t5(t5_tokenizer, "gated-silu"),  # vLLM has T5's own for accelerators alone
+        tokenizer=clip_tokenizer,
+        tokenizer_2=t5_tokenizer,
+    )
+
+
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     """An AutoencoderKL of 16 channels and a stride of 8 pixels."""
     from diffusers import AutoencoderKL
@@ -140,11 +157,11 @@ def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     )
 
 
-def build_clip(tokenizer: Any, activation: str) -> Any:
-    """A CLIP text encoder of three layers."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
+    """A CLIP text encoder, of that class, of three layers."""
+    from transformers import CLIPTextConfig
 
-    return CLIPTextModelWithProjection(
+    return encoder(
         CLIPTextConfig(
             vocab_size=len(tokenizer),
             hidden_size=32,
@@ -156,6 +173,24 @@ def build_clip(tokenizer: Any, activation: str) -> Any:
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def build_t5(tokenizer: Any, activation: str) -> Any:
+    """A T5 text encoder of two layers."""
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=len(tokenizer),
+            d_model=64,
+            d_kv=16,
+            d_ff=64,
+            num_layers=2,
+            num_heads=2,
+            feed_forward_proj=activation,
+            is_encoder_decoder=False,
         )
     )
 
@@ -257,6 +292,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
     "z-image": build_z_image,
+    "flux-dev": lambda: build_flux(guidance_embeds=True),
+    "flux-schnell": lambda: build_flux(guidance_embeds=False),
 }
 
 if __name__ == "__main__":

@@ -212,4 +212,30 @@ ROWS = {
             ({"guidance": {"cfg_normalization": -1.0}}, r"cfg_normalization must be in \[0, inf\], got -1.0"),
         ),
     ),
+    **{
+        f"flux-{name}": Row(
+            checkpoint=built(f"flux-{name}"),
+            unguided=Params(6, 48, 80, guidance_scale=scale),
+            guided=Params(6, 48, 80, guidance_scale=scale, guidance={"true_cfg_scale": 3.0}),
+            more=more,
+            stock=lambda params, negative, length=length: {
+                "guidance_scale": params.guidance_scale,
+                "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
+                "negative_prompt": negative,
+                "max_sequence_length": length,
+            },
+            without_gradient=frozenset(),
+            lora_layers=2 * 12 + 2 * 3,
+            nearest=(({"height": 56}, 64),),
+            refused=refused,
+            latents=packed,
+        )
+        for name, scale, length, more, refused in (
+            (
+                *("dev", 3.5, 512, (Params(6, 48, 80, guidance_scale=1.0),)),
+                (({"guidance_scale": -0.5}, "guidance_scale must be >= 0, got -0.5"),),
+            ),
+            ("schnell", 1.0, 256, (), (({"guidance_scale": 3.5}, "guidance_scale must be 1 .*, got 3.5"),)),
+        )
+    },
 }

@@ -19,6 +19,8 @@ MODELS = {
     "qwen-image": (lambda: CHECKPOINT, replace(PARAMS, guidance={"true_cfg_scale": 3.0})),
     "sd35-medium": (lambda: tiny_checkpoint("sd35-medium", CACHE), replace(PARAMS, guidance_scale=3.0)),
     "sd35-large": (lambda: tiny_checkpoint("sd35-large", CACHE), replace(PARAMS, guidance_scale=3.0)),
+    "flux-dev": (lambda: tiny_checkpoint("flux-dev", CACHE), replace(PARAMS, guidance={"true_cfg_scale": 3.0})),
+    "flux-schnell": (lambda: tiny_checkpoint("flux-schnell", CACHE), replace(PARAMS, guidance={"true_cfg_scale": 3.0})),
 }
 
 
