@@ -240,7 +240,7 @@ class Run(Generic[ArgsT]):
         self.frozen = tuple(kept) if args.lora_rank else ()  # adapters beside the trained one
         self.base = args.init_weights if args.lora_rank and self._start_files else args.model
         start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
-        digest = probe_digest([*sorted(model.folder.glob("*/*.safetensors")), *start])
+        digest = probe_digest([*sorted(model.folder.rglob("*.safetensors")), *start])
         self.config: dict[str, object] = asdict(without_secrets(args))
         self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
         images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
