@@ -8,7 +8,9 @@ and vocabularies are tiny. `tiny_checkpoint` keeps what it has built, for tests.
 
 import argparse
 import hashlib
+import json
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +42,70 @@ def build(name: str, folder: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         BUILDERS[name]().save_pretrained(folder)
+
+
+class BagelFolder:
+    """BAGEL as it is released: weights in two files and their configurations, which no class of a library writes."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the folder; what reads images and writes text is there in name only."""
+        import torch
+        from diffusers import AutoencoderKL
+        from omni_rollout.models.bagel_net import BagelTransformer
+        from safetensors.torch import save_file
+
+        build_qwen_tokenizer().save_pretrained(folder)
+        sizes = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 3}
+        config = sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_theta": 1e6}
+        net = BagelTransformer(**config)
+        for name, weight in net.named_parameters():
+            if "norm" in name:
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+            else:
+                torch.nn.init.normal_(weight, std=0.1)
+        others = ("language_model.lm_head.weight", "vit_model.vision_model.post_layernorm.weight", "connector.fc1.bias")
+        save_file(net.state_dict() | {name: torch.zeros(1) for name in others}, folder / "ema.safetensors")
+        vae = AutoencoderKL(
+            block_out_channels=(32,) * 4,  # its norms have 32 groups
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            latent_channels=16,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        )
+        save_file({ldm_name(n): ldm_weight(n, w) for n, w in vae.state_dict().items()}, folder / "ae.safetensors")
+        index = {"architectures": ["BagelForConditionalGeneration"], "max_latent_size": 32, "timestep_shift": 1.0}
+        (folder / "config.json").write_text(json.dumps(index), encoding="utf-8")
+        (folder / "llm_config.json").write_text(json.dumps(config | {"hidden_act": "silu"}), encoding="utf-8")
+
+
+LDM_NAMES = {  # diffusers' AutoencoderKL -> latent diffusion
+    "down_blocks": "down",
+    "downsamplers.0": "downsample",
+    "upsamplers.0": "upsample",
+    "resnets": "block",
+    "mid_block.attentions.0": "mid.attn_1",
+    "group_norm": "norm",
+    "conv_norm_out": "norm_out",
+    "to_q": "q",
+    "to_k": "k",
+    "to_v": "v",
+    "to_out.0": "proj_out",
+}
+
+
+def ldm_name(name: str) -> str:
+    """A name of diffusers' AutoencoderKL in files of latent diffusion, whose decoder counts its blocks backwards."""
+    name = re.sub(r"up_blocks\.(\d)", lambda found: f"up.{3 - int(found[1])}", name)
+    name = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
+    for ours, theirs in LDM_NAMES.items():
+        name = name.replace(ours, theirs)
+    return name
+
+
+def ldm_weight(name: str, weight: Any) -> Any:
+    """The weight of that name as those files have it: linear layers of the attention are convolutions by 1 x 1."""
+    return weight[..., None, None].contiguous() if "attentions" in name and weight.dim() == 2 else weight
 
 
 def build_sd35(**transformer: Any) -> Any:
@@ -287,6 +353,7 @@ def build_qwen_tokenizer() -> Any:
 
 
 BUILDERS: dict[str, Callable[[], Any]] = {
+    "bagel": BagelFolder,
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),

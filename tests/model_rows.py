@@ -30,18 +30,19 @@ class Row:
     """One model on a small checkpoint.
 
     guided, unguided: parameters. more: others, such that each option is at another value than its default somewhere.
-    stock: what its pipeline is called with besides, given the parameters and the negative prompts. latents: initial
-    noise as the pipeline takes it. without_gradient: the weights that lead nowhere, exactly. lora_layers: how many
-    layers LORA_TARGETS wraps. nearest: sizes the model lacks, and those it names. refused: changes of `unguided` that
-    the model refuses, and the rule it names. statistics: of the VAE's latents, where the checkpoint's are trivial.
-    guided_tolerance: of guided pictures, in [0, 1]. images: height and width of a prompt's references. instead: values
-    of options to compare with, where the default takes long. pipe: makes the stock pipeline one to compare with.
+    stock: what its pipeline is called with besides, given the parameters and the negative prompts; None where diffusers
+    has no such pipeline, so that a file of its own compares it. latents: initial noise as the pipeline takes it.
+    without_gradient: the weights that lead nowhere, exactly. lora_layers: how many layers LORA_TARGETS wraps. nearest:
+    sizes the model lacks, and those it names. refused: changes of `unguided` that the model refuses, and the rule it
+    names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures,
+    in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with, where the
+    default takes long. pipe: makes the stock pipeline one to compare with.
     """
 
     checkpoint: Callable[[], Path]
     unguided: Params
     guided: Params
-    stock: Callable[[Params, list[str]], dict[str, Any]]
+    stock: Callable[[Params, list[str]], dict[str, Any]] | None
     without_gradient: frozenset[str]
     lora_layers: int
     nearest: tuple[tuple[dict[str, int], int], ...]
@@ -142,6 +143,37 @@ ROWS = {
         latents=packed,
         statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
         guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
+    ),
+    "bagel": Row(
+        checkpoint=built("bagel"),
+        unguided=Params(6, 48, 80),
+        guided=Params(6, 48, 80, guidance_scale=4.0),
+        more=(
+            Params(6, 48, 80, guidance_scale=4.0, guidance={"cfg_interval_low": 0.0, "timestep_shift": 1.0}),
+            Params(6, 48, 80, guidance_scale=4.0, guidance={"cfg_interval_high": 0.9, "cfg_renorm_min": 0.95}),
+        ),
+        stock=None,
+        without_gradient=frozenset(  # of the last layer what is for text, which ends there; and a fixed table
+            [
+                "latent_pos_embed.pos_embed",
+                "language_model.model.norm.weight",
+                *(
+                    f"language_model.model.layers.2.{name}"
+                    for name in (
+                        *("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight"),
+                        *("self_attn.o_proj.weight", "post_attention_layernorm.weight"),
+                        *("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
+                    )
+                ),
+            ]
+        ),
+        lora_layers=3 * 7,
+        nearest=(({"height": 56}, 64), ({"width": 1040}, 1024)),
+        refused=(
+            ({"guidance": {"cfg_interval_low": 1.0}}, "cfg_interval_low must be < cfg_interval_high"),
+            ({"guidance": {"cfg_renorm_min": 1.5}}, r"cfg_renorm_min must be in \[0, 1\]"),
+            ({"guidance": {"timestep_shift": 0.0}}, "timestep_shift must be > 0"),
+        ),
     ),
     **{
         name: Row(

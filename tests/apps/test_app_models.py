@@ -5,6 +5,7 @@ trainers train Qwen-Image.
 """
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights import load_weights
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
 
 import train_dpo
@@ -39,6 +41,7 @@ SCORED = (train_flowgrpo, train_nft, train_dpo)
 MODELS = [name for name in ROWS if name != "qwen-image"]
 TRAINED = [case for app in APPS for case in sampled([f"{app} {model}" for model in MODELS], 1)]
 WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 2)
+STOCK = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS if ROWS[model].stock], 2)
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, br
     assert [a.read_bytes() for a in files[0]] == [b.read_bytes() for b in files[1]] != []
 
 
-@pytest.mark.parametrize("case", WEIGHTS)
+@pytest.mark.parametrize("case", STOCK)
 def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_url, case):
     kind, name = case.split()
     row, changes = ROWS[name], LORA if kind == "lora" else {}
@@ -132,6 +135,40 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
     change = np.abs(trained - untrained).max()
     assert change > 1e-3  # there is something to see
     assert np.abs(trained - ours).max() < change / 100
+
+
+@pytest.mark.parametrize("kind", sampled(["full", "lora"], 1))
+def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_image_there(here, bright_url, kind):
+    folder, row = here / "model", ROWS["bagel"]
+    shutil.copytree(row.checkpoint(), folder)
+    changes = LORA if kind == "lora" else {}
+    args = settings(train_flowgrpo, "bagel", bright_url, lr=1e-2, save_every=1, **changes)
+    args = replace(args, model=str(folder), train_steps=1)
+    train(train_flowgrpo, args)
+    weights, prompt = here / "runs" / args.name / "weights", Prompt('a blue sign that says "AB"', 0, 0, seed=5)
+
+    def draw(trained=None):
+        model = open_model(folder)
+        parts = model.load(device="cpu", dtype=torch.float32)
+        if trained is not None:
+            load_weights(parts.net, trained)
+        return DiffusersEngine(model, parts).generate([prompt], row.guided).x0
+
+    untrained, ours = draw(), draw(weights)
+    released = load_file(folder / "ema.safetensors")
+    exported = load_file(next(weights.rglob("*.safetensors")))
+    if kind == "lora":
+        names = {name.removeprefix("transformer.").partition(".lora_")[0] for name in exported}
+        factors = {name: [exported[f"transformer.{name}.lora_{k}.weight"] for k in "BA"] for name in names}
+        exported = {f"{name}.weight": released[f"{name}.weight"] + up @ down for name, (up, down) in factors.items()}
+        assert all("_moe_gen" in name for name in exported)
+    assert exported.keys() < released.keys()
+    (folder / "ema.safetensors").unlink()
+    save_file(released | exported, folder / "ema.safetensors")
+    assert (untrained - ours).abs().max() > 1e-2  # there is something to see
+    torch.testing.assert_close(draw(), ours, rtol=0, atol=1e-4 if kind == "lora" else 0)
+    with pytest.raises(ValueError, match="weights_digest"):  # no run goes on with other weights
+        train(train_flowgrpo, replace(args, train_steps=2))
 
 
 def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, bright_url):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from omni_rollout.files import read_json
 from omni_rollout.model import Model
+from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1
 from omni_rollout.models.qwen_image import QwenImage
@@ -16,6 +17,7 @@ from omni_rollout.models.z_image import ZImage
 # A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
+    "BagelForConditionalGeneration": Bagel,
     "QwenImageEditPipeline": QwenImageEdit,
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "StableDiffusion3Pipeline": StableDiffusion3,
