@@ -206,21 +206,34 @@ def build_flux(*, guidance_embeds: bool) -> Any:
 
 
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
-    """An AutoencoderKL of 16 channels and a stride of 8 pixels."""
-    from diffusers import AutoencoderKL
+    """An AutoencoderKL of 16 channels and a stride of 8 pixels.
 
-    return AutoencoderKL(
+    Each layer of its decoder begins as the identity, to which the drawn weights are added, so that the picture's colors
+    are those of the latents' first channels, mixed a little: otherwise all that it decodes is about gray.
+    """
+    from diffusers import AutoencoderKL
+    from torch.nn import Conv2d
+    from torch.nn.init import constant_, dirac_
+
+    vae = AutoencoderKL(
         block_out_channels=(8, 8, 16, 16),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
         latent_channels=16,
-        norm_num_groups=4,
+        norm_num_groups=1,  # more of them would take the mean, and so the color, off each channel
         sample_size=64,
         use_quant_conv=False,
         use_post_quant_conv=False,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
     )
+    for layer in vae.decoder.modules():
+        if isinstance(layer, Conv2d) and layer.bias is not None:
+            layer.weight.data += dirac_(layer.weight.clone().detach())
+            constant_(layer.bias, 0)
+    vae.decoder.conv_out.weight.data *= 2  # from SiLU's range to that of pixels, [-1, 1]
+    constant_(vae.decoder.conv_out.bias, -0.7)
+    return vae
 
 
 def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:

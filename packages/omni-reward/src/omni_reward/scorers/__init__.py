@@ -7,7 +7,7 @@ from omni_reward import combine
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
-SCORERS = ("aesthetic", "clip", "hpsv3", "imagereward", "jpeg", "ocr", "pickscore", "video", "vlm")
+SCORERS = ("aesthetic", "clip", "color", "hpsv3", "imagereward", "jpeg", "ocr", "pickscore", "video", "vlm")
 
 
 def find_loader(name: str) -> Callable[..., ScoreFn]:
@@ -23,6 +23,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.aesthetic import load_aesthetic as load
         case "clip":
             from omni_reward.scorers.clip import load_clip as load
+        case "color":
+            from omni_reward.scorers.color import load_color as load
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import load_hpsv3 as load
         case "imagereward":
