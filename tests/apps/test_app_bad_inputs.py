@@ -178,8 +178,8 @@ MODELS = {  # change of the folder -> what is said of it
     "none": (shutil.rmtree, "--model: model must be a folder or a hub id .*, found nothing at .*model"),
     "no index": (lambda m: (m / "model_index.json").unlink(), r"incomplete: .*model_index\.json is missing"),
     "another pipeline": (
-        lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "FluxPipeline"}'),
-        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a 'FluxPipeline'",
+        lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "PixArtSigmaPipeline"}'),
+        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a 'PixArtSigmaPipeline'",
     ),
     "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),
