@@ -1,6 +1,6 @@
 """Records what vLLM-Omni's port of BAGEL draws with the tiny checkpoint, for tests that run without it.
 
-    .venv-vllm-omni/bin/python scripts/record_bagel.py
+    .venv-vllm-omni/bin/python scripts/record_bagel.py [FILE]
 
 The port computes in bfloat16 whatever its weights are, and some of its kernels are an accelerator's alone. Here its
 casts keep float32, and torch stands in for the kernels; all else, cache, packing, guidance and schedule, is the port's.
@@ -129,7 +129,7 @@ def decode(folder: Path, latents: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def main() -> None:
-    """Writes the record."""
+    """Writes the record, to the file that the tests read if no other is given."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.forward_context import set_forward_context
@@ -149,9 +149,10 @@ def main() -> None:
     tensors["images"] = decode(folder, tensors["guided"][:1])
     facts = {"height": SIZE[0], "width": SIZE[1], "steps": STEPS, "texts": TEXTS, "cases": CASES}
     made = f"vLLM-Omni {worker.VERSION}, in float32"
-    save_file(tensors, RECORD, metadata={"made_by": made, "facts": json.dumps(facts)})
+    file = sys.argv[1] if len(sys.argv) > 1 else RECORD
+    save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
     torch.distributed.destroy_process_group()
-    print(RECORD)
+    print(file)
 
 
 if __name__ == "__main__":
