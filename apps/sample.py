@@ -3,17 +3,22 @@
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
         --prompts data/tiny-signs/eval.txt --num-images 32
+    python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
+        --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
-The same seed gives the same noise whatever the weights, so two sheets show what training changed.
+The same seed gives the same noise whatever the weights, so two sheets show what training changed. An adapter that was
+trained from other weights than the model's goes on top of them: --weights FULL,ADAPTER.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from omni_rl.args import parse_numbers
 from omni_rl.cli import check_finite, check_least, flag, parse_cli, refuse, require
+from omni_rl.pictures import SameSizes
+from omni_train.data import PromptRecord, load_prompts
 
 
 @dataclass(frozen=True)
@@ -21,8 +26,10 @@ class Args:
     """Settings of a drawing."""
 
     model: str = ""  # Folder or hub id of a diffusers pipeline (required)
-    weights: str = ""  # Folder that a trainer wrote, full weights or a LoRA adapter (default: the model as it is)
+    weights: str = ""  # Folder of trained weights, full or an adapter; or FULL,ADAPTER for both
     prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
+    negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
+    images: str = ""  # Pictures to edit, of every prompt, with commas between; a .jsonl file may name others for each
     num_images: int = 1  # Images to draw, going through the prompts in turn
     out: str = "sheet.png"  # Contact sheet to write, .png, .jpg or .webp
     seed: int = 0  # Seed of the noise
@@ -37,17 +44,40 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
+    """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
     check_finite(args)
     check_least(args, {"num_images": 1, "num_inference_steps": 2, "batch_size": 1, "height": 1, "width": 1})
     parse_numbers(args.guidance, "--guidance")
+    missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
-        (not args.weights or Path(args.weights).is_dir(),
-         f"--weights must be a folder that a trainer wrote, got {args.weights}"),
+        (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
         (Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
     )  # fmt: skip
+    read_prompts(args)
+
+
+def listed(text: str) -> tuple[Path, ...]:
+    """The paths in a text, with commas between."""
+    return tuple(Path(piece) for piece in text.split(",") if piece)
+
+
+def read_prompts(args: Args) -> list[PromptRecord]:
+    """The prompts, with the negative prompt and the pictures that go with all of them.
+
+    Raises:
+        ValueError: a file of prompts or a picture is missing or damaged, or both --images and the file name pictures.
+    """
+    records = [PromptRecord(index=0, text=args.prompts)]
+    if args.prompts.endswith((".txt", ".jsonl")):
+        with flag("--prompts: "):
+            records = load_prompts(args.prompts, check_images=SameSizes())
+    images = listed(args.images)
+    with flag("--images: "):
+        SameSizes()(images)
+        require((not images or not records[0].images, f"must be left out, as {args.prompts} names images"))
+    return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
 
 def main(args: Args) -> None:
@@ -57,15 +87,15 @@ def main(args: Args) -> None:
         ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
     """
     import torch
-    from omni_rl.pictures import SameSizes, read_picture
+    from omni_rl.pictures import read_picture
     from omni_rl.report.sheet import contact_sheet
     from omni_rollout import Params, Prompt
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
-    from omni_train.data import PromptRecord, load_prompts, sample_seed
+    from omni_train.data import sample_seed
     from omni_train.dist import local_device
-    from omni_train.weights import check_weights, load_weights
+    from omni_train.weights import check_weights, load_weights, saved_files
 
     true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
     params = Params(
@@ -80,20 +110,21 @@ def main(args: Args) -> None:
         model.check_files()
     with flag("--"):  # the message itself begins with height, width or another setting
         model.check(params)
-    if args.weights:
-        with flag("--weights: "):
-            check_weights(model.empty_net(), args.weights, part=model.NETS[0])
-    records = [PromptRecord(index=0, text=args.prompts)]
-    if args.prompts.endswith((".txt", ".jsonl")):
-        with flag("--prompts: "):
-            records = load_prompts(args.prompts, check_images=SameSizes())
-    check_images(model, len(records[0].images))
+    records, part = read_prompts(args), model.NETS[0]
+    with flag("--images: "):
+        check_images(model, len(records[0].images))
+    folders = listed(args.weights)
+    with flag("--weights: "):
+        for folder in folders:
+            check_weights(model.empty_net(), folder, part=part)
+        are_full = [bool(saved_files(folder, part=part)) for folder in folders]
+        rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
+        require((len(folders) < 2 or are_full == [True, False], rule))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
-    if args.weights:
-        load_weights(parts.net, args.weights, part=model.NETS[0])
+    for folder in folders:
+        load_weights(parts.net, folder, part=part)
     engine = DiffusersEngine(model, parts)
-    drawn = [records[i % len(records)] for i in range(args.num_images)]
     prompts = [
         Prompt(
             record.text,
@@ -103,7 +134,8 @@ def main(args: Args) -> None:
             negative=record.negative,
             images=tuple(map(read_picture, record.images)),
         )
-        for i, record in enumerate(drawn)
+        for i in range(args.num_images)
+        for record in [records[i % len(records)]]
     ]
     batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     images = torch.cat([engine.generate(batch, params).media["image"] for batch in batches])

@@ -1,12 +1,19 @@
-"""The sampling app: a sheet from the base, from full weights and from an adapter."""
+"""The sampling app: a sheet of any model, from the base, from full weights, from an adapter, and from both."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from helpers import CHECKPOINT
+from helpers import CHECKPOINT, sampled
+from model_rows import ROWS
+from omni_rl.pictures import read_picture
+from omni_rl.report.sheet import contact_sheet
+from omni_rollout import Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
+from omni_train.data import sample_seed
 from omni_train.dist import Dist
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights import save_weights
@@ -18,10 +25,79 @@ ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, num_inference_steps=3, b
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 
-def sheet(tmp_path, **changes):
+def draw(args):
+    """Runs the app as its command line does."""
+    sample.check_args(args)
+    sample.main(args)
+
+
+def sheet(tmp_path, args=ARGS, **changes):
     out = tmp_path / "sheets" / "sheet.png"
-    sample.main(replace(ARGS, out=str(out), **changes))
+    draw(replace(args, out=str(out), **changes))
     return np.asarray(Image.open(out))
+
+
+def pictures(tmp_path, row):
+    """Files of a row's references, as --images takes them."""
+    files = [tmp_path / f"{i}.png" for i in range(len(row.images))]
+    for file, image in zip(files, row.references(0), strict=True):
+        Image.fromarray(image.numpy()).save(file)
+    return ",".join(map(str, files))
+
+
+def settings(name, images):
+    """Those of a row, with guidance."""
+    row = ROWS[name]
+    params = row.guided
+    return replace(
+        ARGS,
+        model=str(row.checkpoint()),
+        prompts="a sign",
+        negative_prompt="bad and blurry",
+        images=images,
+        height=params.height,
+        width=params.width,
+        guidance_scale=params.guidance_scale,
+        guidance=",".join(f"{name}={value}" for name, value in params.guidance.items()),
+    )
+
+
+def disturb(params, seed):
+    """Training, as it were."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in params:
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+@pytest.mark.parametrize("name", sampled([*ROWS], 2))
+def test_a_sheet_shows_what_the_engine_draws_with_the_trained_weights(tmp_path, name):
+    """Full weights, and an adapter that was trained from them; and either alone draws something else."""
+    args = settings(name, pictures(tmp_path, ROWS[name]))
+    model = open_model(args.model)
+    parts = model.load(device="cpu", dtype=torch.float32)
+    engine = DiffusersEngine(model, parts)
+    disturb(parts.net.parameters(), 0)
+    save_weights(parts.net, tmp_path / "full", ALONE)
+    add_lora(parts.net, model.LORA_TARGETS, rank=4, alpha=8, seed=0)
+    disturb(adapter_params(parts.net, "default"), 1)
+    save_weights(parts.net, tmp_path / "adapter", ALONE)
+
+    images = tuple(read_picture(tmp_path / f"{i}.png") for i in range(len(ROWS[name].images)))
+    prompts = [
+        Prompt("a sign", i, i, seed=sample_seed(0, 0, i, 0), negative="bad and blurry", images=images) for i in range(3)
+    ]
+    params = replace(ROWS[name].guided, num_inference_steps=ARGS.num_inference_steps)
+    drawn = torch.cat([engine.generate(each, params).media["image"] for each in (prompts[:2], prompts[2:])])
+    wanted = np.asarray(contact_sheet(drawn.numpy(), ["a sign"] * 3)).astype(int)
+
+    base, full, both = (
+        sheet(tmp_path, args, weights=",".join(str(tmp_path / kind) for kind in kinds)).astype(int)
+        for kinds in ((), ("full",), ("full", "adapter"))
+    )
+    assert np.abs(both - wanted).max() <= 1  # a level: the adapter's two factors are scaled elsewhere
+    for one, other in ((base, full), (full, both), (base, both)):
+        assert np.abs(one - other).max() > 5
 
 
 def test_the_same_seed_draws_the_same_sheet(tmp_path):
@@ -31,21 +107,51 @@ def test_the_same_seed_draws_the_same_sheet(tmp_path):
     assert not np.array_equal(first, sheet(tmp_path, seed=1))
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_saved_weights_change_what_is_drawn(tmp_path, lora):
-    model = open_model(CHECKPOINT)
-    net = model.load_net(device="cpu", dtype=torch.float32)
-    if lora:
-        add_lora(net, model.LORA_TARGETS, rank=4, alpha=8, seed=0)
-    params = adapter_params(net, "default") if lora else list(net.parameters())
-    with torch.no_grad():
-        for parameter in params:
-            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
-    save_weights(net, tmp_path / "weights", ALONE)
-    base, trained = sheet(tmp_path), sheet(tmp_path, weights=str(tmp_path / "weights"))
-    assert not np.array_equal(base, trained)
+def test_a_prompts_file_may_bring_its_own_pictures_and_negative_prompts(tmp_path):
+    args = settings("qwen-image-edit", pictures(tmp_path, ROWS["qwen-image-edit"]))
+    lines = [
+        {"prompt": "a sign", "images": "0.png", "negative_prompt": "bad and blurry"},
+        {"prompt": "a sign", "images": "0.png"},
+    ]
+    (tmp_path / "edit.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    with_flags = sheet(tmp_path, args)
+    assert np.array_equal(with_flags, sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), images=""))
+    other = {"images": "", "negative_prompt": "a cat"}
+    changed = sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), **other) != with_flags
+    columns = np.split(changed[:, : 3 * 164].any(axis=(0, 2)), 3)
+    assert [column.any() for column in columns] == [False, True, False]
 
 
-def test_a_missing_weights_folder_is_named():
-    with pytest.raises(ValueError, match="--weights must be a folder that a trainer wrote, got nowhere"):
-        sample.check_args(replace(ARGS, weights="nowhere"))
+def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    edit, plain = ROWS["qwen-image-edit"], open_model(CHECKPOINT)
+    monkeypatch.setattr("omni_rollout.models.diffusers_model.DiffusersModel.load", None)
+    monkeypatch.chdir(tmp_path)
+    images = pictures(tmp_path, edit)
+    editing = settings("qwen-image-edit", images)
+    (tmp_path / "torn.png").write_bytes((tmp_path / "0.png").read_bytes()[:-20])
+    (tmp_path / "edit.jsonl").write_text('{"prompt": "a sign", "images": "0.png"}')
+    net = plain.load_net(device="cpu", dtype=torch.float32)
+    save_weights(net, tmp_path / "full", ALONE)
+    add_lora(net, plain.LORA_TARGETS, rank=4, alpha=8, seed=0)
+    save_weights(net, tmp_path / "adapter", ALONE)
+    refused = (
+        (ARGS, {"model": ""}, "--model must be given"),
+        (ARGS, {"weights": "nowhere"}, "--weights must be a folder that a trainer wrote, got nowhere"),
+        (ARGS, {"weights": "full,nowhere"}, "--weights must be a folder that a trainer wrote, got nowhere"),
+        (ARGS, {"weights": "adapter,full"}, "--weights: must be full weights, .* got adapter,full"),
+        (editing, {"weights": "full"}, "--weights: .* does not fit QwenImageTransformer2DModel"),
+        (ARGS, {"out": "sheet.gif"}, "--out must end in .png, .jpg or .webp, got sheet.gif"),
+        (ARGS, {"guidance": "scale"}, "--guidance must be NAME=NUMBER .* got 'scale'"),
+        (ARGS, {"guidance": "scale=2"}, "--guidance of a QwenImagePipeline must be one of true_cfg_scale, got scale"),
+        (ARGS, {"height": 40}, "--height must be a positive multiple of 16 pixels, such as 32, got 40"),
+        (ARGS, {"prompts": "nowhere.txt"}, "--prompts: path must be a file that can be read, got nowhere.txt"),
+        (ARGS, {"images": images}, "--images: prompts of a QwenImagePipeline must have no images, got 1"),
+        (editing, {"images": ""}, "--images: prompts of a QwenImageEditPipeline must have 1 images, got 0"),
+        (editing, {"images": f"{images},{images}"}, "--images: .* must have 1 images, got 2"),
+        (editing, {"images": "nowhere.png"}, "--images: must name a file that exists .* got nowhere.png"),
+        (editing, {"images": "torn.png"}, "--images: torn.png is cut short"),
+        (editing, {"prompts": "edit.jsonl"}, "--images: must be left out, as edit.jsonl names images"),
+    )  # fmt: skip
+    for args, changes, words in refused:
+        with pytest.raises(ValueError, match=f"^{words}"):
+            draw(replace(args, **changes))
