@@ -13,13 +13,17 @@ INSTALLS = sorted(
 )
 
 
-def test_the_example_runs(monkeypatch, capsys):
+def test_the_example_draws_replays_and_trains(monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     text = (REPO / "packages" / "omni-rollout" / "README.md").read_text()
-    exec(re.search(r"```python\n(.*?)```", text, re.DOTALL)[1], {})
-    shapes, equal = capsys.readouterr().out.splitlines()[-2:]
-    assert shapes == "torch.Size([4, 32, 96, 3]) torch.Size([4, 2, 16, 4, 12]) torch.Size([4, 2])"
-    assert equal == "True"
+    code = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
+    assert len(code.splitlines()) <= 34
+    exec(code, {})
+    shapes, before, after = capsys.readouterr().out.splitlines()[-3:]
+    assert shapes == "pictures (2, 32, 96, 3) kept steps (2, 2, 16, 4, 12)"
+    assert before == "ratio [1.0, 1.0]"
+    liked, disliked = map(float, re.findall(r"\d+\.\d+", after))
+    assert liked > 1 > disliked
 
 
 @pytest.mark.parametrize("line", [line for line in INSTALLS if "./packages/" in line])
