@@ -1,12 +1,12 @@
 """Color scorer: how far the color that the prompt names is the one that most of the picture has.
 
     p(c | pixel) ~ max over shades s of c of exp(-d(pixel, s)^2 / 2w^2),    share(c) = mean over pixels of p(c | pixel)
-    score = share(named) / max over c of share(c)        in [0, 1]
+    score = min(1, share(named) / (2 max over other c of share(c)))        in [0, 1]
 
-It is 1 where the named color has more of the picture than any other, so letters on a sign cost nothing. The colors are
-the eleven basic terms of English (Berlin and Kay, 1969); the chromatic ones have the shades that the color survey of
-xkcd.com (CC0) gives under the plain name and under light, dark and dull; d is the distance in Oklab (Ottosson, 2020),
-with lightness counted half.
+It is 1 where the named color has at least twice as much of the picture as any other, so letters on a sign cost little,
+and 1/2 at a tie, so a mixture of all colors does not pay. The colors are the eleven basic terms of English (Berlin and
+Kay, 1969); the chromatic ones have the shades that the color survey of xkcd.com (CC0) gives under the plain name and
+under light, dark and dull; d is the distance in Oklab (Ottosson, 2020), with lightness counted half.
 
 Letters: N samples, H height, W width, C colors, S shades, L levels of a channel.
 """
@@ -89,5 +89,6 @@ def _score_image(image: np.ndarray, prompt: str, table: np.ndarray) -> Score:
     levels = (image.reshape(-1, 3).astype(np.int64) * (LEVELS - 1) + 127) // 255
     counts = np.bincount(levels @ (LEVELS**2, LEVELS, 1), minlength=LEVELS**3)
     shares = counts @ table / counts.sum()
-    value = shares[COLORS.index(named[0])] / shares.max()
-    return Score(float(value), details={"named": named[0], "most": COLORS[int(shares.argmax())]})
+    place = COLORS.index(named[0])
+    lead = shares[place] / max(np.delete(shares, place).max(), 1e-9)
+    return Score(min(1.0, float(lead) / 2), details={"named": named[0], "most": COLORS[int(shares.argmax())]})
