@@ -177,13 +177,14 @@ def build_z_image() -> Any:
     )
 
 
-def build_flux(*, guidance_embeds: bool) -> Any:
-    """A FluxPipeline, as that of dev with guidance_embeds and as that of schnell without."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) -> Any:
+    """A pipeline of FLUX.1, as that of dev with guidance_embeds and as that of schnell without."""
+    import diffusers
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
     from transformers import CLIPTextModel
 
     clip_tokenizer, t5_tokenizer = build_clip_tokenizer(), build_t5_tokenizer()
-    return FluxPipeline(
+    return getattr(diffusers, pipeline)(
         transformer=FluxTransformer2DModel(
             num_layers=2,
             num_single_layers=2,
@@ -372,8 +373,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
     "z-image": build_z_image,
-    "flux-dev": lambda: build_flux(guidance_embeds=True),
+    "flux-dev": build_flux,
     "flux-schnell": lambda: build_flux(guidance_embeds=False),
+    "flux-kontext": lambda: build_flux("FluxKontextPipeline"),
 }
 
 if __name__ == "__main__":

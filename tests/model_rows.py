@@ -119,6 +119,7 @@ def mend_qwen_edit(pipe: Any) -> None:
         QwenImageEdit.SEEN_AREA = EDIT_AREA  # it is the same there
 
 
+KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
 ROWS = {
@@ -270,4 +271,23 @@ ROWS = {
             ("schnell", 1.0, 256, (), (({"guidance_scale": 3.5}, "guidance_scale must be 1 .*, got 3.5"),)),
         )
     },
+    "flux-kontext": Row(
+        checkpoint=built("flux-kontext"),
+        unguided=Params(6, 48, 80, guidance_scale=2.5, guidance=KONTEXT),
+        guided=Params(6, 48, 80, guidance_scale=2.5, guidance={"true_cfg_scale": 3.0, **KONTEXT}),
+        stock=lambda params, negative: {
+            "guidance_scale": params.guidance_scale,
+            "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
+            "negative_prompt": negative,
+            "max_area": params.height * params.width,  # its pictures have about this many pixels, whatever is asked
+            "_auto_resize": False,
+        },
+        without_gradient=frozenset(),
+        lora_layers=2 * 12 + 2 * 3,
+        nearest=(({"height": 56}, 64),),
+        refused=(({"guidance": {"image_area": 100.0}}, "image_area must be >= 256 pixels, got 100"),),
+        latents=packed,
+        images=((48, 64),),
+        instead={"image_area": 96 * 96},
+    ),
 }

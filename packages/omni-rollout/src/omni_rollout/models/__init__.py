@@ -7,7 +7,7 @@ from omni_rollout.files import read_json
 from omni_rollout.model import Model
 from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.diffusers_model import local_folder
-from omni_rollout.models.flux import Flux1
+from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
@@ -23,6 +23,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "StableDiffusion3Pipeline": StableDiffusion3,
     "ZImagePipeline": ZImage,
     "FluxPipeline": Flux1,
+    "FluxKontextPipeline": Flux1Kontext,
 }
 
 

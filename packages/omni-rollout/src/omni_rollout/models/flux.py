@@ -1,9 +1,11 @@
-"""FLUX.1, dev and schnell: text to image, a flow in the latents of an 8x VAE.
+"""FLUX.1, dev, schnell and Kontext (arXiv 2506.15742): text to image, or one edited, a flow in latents of an 8x VAE.
 
-Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text positions of T5 (512, or
-256 for schnell), D text width, D' that of CLIP's pooled text. All texts fill all positions, so that nothing is masked.
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), h' x w' of a reference, T text
+positions of T5 (512, or 256 for schnell), D text width, D' that of CLIP's pooled text. All texts fill all positions, so
+that nothing is masked.
 """
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -16,10 +18,15 @@ from omni_rollout.models.diffusers_model import (
     both,
     check_size,
     pack,
+    resized,
     text_ids,
     unpack,
 )
 from omni_rollout.types import Cond, Params, Parts, Prompt
+
+# Width and height of the pictures that Kontext was trained on, upright; there are square ones, and these on their side.
+SIZES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
+AREA = 1024 * 1024  # pixels of each of them, about
 
 
 class Flux1(ImageModel):
@@ -83,9 +90,11 @@ class Flux1(ImageModel):
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `pooled` [B, D']; with classifier-free guidance also their negatives, and both
-        halves run as one batch.
+        halves run as one batch; `reference_0`, if any: latents [B, C, h', w'] of the picture to edit.
         """
-        embeds, pooled, tokens = cond["embeds"], cond["pooled"], pack(x)
+        embeds, pooled = cond["embeds"], cond["pooled"]
+        pictures = [x, cond["reference_0"]] if "reference_0" in cond else [x]
+        tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
         guided = self.is_guided(params)
         if guided:
             embeds, pooled = both(cond, "embeds"), both(cond, "pooled")
@@ -97,16 +106,48 @@ class Flux1(ImageModel):
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=x.new_zeros(embeds.shape[1], 3),
-            img_ids=_places(x),
+            img_ids=torch.cat([_places(latents, picture) for picture, latents in enumerate(pictures)]),
             return_dict=False,
         )[0].float()
+        velocity = velocity[:, : x[0, 0].numel() // 4]  # without that of the reference
         if guided:
             positive, negative = velocity.chunk(2)
             velocity = negative + self.option(params, "true_cfg_scale") * (positive - negative)
         return unpack(velocity, x.shape)
 
 
-def _places(x: Tensor, picture: int = 0) -> Tensor:
+class Flux1Kontext(Flux1):
+    """FLUX.1 Kontext for one checkpoint, which edits one reference.
+
+    The option image_area is the pixels that the latents of the reference stand for, 4,096 tokens by default.
+    """
+
+    PIPELINE = "FluxKontextPipeline"
+    OPTIONS: ClassVar[Mapping[str, float]] = {**Flux1.OPTIONS, "image_area": AREA}
+    IMAGES: ClassVar[range] = range(1, 2)
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks."""
+        super().check(params)
+        if not (area := self.option(params, "image_area")) >= PIXELS_PER_TOKEN**2:
+            raise ValueError(f"image_area must be >= {PIXELS_PER_TOKEN**2} pixels, got {area}")
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """The latents of the reference, `reference_0` [C, h', w']."""
+        image = _fit(prompt.images[0], self.option(params, "image_area"))
+        return {"reference_0": self.encode_media(parts, {"image": image[None]}, params)[0]}
+
+
+def _fit(image: Tensor, area: float) -> Tensor:
+    """A picture, uint8 [H, W, 3], of the trained size that is most like it in shape, scaled to about `area` pixels."""
+    rows, columns = (max(1, side // PIXELS_PER_TOKEN) for side in image.shape[:2])
+    sizes = [*SIZES, (1024, 1024), *((height, width) for width, height in reversed(SIZES))]
+    width, height = min(sizes, key=lambda size: abs(columns / rows - size[0] / size[1]))
+    unit = PIXELS_PER_TOKEN / math.sqrt(area / AREA)
+    return resized(image, *(max(1, round(side / unit)) * PIXELS_PER_TOKEN for side in (height, width)))
+
+
+def _places(x: Tensor, picture: int) -> Tensor:
     """The place [(h/2)(w/2), 3] of each token of latents [B, C, h, w]: picture, row and column."""
     rows, columns = (torch.arange(side // 2, device=x.device, dtype=torch.float32) for side in x.shape[-2:])
     return torch.cartesian_prod(torch.full_like(rows[:1], picture), rows, columns)

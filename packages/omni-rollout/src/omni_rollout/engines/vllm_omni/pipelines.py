@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
 
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
+from vllm_omni.diffusion.models.flux.pipeline_flux_kontext import FluxKontextPipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline  # isort: skip
 
@@ -17,6 +18,12 @@ class Flux1Rollout(RolloutPipeline, FluxPipeline):
     """FLUX.1."""
 
     part_names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
+
+
+class Flux1KontextRollout(RolloutPipeline, FluxKontextPipeline):
+    """FLUX.1 Kontext."""
+
+    part_names = Flux1Rollout.part_names
 
 
 class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
@@ -49,6 +56,7 @@ def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, A
 # What model_index.json calls the pipeline -> the class that samples it.
 PIPELINES: dict[str, type[RolloutPipeline]] = {
     "FluxPipeline": Flux1Rollout,
+    "FluxKontextPipeline": Flux1KontextRollout,
     "QwenImagePipeline": QwenImageRollout,
     "StableDiffusion3Pipeline": StableDiffusion3Rollout,
 }
