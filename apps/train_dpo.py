@@ -81,15 +81,13 @@ from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
-from omni_rl.pictures import read_picture
 from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
+from omni_rl.sampling import draw, expand_groups, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import join
 from omni_sched import add_noise, shift_sigmas, step_noise
-from omni_train.data import sample_seed
-from omni_train.dist import gather_floats
+from omni_train.dist import gather_json
 from omni_train.optim import StepResult
 from torch import Tensor, nn
 
@@ -159,13 +157,10 @@ def read_pairs(run: Run[Args], step: Step) -> Pairs:
         torch.stack([read_latent(model, parts, folder / str(row.meta[side]), params) for row in rows]).to(dist.device)
         for side in ("win", "lose")
     )
-    seeds = [sample_seed(args.seed, step.number, record.index, 0) for record in rows]
-    prompts = [
-        Prompt(row.text, group=i, index=i, seed=seeds[i], images=tuple(map(read_picture, row.images)))
-        for i, row in enumerate(rows)
-    ]
+    prompts = expand_groups(rows, 1, seed=args.seed, step=step.number)
     inputs = [model.encode(parts, prompt) | model.condition(parts, prompt, params) for prompt in prompts]
     cond = join(inputs, dim=0, what="cond")
+    seeds = [prompt.seed for prompt in prompts]
     return Pairs(win, lose, cond, params, seeds, range(dist.rank, len(records), dist.world_size))
 
 
@@ -208,7 +203,7 @@ def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
     args, dist, size, num_updates = run.args, run.dist, run.args.batch_size // 2, run.args.num_minibatches
     updates = [place * num_updates // args.prompts_per_step for place in pairs.places]
     rows = [[i for i, u in enumerate(updates) if u == number] for number in range(num_updates)]
-    counts = gather_floats(dist, torch.tensor([float(len(own)) for own in rows])).view(dist.world_size, -1).long()
+    counts = torch.tensor(gather_json(dist, [len(own) for own in rows]))  # [ranks, updates]
     num_pairs, most = counts.sum(dim=0).tolist(), counts.amax(dim=0).tolist()
     # Every rank computes as many batches as the one with the most pairs, as sharded weights demand.
     points = [

@@ -67,10 +67,10 @@ def numbers_of(batches):
 def gathered_counts(monkeypatch, batches_by_rank, keep, num_minibatches):
     """Lets every rank see all ranks' counts, as the collective would."""
     counts = [
-        keep[torch.cat([b.indices for b in batches])].view(num_minibatches, -1).sum(dim=1).float()
+        keep[torch.cat([b.indices for b in batches])].view(num_minibatches, -1).sum(dim=1).tolist()
         for batches in batches_by_rank
     ]
-    monkeypatch.setattr("omni_rl.scoring.gather_floats", lambda dist, values: torch.cat(counts))
+    monkeypatch.setattr("omni_rl.scoring.gather_json", lambda dist, values: counts)
 
 
 @settings(deadline=None, max_examples=60)

@@ -59,26 +59,16 @@ def entry(index):
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "message"),
     [
-        (lambda index: index.update(step="1"), "step"),
-        (lambda index: index.update(world_size=None), "world_size"),
-        (lambda index: index.update(config=[]), "config"),
-        (lambda index: index.update(files=["rank-00000-000.safetensors"]), "files"),
-        (lambda index: index["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "files, '../x'"),
-        (lambda index: index["files"].update(x={"bytes": True, "sha256": ""}), "files, 'x'"),
-        (lambda index: index["tensors"].update(x=3), "tensors, 'x'"),
-        (lambda index: entry(index).update(dtype=None), "tensors, 'weight/weight'"),
-        (lambda index: entry(index).update(shape=[3, "2"]), "tensors, 'weight/weight'"),
-        (lambda index: entry(index).update(shape=[3, -2]), "tensors, 'weight/weight'"),
-        (lambda index: entry(index).update(pieces=[0]), "tensors, 'weight/weight'"),
-        (lambda index: entry(index).update(pieces=[["elsewhere", 0]]), "tensors, 'weight/weight'"),
-        (lambda index: entry(index).update(pieces=[[["a"], 0]]), "tensors, 'weight/weight'"),
+        (lambda index: index["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "own folder, got '../x'"),
+        (lambda index: entry(index).update(pieces=[["../x", 0]]), "own folder, got '../x'"),
+        (lambda index: entry(index).update(pieces=[["elsewhere", 0]]), "holds a tensor, lacks 'elsewhere'"),
     ],
 )
-def test_an_index_of_other_types_is_damage(checkpoints, change, named):
+def test_an_index_of_files_that_are_not_the_checkpoints_is_damage(checkpoints, change, message):
     forge(checkpoints.save(1, filled(1.0), config={}), change)
-    with pytest.raises(ValueError, match=rf"is damaged: checkpoint\.json is malformed: {re.escape(named)}\. There is"):
+    with pytest.raises(ValueError, match=rf"is damaged: checkpoint\.json must .*{re.escape(message)}\. There is"):
         checkpoints.latest()
 
 

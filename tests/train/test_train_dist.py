@@ -11,7 +11,6 @@ import torch
 from omni_train.dist import (
     any_rank,
     gather_by_index,
-    gather_floats,
     gather_json,
     init_distributed,
     is_lost_rank,
@@ -37,33 +36,6 @@ def test_ranks_know_their_place(run_ranks):
         return [dist.rank, dist.world_size, dist.local_rank, dist.is_main, dist.mesh.size(), dist.mesh.ndim]
 
     assert run_ranks(work) == [[0, 2, 0, True, 2, 1], [1, 2, 1, False, 2, 1]]
-
-
-def test_values_come_in_rank_order(run_ranks):
-    def work(dist):
-        values = torch.tensor([10.0 * dist.rank, math.nan, 0.5], dtype=torch.float64)
-        return repr(gather_floats(dist, values).tolist())
-
-    assert run_ranks(work) == ["[0.0, nan, 0.5, 10.0, nan, 0.5]"] * 2
-
-
-def test_gathering_nothing_gives_nothing(run_ranks, alone):
-    assert gather_floats(alone, torch.tensor([])).shape == (0,)
-    assert run_ranks(lambda dist: gather_floats(dist, torch.tensor([])).tolist()) == [[], []]
-
-
-def test_different_lengths_are_an_error_on_every_rank(run_ranks):
-    def work(dist):
-        with pytest.raises(ValueError, match=r"same length on every rank, got \[1, 2\]"):
-            gather_floats(dist, torch.zeros(dist.rank + 1))
-        return gather_floats(dist, torch.zeros(1)).tolist()  # and the group still works
-
-    assert run_ranks(work) == [[0.0, 0.0]] * 2
-
-
-def test_values_must_be_flat(alone):
-    with pytest.raises(ValueError, match=r"1-D, got shape \(2, 2\)"):
-        gather_floats(alone, torch.zeros(2, 2))
 
 
 PLACES = [[3, 0, 4], [1, 2], []]  # of each rank's values

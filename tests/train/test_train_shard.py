@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from omni_train.lora import add_lora
-from omni_train.optim import _buckets, build_adamw, reduce_gradients
+from omni_train.optim import build_adamw, reduce_gradients
 from omni_train.shard import shard
+from omni_train.state import in_batches
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -250,15 +251,13 @@ def test_adapters_over_bfloat16_weights_have_the_same_gradient_in_every_mode(run
         assert_agree(got, {name: torch.tensor(grad) for name, grad in expected.items()})
 
 
-def test_buckets_hold_every_tensor_once_in_order_by_dtype():
-    tensors = [torch.zeros(3), torch.zeros(2), torch.zeros(2, dtype=torch.float64), torch.zeros(1)]
-    assert [[t.numel() for t in bucket] for bucket in _buckets(tensors)] == [[3, 2], [2], [1]]
-    assert list(_buckets([])) == []
+def test_a_batch_holds_consecutive_items_up_to_its_limit_or_one_larger_one():
+    def batches(*sizes):
+        return list(in_batches(sizes, 5, num_bytes=int))
 
-
-def test_large_tensors_do_not_share_a_bucket():
-    big = torch.empty(2**24, device="meta")
-    assert [len(bucket) for bucket in _buckets([big, big, torch.zeros(1)])] == [1, 1, 1]
+    assert batches(3, 2, 1, 4, 1) == [[3, 2], [1, 4], [1]]
+    assert batches(9, 9, 1) == [[9], [9], [1]]
+    assert batches() == []
 
 
 def test_modes_and_meshes_that_do_not_fit_are_errors(run_ranks):

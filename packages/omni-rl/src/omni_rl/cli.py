@@ -319,7 +319,9 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def to_toml(config: Any) -> str:
     """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
-    return "".join(f"{key} = {_toml_value(value)}\n" for key, value in asdict(config).items() if value is not None)
+    values = {key: json.dumps(value, ensure_ascii=False) for key, value in asdict(config).items() if value is not None}
+    text = "".join(f"{key} = {value}\n" for key, value in values.items())
+    return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
 
 
 def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
@@ -368,11 +370,3 @@ def fitting(wanted: Any, value: object, place: str) -> object:
     if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
         raise ValueError(f"{place} must be UTF-8 text, got {value!r}")
     return value
-
-
-def _toml_value(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):  # JSON escapes what TOML does, but for DEL
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    return repr(value)

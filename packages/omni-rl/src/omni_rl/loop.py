@@ -16,9 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch
 from omni_reward import RewardError
-from omni_train.dist import gather_floats
+from omni_train.dist import gather_json
 from omni_train.log import load_metrics
 from omni_train.signals import catch_stop, resume_command
 from omni_train.weights import save_weights
@@ -70,8 +69,7 @@ class Loop:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
             step.metrics |= run.memory("", peak=True)
-            forwards = torch.tensor([float(run.counts["forwards"])])
-            step.metrics["perf/forwards"] = gather_floats(run.dist, forwards).sum().item()
+            step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, run.counts["forwards"])))
             stopping = self._finish(step)
         if run.dist.is_main and self._done == args.train_steps:
             print(_summary(run), flush=True)

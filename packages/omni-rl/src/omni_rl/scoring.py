@@ -19,7 +19,7 @@ from omni_losses import best_worst_n, filter_groups, reward_metrics
 from omni_reward import RewardClient, RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_train.data import PromptRecord
-from omni_train.dist import Dist, gather_by_index, gather_floats, gather_json
+from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
 from omni_rl.args import RunArgs
@@ -227,28 +227,21 @@ def keep_samples(
 def select(
     dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor | None, *, num_minibatches: int = 1
 ) -> list[TrainBatch]:
-    """This rank's batches to train on, each with its advantages on the device.
+    """This rank's batches to train on, each with its advantages on the device: as they were drawn if all are kept.
 
-    advantages: [N]. keep: [N], or None to take all batches as they were drawn; else the kept samples are repacked.
+    Else the kept samples in the fewest full batches, equally many on every rank and in every minibatch. A minibatch
+    keeps to its own consecutive share of the rank's batches. Places that are left over are filled with samples of
+    weight 0, spread evenly. The weights make a minibatch's mean over all places that over its kept samples of all
+    ranks.
+
+    advantages: [N]. keep: [N], or None to keep all.
     """
     if keep is None or bool(keep.all()):
         return [TrainBatch(b, advantages[b.indices].to(dist.device)) for b in batches]
-    return repack(dist, batches, advantages, keep, num_minibatches=num_minibatches)
-
-
-def repack(
-    dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor, *, num_minibatches: int = 1
-) -> list[TrainBatch]:
-    """The kept samples in the fewest full batches, equally many on every rank and in every minibatch.
-
-    A minibatch keeps to its own consecutive share of the rank's batches. Places that are left over are filled with
-    samples of weight 0, spread evenly. The weights make a minibatch's mean over all places that over its kept samples
-    of all ranks.
-    """
     size = len(batches[0])
     indices = torch.cat([batch.indices for batch in batches])
     kept = keep[indices].view(num_minibatches, -1)  # [minibatches, samples of this rank]
-    counts = gather_floats(dist, kept.sum(dim=1).float()).view(dist.world_size, num_minibatches)
+    counts = torch.tensor(gather_json(dist, kept.sum(dim=1).tolist()))  # [ranks, minibatches]
     rounds = max(1, math.ceil(counts.max().item() / size))
     order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : rounds * size]
     order = order.view(num_minibatches, size, rounds).transpose(1, 2).sort(dim=2).values  # dealt to batches in turn

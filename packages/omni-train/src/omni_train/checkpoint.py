@@ -270,37 +270,12 @@ def _read_index(folder: Path) -> Saved:
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
     if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
         raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
-    if wrong := _malformed(content):
-        raise ValueError(f"{INDEX_FILE} is malformed: {wrong[0]}")
+    named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
+    if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
+        raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
+    if wrong := sorted(named - content["files"].keys()):
+        raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
     return Saved(**content)
-
-
-def _malformed(content: dict[str, Any]) -> list[str]:
-    """The keys of an index, and the names below them, whose values have another type than `save` gives them."""
-    kinds = {"step": int, "world_size": int, "config": dict, "versions": dict, "files": dict, "tensors": dict}
-    wrong = [key for key, kind in kinds.items() if type(content[key]) is not kind]
-    return wrong or [
-        *(f"files, {name!r:.100}" for name, entry in content["files"].items() if not _is_file(name, entry)),
-        *(f"tensors, {name!r:.100}" for name, entry in content["tensors"].items() if not _is_tensor(entry, content)),
-    ]
-
-
-def _is_file(name: str, entry: object) -> bool:
-    types = {key: type(value) for key, value in entry.items()} if isinstance(entry, dict) else {}
-    return Path(name).name == name and types == {"bytes": int, "sha256": str}
-
-
-def _is_tensor(entry: object, content: dict[str, Any]) -> bool:
-    if not isinstance(entry, dict) or sorted(entry) != ["dtype", "pieces", "shape"]:
-        return False
-    lists = [entry["shape"], entry["pieces"], *(entry["pieces"] if isinstance(entry["pieces"], list) else [])]
-    return (
-        isinstance(entry["dtype"], str)
-        and all(isinstance(value, list) for value in lists)
-        and all(type(size) is int and size >= 0 for size in entry["shape"])
-        and all(len(piece) == 2 and type(piece[1]) is int and piece[1] >= 0 for piece in entry["pieces"])
-        and all(isinstance(piece[0], str) and piece[0] in content["files"] for piece in entry["pieces"])
-    )
 
 
 def _digest(content: object) -> str:

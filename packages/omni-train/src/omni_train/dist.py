@@ -152,24 +152,6 @@ def shutdown() -> None:
         torch_dist.destroy_process_group()
 
 
-def gather_floats(dist: Dist, values: Tensor) -> Tensor:
-    """All ranks' values in rank order, [W * n], float32 on the device of `values`; NaN passes through.
-
-    Args:
-        values: [n], the same n on every rank.
-
-    Raises:
-        ValueError: `values` is not 1-D, or n differs between ranks (raised on every rank).
-    """
-    if values.ndim != 1:
-        raise ValueError(f"values must be 1-D, got shape {tuple(values.shape)}")
-    rows = _gather_rows(dist, values.detach().to(dist.device, torch.float32))
-    if len({len(row) for row in rows}) != 1:
-        lengths = [len(row) for row in rows]
-        raise ValueError(f"values must have the same length on every rank, got {lengths} in rank order")
-    return torch.cat(rows).to(values.device)
-
-
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
     """All ranks' values, each at its place, [total] float32 on the device of `values`, however they were dealt.
 
@@ -181,14 +163,11 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
     Raises:
         ValueError: a place lies outside, is taken twice or by none; it is named (on every rank).
     """
-    places, found = (
-        _gather_rows(dist, tensor.detach().to(dist.device, dtype))
-        for tensor, dtype in ((indices, torch.int64), (values, torch.float32))
-    )
+    places, found = zip(*gather_json(dist, [indices.tolist(), values.float().tolist()]), strict=True)
     lengths = [[len(row) for row in rows] for rows in (places, found)]
     if lengths[0] != lengths[1]:
         raise ValueError(f"indices and values must have one length, got {lengths[0]} and {lengths[1]} in rank order")
-    place = torch.cat(places)
+    place = torch.tensor([i for row in places for i in row], dtype=torch.int64)
     if outside := place[(place < 0) | (place >= total)].tolist():
         raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
     counts = torch.bincount(place, minlength=total)
@@ -196,13 +175,15 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
         raise ValueError(f"every index must come once, got {int(counts.argmax())} {int(counts.max())} times")
     if (counts == 0).any():
         raise ValueError(f"every index must come once, no rank has {int(counts.argmin())}")
-    return torch.cat(found)[place.argsort()].to(values.device)
+    return torch.tensor([value for row in found for value in row])[place.argsort()].to(values.device)
 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
     """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(dist.device)
-    return [json.loads(bytes(row.tolist())) for row in _gather_rows(dist, data)]
+    lengths = _gather(dist, torch.tensor([len(data)], device=dist.device)).tolist()
+    rows = _gather(dist, torch.cat([data, data.new_zeros(max(lengths) - len(data))])).view(dist.world_size, -1)
+    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
 
 
 def mean_metrics(
@@ -297,13 +278,6 @@ def end_process(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     finally:
         os._exit(1)
-
-
-def _gather_rows(dist: Dist, values: Tensor) -> list[Tensor]:
-    """Every rank's 1-D values, in rank order, whatever their numbers."""
-    lengths = _gather(dist, torch.tensor([len(values)], device=dist.device)).tolist()
-    rows = _gather(dist, torch.cat([values, values.new_zeros(max(lengths) - len(values))]))
-    return [row[:length] for row, length in zip(rows.view(dist.world_size, max(lengths)), lengths, strict=True)]
 
 
 def _gather(dist: Dist, values: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, any_rank
 from omni_train.shard import Mode
+from omni_train.state import in_batches
 
 _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
 
@@ -76,7 +77,7 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
     used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
     for p in used:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    for bucket in _buckets([p.grad for p in used if p.grad is not None]):
+    for bucket in in_batches([p.grad for p in used if p.grad is not None], _BUCKET_BYTES, num_bytes=lambda g: g.nbytes):
         flat = torch.cat([grad.flatten() for grad in bucket])
         torch_dist.all_reduce(flat, group=mesh.get_group())
         for grad, piece in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
@@ -126,18 +127,3 @@ def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:
         return torch.zeros((), device=dist.device)
     norms = torch._foreach_norm([t.float() for t in tensors])
     return torch.stack(list(norms)).square().sum()
-
-
-def _buckets(tensors: list[Tensor]) -> Iterable[list[Tensor]]:
-    """Runs of consecutive tensors of one dtype, each at most `_BUCKET_BYTES` unless a single tensor is larger."""
-    bucket: list[Tensor] = []
-    size = 0
-    for tensor in tensors:
-        full = size + tensor.nbytes > _BUCKET_BYTES
-        if bucket and (full or tensor.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(tensor)
-        size += tensor.nbytes
-    if bucket:
-        yield bucket

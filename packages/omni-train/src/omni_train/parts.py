@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist
 from omni_train.files import write_file
-from omni_train.state import local_rows
+from omni_train.state import in_batches, local_rows
 
 FILE_BYTES = 2**29  # a rank has one file's tensors in host memory at a time, and twice more while they are packed
 
@@ -32,7 +32,7 @@ def write_part(folder: Path, dist: Dist, state: Mapping[str, Tensor]) -> Index:
         ValueError: a tensor of `state` is not finite; buffers may be, as masks are.
     """
     index: Index = {"files": {}, "tensors": {}}
-    for number, rows in enumerate(_batches(_own_rows(dist, state))):
+    for number, rows in enumerate(in_batches(_own_rows(dist, state), FILE_BYTES, num_bytes=lambda row: row[1].nbytes)):
         file = f"rank-{dist.rank:05}-{number:03}.safetensors"
         index["files"][file] = write_file(folder / file, save({name: local for name, local, _ in rows}))
         for name, _, first in rows:
@@ -111,20 +111,6 @@ def _own_rows(dist: Dist, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Te
         if len(local) and (dist.is_main or isinstance(tensor, DTensor)):
             _check_finite(name, local)
             yield name, local.detach().cpu().contiguous(), first
-
-
-def _batches(rows: Iterator[tuple[str, Tensor, int]]) -> Iterator[list[tuple[str, Tensor, int]]]:
-    """What goes into one file: as many tensors as `FILE_BYTES` hold, or a single larger one."""
-    batch: list[tuple[str, Tensor, int]] = []
-    size = 0
-    for entry in rows:
-        if batch and size + entry[1].nbytes > FILE_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(entry)
-        size += entry[1].nbytes
-    if batch:
-        yield batch
 
 
 def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:

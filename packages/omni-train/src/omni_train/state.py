@@ -6,7 +6,8 @@ NAME is that of the parameter in the module.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from omni_train.lora import factors, lora_layers
 from omni_train.snapshot import Snapshot
+
+T = TypeVar("T")
 
 
 def train_state(
@@ -79,6 +82,20 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
     per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
     return tensor.to_local(), min(mesh.get_local_rank() * per_rank, num_rows)
+
+
+def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of consecutive items of at most `limit` bytes together, or a single larger one."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + num_bytes(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes(item)
+    if batch:
+        yield batch
 
 
 def _params(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:

@@ -153,17 +153,6 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
     load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix=part, use_safetensors=True)
 
 
-def check_adapter(
-    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer"
-) -> None:
-    """Returns when `load_adapter` would fit; reads no weight, and the module may be on the meta device.
-
-    Raises:
-        ValueError: the folder holds no adapter, or one of another rank or on other layers.
-    """
-    _adapter_targets(module, Path(folder) / LORA_FILE, adapter, part)
-
-
 @torch.no_grad()
 def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer") -> None:
     """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
@@ -175,13 +164,20 @@ def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "defau
         ValueError: as `check_adapter`, or the adapter is not finite.
     """
     file = Path(folder) / LORA_FILE
-    read_tensors(_adapter_targets(module, file, adapter, part), [file])
+    read_tensors(check_adapter(module, folder, adapter=adapter, part=part), [file])
     for layer in adapter_layers(module, adapter).values():
         factors(layer, adapter)[1].div_(layer.scaling[adapter])
 
 
-def _adapter_targets(module: nn.Module, file: Path, adapter: str, part: str) -> dict[str, Tensor]:
-    """The factors of an adapter by their names in a file, which has just these."""
+def check_adapter(
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer"
+) -> dict[str, Tensor]:
+    """The adapter's factors by their names in the folder's file; reads no weight, the module may be on the meta device.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one of another rank or on other layers.
+    """
+    file = Path(folder) / LORA_FILE
     if not file.is_file():
         raise ValueError(f"folder must hold {LORA_FILE}, got {file.parent}")
     targets: dict[str, Tensor] = {
