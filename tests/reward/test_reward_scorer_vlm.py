@@ -318,9 +318,9 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
     ("options", "message"),
     [
         ({"task": "beauty"}, "task must be one of ['alignment', 'ocr', 'rating'], got 'beauty'"),
-        ({"url": "127.0.0.1:8000"}, "url must start with http:// or https://"),
-        ({"url": "file:///etc/passwd"}, "url must start with http:// or https://"),
-        ({"url": "http://"}, "url must start with http:// or https:// and a host"),
+        ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
+        ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),
+        ({"url": "http://"}, "url must be http(s)://host"),
         ({"timeout_s": "soon"}, "timeout_s must be a number, got 'soon'"),
         ({"timeout_s": "0"}, "timeout_s must be > 0 and finite, got 0.0"),
         ({"timeout_s": "inf"}, "timeout_s must be > 0 and finite, got inf"),

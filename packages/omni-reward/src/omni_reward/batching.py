@@ -132,10 +132,7 @@ class Batcher:
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
-        results = self._scorer(media, prompts, meta)
-        if len(results) != len(prompts):
-            raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
-        return [result if isinstance(result, Score) else Score.of(result) for result in results]
+        return self._scorer(media, prompts, meta)
 
 
 def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:

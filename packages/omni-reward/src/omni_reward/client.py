@@ -19,7 +19,6 @@ import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -73,13 +72,13 @@ class RewardClient:
         self.urls = _check_urls([url] if isinstance(url, str) else list(url))
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
-        wire.check_token(token)
         for name, count in (("max_in_flight", max_in_flight), ("mask_limit", mask_limit)):
             if count < 1:
                 raise ValueError(f"{name} must be >= 1, got {count}")
         for name, choice, choices in (("on_failure", on_failure, OnFailure), ("proxy", proxy, Proxy)):
             if choice not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {choice!r}")
+        self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
         self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._places = threading.BoundedSemaphore(max_in_flight)
@@ -87,7 +86,6 @@ class RewardClient:
         self._lock = threading.Lock()  # of the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
-        self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
 
     def submit(self, media: Media, prompts: Sequence[str], meta: Meta | None = None) -> Future[list[Score]]:
         """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
@@ -239,23 +237,10 @@ def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:
     """The URLs without trailing slashes."""
     if not urls:
         raise ValueError("url must be one URL or more, got none")
-    for url in urls:
-        if not _is_base_url(url):
-            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r}")
     bare = tuple(url.rstrip("/") for url in urls)
     if len(set(bare)) != len(bare):
         raise ValueError(f"url must name each server once, got {list(urls)}")
     return bare
-
-
-def _is_base_url(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        host = (parts.hostname or "").encode("idna")
-        is_plain = parts.username is None and parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:  # a port that is no number, a host that no resolver takes
-        return False
-    return parts.scheme in ("http", "https") and bool(host) and is_plain
 
 
 def _build_request(

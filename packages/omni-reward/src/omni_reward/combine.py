@@ -146,10 +146,7 @@ def _score_in_batches(scorer: Scorer, media: Arrays, prompts: list[str], meta: M
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):
         piece = slice(start, start + size)
-        results = scorer({kind: media[kind][piece] for kind in scorer.media}, prompts[piece], meta[piece])
-        if len(results) != len(prompts[piece]):
-            raise ValueError(f"a scorer must return {len(prompts[piece])} scores, got {len(results)}")
-        scores += [result if isinstance(result, Score) else Score.of(result) for result in results]
+        scores += scorer({kind: media[kind][piece] for kind in scorer.media}, prompts[piece], meta[piece])
     return scores
 
 

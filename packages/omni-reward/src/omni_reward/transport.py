@@ -21,7 +21,7 @@ from urllib3.exceptions import InvalidHeader
 from urllib3.util.retry import Retry
 
 from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
-from omni_reward.wire import clean
+from omni_reward.wire import check_token, clean
 
 Proxy = Literal["none", "env"]
 NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests asks the environment only for those that are not given
@@ -59,11 +59,17 @@ class Transport:
         proxy: `none` talks to the server directly. `env` takes the proxy that HTTP_PROXY and its relatives name, which
             then sees all that is sent over http; none can reach our own loopback.
         content_type: of the bodies.
+
+    Raises:
+        ValueError: the URL is not one of an HTTP server, or no header can hold the token.
     """
 
     def __init__(
         self, url: str, token: str | None, *, proxy: Proxy = "none", content_type: str = "application/octet-stream"
     ) -> None:
+        if not _is_base_url(url):
+            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r:.200}")
+        check_token(token)
         self._url, self._token, self._content_type = url, token, content_type
         self._is_direct = proxy == "none" or is_loopback(urlsplit(url).hostname or "")
         self._local = threading.local()  # each thread's session and adapter
@@ -196,6 +202,16 @@ def is_loopback(host: str) -> bool:
     with suppress(ValueError):  # a name
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
+
+
+def _is_base_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        host = (parts.hostname or "").encode("idna")
+        is_plain = parts.username is None and parts.port != 0 and not parts.query and not parts.fragment
+    except ValueError:  # a port that is no number, a host that no resolver takes
+        return False
+    return parts.scheme in ("http", "https") and bool(host) and is_plain
 
 
 def _seconds_in(retry_after: str) -> float:

@@ -128,9 +128,16 @@ class Scorer:
         """The Scorer itself, or one of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
-    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> Sequence[Score | float]:
-        """N scores or numbers, in the order of the samples."""
-        return self.score_fn(media, prompts, meta)
+    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+        """N scores, in the order of the samples.
+
+        Raises:
+            ValueError: the function returned another number of scores.
+        """
+        results = self.score_fn(media, prompts, meta)
+        if len(results) != len(prompts):
+            raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
+        return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:

@@ -125,5 +125,4 @@ def global_norm(tensors: Sequence[Tensor], dist: Dist) -> float:
 def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:
     if not tensors:
         return torch.zeros((), device=dist.device)
-    norms = torch._foreach_norm([t.float() for t in tensors])
-    return torch.stack(list(norms)).square().sum()
+    return torch.stack(torch._foreach_norm([t.float() for t in tensors])).square().sum()
