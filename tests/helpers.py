@@ -1,5 +1,6 @@
 """What several tests share."""
 
+import inspect
 import os
 import random
 from pathlib import Path
@@ -9,6 +10,11 @@ import pytest
 REPO = Path(__file__).parent.parent
 CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image"
 TEST_SEED = os.environ.get("TEST_SEED", "0")
+
+
+def public_names(package):
+    """What a package's __init__ imports for its users."""
+    return {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}
 
 
 def load_newest(checkpoints, *parts):

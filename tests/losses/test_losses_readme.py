@@ -7,6 +7,7 @@ from typing import Any
 import omni_losses
 import pytest
 import torch
+from helpers import public_names
 from omni_losses import LossOutput
 
 torch.set_num_threads(1)
@@ -70,7 +71,7 @@ def test_gradients_of_a_reward_and_of_a_teacher() -> None:
 
 def test_the_examples_use_every_public_function_and_the_table_names_it() -> None:
     readme = README.read_text(encoding="utf-8")
-    for name in omni_losses.__all__:
+    for name in public_names(omni_losses):
         value = getattr(omni_losses, name)
         assert value.__doc__
         if value is not LossOutput:

@@ -7,6 +7,7 @@ from pathlib import Path
 import omni_sched
 import pytest
 import torch
+from helpers import public_names
 
 README = Path(__file__).parents[2] / "packages" / "omni-sched" / "README.md"
 
@@ -38,7 +39,7 @@ def test_the_readme_examples_run_and_end_near_standard_normal_data() -> None:
 
 def test_every_public_name_is_documented_and_the_functions_are_in_the_readme() -> None:
     readme = README.read_text(encoding="utf-8")
-    for name in omni_sched.__all__:
+    for name in public_names(omni_sched):
         value = getattr(omni_sched, name)
         if callable(value) and not isinstance(value, type):
             assert value.__doc__

@@ -3,55 +3,30 @@
 No model, no device, no collective lives here. Gather rewards from all ranks before calling `group_advantages`.
 """
 
-from omni_losses.advantages import (
-    best_worst_n,
-    filter_groups,
-    group_advantages,
-    multi_reward_advantages,
-    reward_metrics,
-)
-from omni_losses.correction import rollout_weights
-from omni_losses.direct import direct_align, srpo_loss
-from omni_losses.divergence import distill_kl_loss, distill_velocity_loss, gaussian_kl, k3_kl, velocity_kl
-from omni_losses.forward import (
-    awm_log_prob,
-    awm_loss,
-    diffusion_nft_loss,
-    old_policy_decay,
-    reward_probability,
-    velocity_error,
-)
-from omni_losses.output import LossOutput
-from omni_losses.policy import flow_dppo_loss, grpo_guard_loss, grpo_loss, tempflow_weights
-from omni_losses.preference import best_worst_pairs, diffusion_dpo_loss
-from omni_losses.sequence import gspo_loss
-
-__all__ = [
-    "LossOutput",
-    "awm_log_prob",
-    "awm_loss",
-    "best_worst_n",
-    "best_worst_pairs",
-    "diffusion_dpo_loss",
-    "diffusion_nft_loss",
-    "direct_align",
-    "distill_kl_loss",
-    "distill_velocity_loss",
-    "filter_groups",
-    "flow_dppo_loss",
-    "gaussian_kl",
-    "group_advantages",
-    "grpo_guard_loss",
-    "grpo_loss",
-    "gspo_loss",
-    "k3_kl",
-    "multi_reward_advantages",
-    "old_policy_decay",
-    "reward_metrics",
-    "reward_probability",
-    "rollout_weights",
-    "srpo_loss",
-    "tempflow_weights",
-    "velocity_error",
-    "velocity_kl",
-]
+from omni_losses.advantages import best_worst_n as best_worst_n
+from omni_losses.advantages import filter_groups as filter_groups
+from omni_losses.advantages import group_advantages as group_advantages
+from omni_losses.advantages import multi_reward_advantages as multi_reward_advantages
+from omni_losses.advantages import reward_metrics as reward_metrics
+from omni_losses.correction import rollout_weights as rollout_weights
+from omni_losses.direct import direct_align as direct_align
+from omni_losses.direct import srpo_loss as srpo_loss
+from omni_losses.divergence import distill_kl_loss as distill_kl_loss
+from omni_losses.divergence import distill_velocity_loss as distill_velocity_loss
+from omni_losses.divergence import gaussian_kl as gaussian_kl
+from omni_losses.divergence import k3_kl as k3_kl
+from omni_losses.divergence import velocity_kl as velocity_kl
+from omni_losses.forward import awm_log_prob as awm_log_prob
+from omni_losses.forward import awm_loss as awm_loss
+from omni_losses.forward import diffusion_nft_loss as diffusion_nft_loss
+from omni_losses.forward import old_policy_decay as old_policy_decay
+from omni_losses.forward import reward_probability as reward_probability
+from omni_losses.forward import velocity_error as velocity_error
+from omni_losses.output import LossOutput as LossOutput
+from omni_losses.policy import flow_dppo_loss as flow_dppo_loss
+from omni_losses.policy import grpo_guard_loss as grpo_guard_loss
+from omni_losses.policy import grpo_loss as grpo_loss
+from omni_losses.policy import tempflow_weights as tempflow_weights
+from omni_losses.preference import best_worst_pairs as best_worst_pairs
+from omni_losses.preference import diffusion_dpo_loss as diffusion_dpo_loss
+from omni_losses.sequence import gspo_loss as gspo_loss

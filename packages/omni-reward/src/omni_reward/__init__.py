@@ -3,17 +3,11 @@
 `RewardClient` is all that a trainer needs; `python -m omni_reward.server` starts a scorer.
 """
 
-from omni_reward.client import RewardClient
-from omni_reward.errors import RewardConnectError, RewardError, RewardFormatError, RewardHTTPError, RewardTimeoutError
-from omni_reward.wire import Score, Scorer
-
-__all__ = [
-    "RewardClient",
-    "RewardConnectError",
-    "RewardError",
-    "RewardFormatError",
-    "RewardHTTPError",
-    "RewardTimeoutError",
-    "Score",
-    "Scorer",
-]
+from omni_reward.client import RewardClient as RewardClient
+from omni_reward.errors import RewardConnectError as RewardConnectError
+from omni_reward.errors import RewardError as RewardError
+from omni_reward.errors import RewardFormatError as RewardFormatError
+from omni_reward.errors import RewardHTTPError as RewardHTTPError
+from omni_reward.errors import RewardTimeoutError as RewardTimeoutError
+from omni_reward.wire import Score as Score
+from omni_reward.wire import Scorer as Scorer

@@ -4,8 +4,14 @@
 what samples, `testing` the checks that any engine must pass.
 """
 
-from omni_rollout.model import Model
-from omni_rollout.sampler import replay
-from omni_rollout.types import Cond, Engine, Media, Params, Parts, Prompt, Rates, Samples, Trajectory
-
-__all__ = ["Cond", "Engine", "Media", "Model", "Params", "Parts", "Prompt", "Rates", "Samples", "Trajectory", "replay"]
+from omni_rollout.model import Model as Model
+from omni_rollout.sampler import replay as replay
+from omni_rollout.types import Cond as Cond
+from omni_rollout.types import Engine as Engine
+from omni_rollout.types import Media as Media
+from omni_rollout.types import Params as Params
+from omni_rollout.types import Parts as Parts
+from omni_rollout.types import Prompt as Prompt
+from omni_rollout.types import Rates as Rates
+from omni_rollout.types import Samples as Samples
+from omni_rollout.types import Trajectory as Trajectory

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from omni_sched import compress_sigmas
 from torch import nn
 
 from omni_rollout.model import Model
@@ -42,7 +43,8 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, pa
     assert trajectory.params == params
     assert trajectory.num_kept == K
     assert trajectory.indices.tolist() == [prompt.index for prompt in prompts]
-    assert trajectory.sigmas.shape == (params.num_steps_taken + 1,)
+    sigmas = compress_sigmas(model.sigmas(params), params.first_after, params.compress_ratio or 1.0)
+    assert torch.equal(trajectory.sigmas.cpu(), sigmas)
     assert trajectory.sigmas[0] == 1
     assert trajectory.sigmas[-1] == 0
     assert trajectory.sde_steps.tolist() == [list(params.sde_steps)] * B

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
 import torch
-from omni_sched import Transition, compress_sigmas, sde_step
+from omni_sched import Transition, sde_step
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -96,12 +96,6 @@ class Params:
     def first_after(self) -> int:
         """The step after the last stochastic one; 0 where all are deterministic."""
         return self.sde_steps[-1] + 1 if self.sde_steps else 0
-
-    @property
-    def num_steps_taken(self) -> int:
-        """Steps that are taken: num_inference_steps, or fewer with compress_ratio."""
-        levels = torch.zeros(self.num_inference_steps + 1)
-        return len(compress_sigmas(levels, self.first_after, self.compress_ratio or 1.0)) - 1
 
 
 @dataclass(frozen=True)

@@ -4,43 +4,20 @@ Time runs from sigma = 1 (noise) to sigma = 0 (data); `velocity = dx/dsigma = no
 function (or the frozen record one of them returns): no state, no registry, no model.
 """
 
-from omni_sched.schedules import (
-    exponential_shift_sigmas,
-    linear_sigmas,
-    resolution_mu,
-    sde_window,
-    shift_sigmas,
-    stretch_sigmas,
-)
-from omni_sched.solvers import compress_sigmas, dpmpp_2m_step
-from omni_sched.steps import (
-    INITIAL_NOISE,
-    Transition,
-    add_noise,
-    cps_step,
-    dance_step,
-    euler_step,
-    gaussian_log_prob,
-    sde_step,
-    step_noise,
-)
-
-__all__ = [
-    "INITIAL_NOISE",
-    "Transition",
-    "add_noise",
-    "compress_sigmas",
-    "cps_step",
-    "dance_step",
-    "dpmpp_2m_step",
-    "euler_step",
-    "exponential_shift_sigmas",
-    "gaussian_log_prob",
-    "linear_sigmas",
-    "resolution_mu",
-    "sde_step",
-    "sde_window",
-    "shift_sigmas",
-    "step_noise",
-    "stretch_sigmas",
-]
+from omni_sched.schedules import exponential_shift_sigmas as exponential_shift_sigmas
+from omni_sched.schedules import linear_sigmas as linear_sigmas
+from omni_sched.schedules import resolution_mu as resolution_mu
+from omni_sched.schedules import sde_window as sde_window
+from omni_sched.schedules import shift_sigmas as shift_sigmas
+from omni_sched.schedules import stretch_sigmas as stretch_sigmas
+from omni_sched.solvers import compress_sigmas as compress_sigmas
+from omni_sched.solvers import dpmpp_2m_step as dpmpp_2m_step
+from omni_sched.steps import INITIAL_NOISE as INITIAL_NOISE
+from omni_sched.steps import Transition as Transition
+from omni_sched.steps import add_noise as add_noise
+from omni_sched.steps import cps_step as cps_step
+from omni_sched.steps import dance_step as dance_step
+from omni_sched.steps import euler_step as euler_step
+from omni_sched.steps import gaussian_log_prob as gaussian_log_prob
+from omni_sched.steps import sde_step as sde_step
+from omni_sched.steps import step_noise as step_noise

@@ -7,7 +7,9 @@
 The report is a function of the run folder alone: `omni_rl.report.folder` lists its files.
 """
 
-from omni_rl.report.folder import Sample, write_eval, write_samples, write_versions
-from omni_rl.report.page import write_comparison, write_report
-
-__all__ = ["Sample", "write_comparison", "write_eval", "write_report", "write_samples", "write_versions"]
+from omni_rl.report.folder import Sample as Sample
+from omni_rl.report.folder import write_eval as write_eval
+from omni_rl.report.folder import write_samples as write_samples
+from omni_rl.report.folder import write_versions as write_versions
+from omni_rl.report.page import write_comparison as write_comparison
+from omni_rl.report.page import write_report as write_report
