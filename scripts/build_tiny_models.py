@@ -206,6 +206,53 @@ def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) 
     )
 
 
+def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
+    """A Flux2Pipeline, or a Flux2KleinPipeline; the statistics of its latents are drawn."""
+    import diffusers
+    import transformers
+
+    tokenizer = build_qwen_tokenizer()
+    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    vae = diffusers.AutoencoderKLFlux2(
+        block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64
+    )
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    parts: dict[str, Any] = {
+        "transformer": diffusers.Flux2Transformer2DModel(
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=32,
+            num_attention_heads=2,
+            joint_attention_dim=3 * 16,
+            timestep_guidance_channels=32,
+            axes_dims_rope=(8, 8, 8, 8),
+            guidance_embeds=dev,
+        ),
+        "scheduler": diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, shift=3.0),
+        "vae": vae,
+        "tokenizer": tokenizer,
+    }
+    if not dev:
+        encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=28, **text))
+        return diffusers.Flux2KleinPipeline(text_encoder=encoder, is_distilled=distilled, **parts)
+    vision: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+    }
+    mistral = transformers.MistralConfig(num_hidden_layers=31, **text)
+    config = transformers.Mistral3Config(
+        text_config=mistral,
+        vision_config=transformers.PixtralVisionConfig(num_hidden_layers=1, **vision),
+        image_token_index=1,
+    )
+    pipe = diffusers.Flux2Pipeline(text_encoder=transformers.Mistral3ForConditionalGeneration(config), **parts)
+    pipe.register_to_config(tokenizer=("transformers", "PixtralProcessor"))  # of which the texts' half is there
+    return pipe
+
+
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     """An AutoencoderKL of 16 channels and a stride of 8 pixels.
 
@@ -368,6 +415,9 @@ def build_qwen_tokenizer() -> Any:
 
 BUILDERS: dict[str, Callable[[], Any]] = {
     "bagel": BagelFolder,
+    "flux2-dev": lambda: build_flux2(dev=True),
+    "flux2-klein": lambda: build_flux2(dev=False, distilled=True),
+    "flux2-klein-base": lambda: build_flux2(dev=False),
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),

@@ -1,13 +1,14 @@
 """A row for every model: a small checkpoint of it, and what must hold there."""
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from build_tiny_models import build_qwen_processor, tiny_checkpoint
+from build_tiny_models import build_qwen_processor, build_qwen_tokenizer, tiny_checkpoint
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
@@ -37,6 +38,7 @@ class Row:
     names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures,
     in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with, where the
     default takes long. pipe: makes the stock pipeline one to compare with.
+    never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
     """
 
     checkpoint: Callable[[], Path]
@@ -54,6 +56,7 @@ class Row:
     images: tuple[tuple[int, int], ...] = ()
     instead: Mapping[str, float] = field(default_factory=dict)
     pipe: Callable[[Any], None] = lambda pipe: None
+    never_guided: bool = False
 
     def references(self, seed: int) -> tuple[torch.Tensor, ...]:
         """A prompt's references, uint8 [H, W, 3]: noise in large squares."""
@@ -66,7 +69,8 @@ class Row:
         """The stock pipeline of a checkpoint, quiet."""
         from diffusers import DiffusionPipeline
 
-        missing = {"processor": None} if (folder / "processor").is_dir() else {}  # which `pipe` brings
+        index = json.loads((folder / "model_index.json").read_text("utf-8"))
+        missing = {part: None for part, kind in index.items() if str(kind).endswith("Processor']")}
         pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing)
         pipe.set_progress_bar_config(disable=True)
         self.pipe(pipe)
@@ -119,6 +123,19 @@ def mend_qwen_edit(pipe: Any) -> None:
         QwenImageEdit.SEEN_AREA = EDIT_AREA  # it is the same there
 
 
+def mend_flux2(pipe: Any) -> None:
+    """Let klein's stock pipeline, which guides away from the empty text, guide away from NEGATIVE instead."""
+    encode = pipe.encode_prompt
+    pipe.encode_prompt = lambda prompt, **others: encode([text or NEGATIVE for text in prompt], **others)
+
+
+def mend_flux2_dev(pipe: Any) -> None:
+    """Give dev's stock pipeline the half of its processor that reads texts; without torchvision there is no other."""
+    pipe.tokenizer = build_qwen_tokenizer()
+
+
+FLUX2 = Params(6, 48, 80)
+NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
@@ -202,6 +219,26 @@ ROWS = {
         for name, images in (
             ("qwen-image-edit", ((40, 72),)),
             ("qwen-image-edit-plus", ((40, 72), (60, 50))),
+        )
+    },
+    **{
+        f"flux2-{name}": Row(
+            checkpoint=built(f"flux2-{name}"),
+            unguided=FLUX2,
+            guided=replace(FLUX2, guidance_scale=scale),
+            stock=lambda params, negative: {"guidance_scale": params.guidance_scale},
+            without_gradient=frozenset(),
+            lora_layers=2 * 8 + 2,
+            nearest=(({"height": 56}, 64),),
+            refused=refused,
+            images=images,
+            pipe=mend_flux2_dev if name == "dev" else mend_flux2,
+            never_guided=name != "klein-base",
+        )
+        for name, scale, images, refused in (
+            ("klein", 1.0, (), (({"guidance_scale": 4.0}, "guidance_scale must be 1 for a distilled .*, got 4"),)),
+            ("klein-base", 4.0, ((80, 100), (70, 64)), ()),
+            ("dev", 2.5, ((64, 96),), ()),
         )
     },
     **{

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import REPO
-from model_rows import ROWS, Row
+from model_rows import NEGATIVE, ROWS, Row
 from omni_rollout import Model, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 
 
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
-PROMPTS = [Prompt(text, 0, i, seed=i, negative="bad and blurry") for i, text in enumerate(TEXTS)]
+PROMPTS = [Prompt(text, 0, i, seed=i, negative=NEGATIVE) for i, text in enumerate(TEXTS)]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pip
     prompts = case.prompts[:batch]
     first = case.row.guided if guided else case.row.unguided
     for params in (first, *(each for each in case.row.more if case.model.is_guided(each) == guided)):
-        assert case.model.is_guided(params) == guided
+        assert case.model.is_guided(params) == (guided and not case.row.never_guided)
         trajectory = exact.generate(prompts, params)
         ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
         noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
@@ -96,11 +96,11 @@ def test_every_option_matters(case, exact):
             assert (x0 - without).abs().max() > 1e-4, (name, params)
 
 
-def test_negative_texts_matter(case, exact):
+def test_negative_texts_matter_where_there_is_guidance(case, exact):
     params = case.row.guided
     empty = replace(case.prompts[0], negative="")
     x0 = {negative: exact.generate([replace(empty, negative=negative)], params).x0 for negative in ("", "bad")}
-    assert (x0[""] - x0["bad"]).abs().max() > 1e-4
+    assert ((x0[""] - x0["bad"]).abs().max() > 1e-4) != case.row.never_guided
 
 
 def test_the_engine_keeps_the_contract_and_the_ratio_is_exactly_one(case, engine):
@@ -166,11 +166,17 @@ def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):
 
 
 class BlockVAE(nn.Module):
-    """A VAE that has an inverse: each 8 x 8 block of pixels is its mean, in the first three of the channels."""
+    """A VAE that has an inverse: each 8 x 8 block of pixels is its mean, in the first three of the channels.
+
+    bn: statistics of latents of four times the channels, for the models that take them from there.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.channels, self.dtype, self.device = channels, torch.float32, torch.device("cpu")
+        self.bn = nn.BatchNorm2d(4 * channels, affine=False)
+        self.bn.running_mean.fill_(0.5)
+        self.bn.running_var.fill_(4.0)
 
     def encode(self, pixels):
         height, width = pixels.shape[-2:]
@@ -186,9 +192,10 @@ def test_media_are_encoded_by_the_inverse_of_decoding(case):
     model, params = open_model(case.row.checkpoint()), case.row.unguided
     model.config["vae"] |= case.row.statistics
     shape = model.latent_shape(params)
-    parts = SimpleNamespace(vae=BlockVAE(shape[0]))
+    unit = params.height // shape[1]  # pixels; 8, or 16 where the latents are the code's 2 x 2 patches
+    parts = SimpleNamespace(vae=BlockVAE(shape[0] * 64 // unit**2))
     blocks = torch.randint(0, 256, (2, *shape[1:], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    image = blocks.repeat_interleave(8, dim=1).repeat_interleave(8, dim=2)
+    image = blocks.repeat_interleave(unit, dim=1).repeat_interleave(unit, dim=2)
     x0 = model.encode_media(parts, {"image": image}, params)
     assert x0.shape == (2, *shape)
     media, rates = model.decode(parts, x0, {}, params)
@@ -223,7 +230,7 @@ def test_knobs_of_other_models_are_refused(case):
 def test_without_guidance_all_but_its_scales_stay(case):
     model, guided = case.model, replace(case.row.guided, keep_mean=True)
     without = model.unguided(guided)
-    assert model.is_guided(guided)
+    assert model.is_guided(guided) != case.row.never_guided
     assert not model.is_guided(without)
     assert model.unguided(without) == without
     model.check(without)

@@ -1,0 +1,227 @@
+"""FLUX.2 klein, klein-base and dev: text to image, also from references, a flow in the latents of a 16x VAE.
+
+Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the picture; h' x w' of a reference),
+T text tokens (512: shorter texts are filled up, and all of them are attended to), D text width.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from omni_sched import exponential_shift_sigmas, linear_sigmas, shift_sigmas
+from torch import Tensor, nn
+from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
+
+from omni_rollout.models.diffusers_model import (
+    PIXELS_PER_TOKEN,
+    DiffusersModel,
+    both,
+    check_size,
+    pixels,
+    resized,
+)
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+
+TEXT_TOKENS = 512
+MOST_PIXELS = 1024 * 1024  # of a reference; a larger one is reduced to it
+LEAST_SIDE, MOST_RATIO = 64, 8  # of a reference
+SYSTEM = (  # what dev was trained to read before a text
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+
+
+class Flux2Klein(DiffusersModel):
+    """FLUX.2 klein or klein-base for one checkpoint.
+
+    The guidance of klein-base is `guidance_scale`, on above 1; klein, which is distilled, has none.
+    """
+
+    PIPELINE = "Flux2KleinPipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "Qwen3ForCausalLM"),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "transformer": ("diffusers", "Flux2Transformer2DModel"),
+        "vae": ("diffusers", "AutoencoderKLFlux2"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    IMAGES: ClassVar[range] = range(11)
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
+        "attn.to_q",
+        "attn.to_k",
+        "attn.to_v",
+        "attn.to_out.0",
+        "attn.add_q_proj",
+        "attn.add_k_proj",
+        "attn.add_v_proj",
+        "attn.to_add_out",
+        "attn.to_qkv_mlp_proj",  # of the single blocks, whose attn.to_out is a list in the others
+    )
+    LAYERS: ClassVar[tuple[int, ...]] = (9, 18, 27)  # of the text encoder, whose states are the features
+    CHAT: ClassVar[Mapping[str, bool]] = {"add_generation_prompt": True, "enable_thinking": False}
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks."""
+        super().check(params)
+        check_size(params, PIXELS_PER_TOKEN)
+        if self.config.get("is_distilled") and params.guidance_scale != 1:
+            raise ValueError(f"guidance_scale must be 1 for a distilled {self.PIPELINE}, got {params.guidance_scale}")
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int]:
+        """(C, h, w).
+
+        Raises:
+            ValueError: height or width is no positive multiple of 16 pixels.
+        """
+        check_size(params, PIXELS_PER_TOKEN)
+        size = params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
+        return self.value("transformer", "in_channels", int, 128), *size
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0, whose shift depends on the size and on the number of steps.
+
+        mu is linear in the tokens at 10 steps and at 200, and between them in the steps; above 4,300 tokens it is what
+        it is at 200 steps.
+        """
+        levels, S = linear_sigmas(params.num_inference_steps), params.num_inference_steps
+        if not self.value("scheduler", "use_dynamic_shifting", bool, False):
+            return shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
+        _, h, w = self.latent_shape(params)
+        at_200 = 0.00016927 * h * w + 0.45666666
+        at_10 = 8.73809524e-05 * h * w + 1.89833333
+        mu = at_200 if h * w > 4300 else at_200 + (at_10 - at_200) * (200 - S) / 190
+        return exponential_shift_sigmas(levels, mu)
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, states of several layers."""
+        text = prompt.negative if negative else prompt.text
+        tokens = parts.tokenizer.apply_chat_template(
+            [self._chat(text)],
+            tokenize=True,
+            padding="max_length",
+            truncation=True,
+            max_length=TEXT_TOKENS,
+            return_dict=True,
+            return_tensors="pt",
+            **self.CHAT,
+        ).to(parts.text_encoder.device)
+        states = parts.text_encoder(**tokens, output_hidden_states=True, use_cache=False).hidden_states
+        return {"embeds": torch.cat([states[layer][0] for layer in self.LAYERS], dim=-1)}
+
+    def _chat(self, text: str) -> list[dict[str, object]]:
+        """The messages that a text is put into."""
+        return [{"role": "user", "content": text}]
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """The latents of the references, `reference_0` [C, h', w'] and so on.
+
+        Raises:
+            ValueError: a reference is too small, or too long.
+        """
+        return {
+            f"reference_{i}": self.encode_media(parts, {"image": _fit(image)[None]}, params)[0]
+            for i, image in enumerate(prompt.images)
+        }
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D]; with guidance also their negatives; `reference_0` and so on: latents [B, C, h', w'] of
+        references. Both halves of classifier-free guidance run as one batch.
+        """
+        embeds, guided = cond["embeds"], self.is_guided(params)
+        pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
+        tokens = torch.cat([latents.flatten(2).mT for latents in pictures], dim=1)
+        if guided:
+            embeds, tokens, sigma = both(cond, "embeds"), torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
+        places = torch.cat([_places(latents, 10 * i) for i, latents in enumerate(pictures)])
+        words = pad(torch.arange(embeds.shape[1], device=x.device)[:, None], (3, 0))
+        velocity = net(
+            hidden_states=tokens.to(embeds.dtype),
+            timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
+            guidance=self._embedded_guidance(params, sigma),
+            encoder_hidden_states=embeds,
+            txt_ids=words.expand(len(tokens), -1, -1),
+            img_ids=places.expand(len(tokens), -1, -1),
+            return_dict=False,
+        )[0].float()
+        velocity = velocity[:, : x[0, 0].numel()].mT.unflatten(2, x.shape[2:])  # without that of the references
+        if not guided:
+            return velocity
+        positive, negative = velocity.chunk(2)
+        return negative + params.guidance_scale * (positive - negative)
+
+    def _embedded_guidance(self, params: Params, sigma: Tensor) -> Tensor | None:
+        """The guidance [B] that the net itself takes, if it does."""
+        return None
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Images [B, 16h, 16w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        mean, std = _statistics(parts.vae.bn)
+        code = pixel_shuffle(x0 * std + mean, 2).to(parts.vae.dtype)
+        images = parts.vae.decode(code, return_dict=False)[0]
+        return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """The clean latents [B, C, H/16, W/16] of images [B, H, W, 3]: the mean of the VAE's code."""
+        mean, std = _statistics(parts.vae.bn)
+        images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
+        return (pixel_unshuffle(parts.vae.encode(images).latent_dist.mode().float(), 2) - mean) / std
+
+
+class Flux2(Flux2Klein):
+    """FLUX.2 dev for one checkpoint: `guidance_scale` is an input of its net, and nothing is guided away from."""
+
+    PIPELINE = "Flux2Pipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **Flux2Klein.PARTS,
+        "text_encoder": ("transformers", "Mistral3ForConditionalGeneration"),
+        "tokenizer": ("transformers", "PixtralProcessor"),
+    }
+    GUIDANCE: ClassVar[Mapping[str, float]] = {}
+    LAYERS: ClassVar[tuple[int, ...]] = (10, 20, 30)
+    CHAT: ClassVar[Mapping[str, bool]] = {}
+
+    def _chat(self, text: str) -> list[dict[str, object]]:
+        contents = {"system": SYSTEM, "user": text.replace("[IMG]", "")}  # which stands for a picture
+        return [{"role": role, "content": [{"type": "text", "text": part}]} for role, part in contents.items()]
+
+    def _embedded_guidance(self, params: Params, sigma: Tensor) -> Tensor | None:
+        return torch.full_like(sigma, params.guidance_scale)
+
+    def _class(self, part: str) -> Any:
+        if part != "tokenizer":
+            return super()._class(part)
+        from transformers import AutoTokenizer  # the processor's half for texts, which does without torchvision
+
+        return AutoTokenizer
+
+
+def _fit(image: Tensor) -> Tensor:
+    """A reference, uint8 [H, W, 3], reduced if it is too large, its middle cut to sides of whole tokens."""
+    height, width = image.shape[:2]
+    if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
+        rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
+        raise ValueError(f"{rule}, got height {height} and width {width}")
+    if height * width > MOST_PIXELS:
+        scale = math.sqrt(MOST_PIXELS / (width * height))
+        height, width = int(height * scale), int(width * scale)
+        image = resized(image, height, width)
+    top, left = height % PIXELS_PER_TOKEN // 2, width % PIXELS_PER_TOKEN // 2
+    bottom, right = (side // PIXELS_PER_TOKEN * PIXELS_PER_TOKEN for side in (height, width))
+    return image[top : top + bottom, left : left + right]
+
+
+def _places(latents: Tensor, first: int) -> Tensor:
+    """Where each token of a picture [B, C, h, w] stands: (first, row, column, 0), [hw, 4]."""
+    sizes = latents.shape[2:]
+    rows, columns = torch.meshgrid(*(torch.arange(size, device=latents.device) for size in sizes), indexing="ij")
+    return torch.stack([torch.full_like(rows, first), rows, columns, torch.zeros_like(rows)], dim=-1).flatten(0, 1)
+
+
+def _statistics(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [1, C, 1, 1] of the VAE's latents, which its batch norm holds."""
+    mean, variance = (norm.get_buffer(f"running_{name}").float().view(1, -1, 1, 1) for name in ("mean", "var"))
+    return mean, (variance + norm.eps).sqrt()

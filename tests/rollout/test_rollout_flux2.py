@@ -1,0 +1,51 @@
+"""FLUX.2 beyond what every model must hold: its schedule at real sizes, and what becomes of references."""
+
+import numpy as np
+import pytest
+import torch
+from model_rows import ROWS
+from omni_rollout import Params, Prompt
+from omni_rollout.models import open_model
+from omni_rollout.models.diffusers_model import pixels
+from omni_rollout.models.flux2 import _fit
+from PIL import Image
+
+
+@pytest.fixture(scope="module")
+def model():
+    return open_model(ROWS["flux2-klein-base"].checkpoint())
+
+
+@pytest.mark.parametrize("size", [(512, 512), (1024, 1024), (1024, 1088), (1408, 1408)])
+@pytest.mark.parametrize("steps", [4, 10, 50])
+def test_the_schedule_is_the_stock_pipeline_s(model, size, steps):
+    """Both below 4,300 tokens, where the shift depends on the number of steps, and above."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+    from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+
+    height, width = size
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(model.folder, subfolder="scheduler")
+    mu = compute_empirical_mu(image_seq_len=height * width // 256, num_steps=steps)
+    scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+    torch.testing.assert_close(model.sigmas(Params(steps, height, width)), scheduler.sigmas, rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize("size", [(64, 64), (75, 130), (64, 512), (900, 1100), (1300, 2000)])
+def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size):
+    """Those of more than 1024 x 1024 pixels are reduced to that, and all lose what is beyond whole tokens."""
+    from diffusers.pipelines.flux2.image_processor import Flux2ImageProcessor
+
+    image = torch.randint(0, 256, (*size, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    stock, picture = Flux2ImageProcessor(vae_scale_factor=16), Image.fromarray(image.numpy())
+    stock.check_image_input(picture)
+    picture = stock._resize_if_exceeds_area(picture)
+    width, height = (side // 16 * 16 for side in picture.size)
+    theirs = stock.preprocess(picture, height=height, width=width, resize_mode="crop")
+    torch.testing.assert_close(pixels(_fit(image)[None]), theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [(63, 64), (64, 513)])
+def test_a_reference_that_the_stock_pipeline_refuses_is_refused(model, size):
+    prompt = Prompt("x", 0, 0, seed=0, images=(torch.zeros(*size, 3, dtype=torch.uint8),))
+    with pytest.raises(ValueError, match=f"images must have sides of 64 .*, got height {size[0]} and width {size[1]}"):
+        model.condition(None, prompt, Params(4, 64, 64))
