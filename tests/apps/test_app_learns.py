@@ -1,0 +1,35 @@
+"""Small models of random weights learn from a reward: each recipe raises the score of prompts that it holds out."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import REPO
+from model_rows import ROWS
+from omni_reward.scorers.color import load_color, named_colors
+from omni_reward.testing import serving_here
+from trainer_runs import recipe, train
+
+import train_flowgrpo
+
+PRESETS = {"tiny-sd35-medium": "sd35-medium", "tiny-z-image": "z-image"}
+PROMPTS = {"prompts": str(REPO / "data/red/train.txt"), "eval_prompts": str(REPO / "data/red/eval.txt")}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_small_model_learns_to_draw_in_red(preset, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = str(ROWS[PRESETS[preset]].checkpoint())
+    with serving_here(load_color(), name="color") as url:
+        args = replace(recipe(train_flowgrpo, preset), model=model, scorer_url=url, **PROMPTS)
+        lines = train(train_flowgrpo, args)
+    scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    assert scores[-1] - scores[0] >= 0.1
+
+
+def test_things_to_draw_are_trained_on_or_held_out_and_all_are_red():
+    trained, held_out = (Path(path).read_text().splitlines() for path in PROMPTS.values())
+    assert {prompt.split()[-1] for prompt in trained}.isdisjoint(prompt.split()[-1] for prompt in held_out)
+    assert {color for prompt in trained + held_out for color in named_colors(prompt)} == {"red"}
