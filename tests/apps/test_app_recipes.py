@@ -1,0 +1,100 @@
+"""Recipes on the configuration of the released model that they name: what they ask of it, what `--dry-run` plans."""
+
+import importlib
+import json
+import re
+import socket
+from dataclasses import replace
+
+import huggingface_hub
+import pytest
+from helpers import sampled
+from omni_rl.cli import recipes
+from omni_rl.run import Run
+from omni_rollout.models import open_model
+from omni_train.lora import add_lora
+from PIL import Image
+from released_models import RELEASES
+from trainer_runs import place, recipe
+
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
+ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "checkpoints/tiny-" not in text]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hub(tmp_path_factory):
+    """In place of the hub, folders of configurations."""
+    folder = tmp_path_factory.mktemp("hub")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: RELEASES[name].write(folder / name))
+        yield
+
+
+def recipe_of(case):
+    """The trainer of a case, and its settings."""
+    app, name = case.split()
+    module = importlib.import_module(app)
+    return module, recipe(module, name)
+
+
+@pytest.mark.parametrize("name", sampled(RELEASES, 4))
+def test_a_released_model_has_the_size_that_is_said_and_its_adapters_their_layers(name):
+    model, release = open_model(name), RELEASES[name]
+    net = model.empty_net()
+    assert sum(p.numel() for p in net.parameters()) / 1e9 == pytest.approx(release.billions, rel=0.11)
+    add_lora(net, model.LORA_TARGETS, rank=2, alpha=2, seed=0)
+    assert sum(hasattr(module, "lora_A") for module in net.modules()) == release.lora_layers
+
+
+@pytest.mark.parametrize("case", ALL)
+def test_a_recipe_asks_of_its_model_what_it_has(case):
+    """Sizes, knobs, references, and a schedule, of training and evaluation."""
+    _, args = recipe_of(case)
+    model, release = open_model(args.model), RELEASES[args.model]
+    run = Run(replace(args, shard="none"), "test", place())
+    for params in (run.base_params, run.eval_params):
+        model.check(params)
+        sigmas = model.sigmas(params)
+        assert len(sigmas) == params.num_inference_steps + 1
+        assert sigmas[0] == 1
+        assert sigmas[-1] == 0
+    size = args.height // release.stride, args.width // release.stride
+    assert model.latent_shape(run.base_params) == (release.channels, *size)
+    assert args.prompts.endswith(".jsonl") == bool(model.IMAGES.start), "references are columns of a .jsonl file"
+
+
+def test_every_released_model_has_a_recipe():
+    assert {recipe_of(case)[1].model for case in ALL} == set(RELEASES)
+
+
+@pytest.mark.parametrize("case", sampled(ALL, 4))
+def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys):
+    module, args = recipe_of(case)
+    release, references = RELEASES[args.model], ["reference.png"] * open_model(args.model).IMAGES.start
+    Image.new("RGB", (64, 64)).save(tmp_path / "reference.png")
+    lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(args.prompts_per_step)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    if args.shard == "fsdp2":  # as under torchrun, which it needs
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        torchrun = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in torchrun.items():
+            monkeypatch.setenv(name, str(value))
+    args = replace(args, prompts="prompts.jsonl", eval_prompts="prompts.jsonl", dry_run=True)
+    module.check_args(args)
+    with pytest.raises(SystemExit) as ended:
+        module.main(args)
+    assert ended.value.code == 0
+    plan = dict(re.findall(r"^plan: (.+?): (.+)$", capsys.readouterr().out, re.MULTILINE))
+    assert plan["samples per step"].startswith(f"{args.prompts_per_step * args.group_size}, ")
+    weights, trained = map(float, re.findall(r"[\d.]+", plan["weights of the net"]))
+    frozen_mb = float(plan["memory per rank"].partition(" MB frozen weights")[0])
+    if args.lora_rank:
+        assert (weights - trained) / 1e3 == pytest.approx(release.billions, rel=0.11)
+        assert 0 < trained < weights / 20
+        assert frozen_mb == pytest.approx((weights - trained) * 1e6 * 2 / 2**20, rel=1e-3)  # bfloat16
+    else:
+        assert weights == trained
+        assert weights / 1e3 == pytest.approx(release.billions, rel=0.11)

@@ -1,0 +1,143 @@
+"""The configurations of released models, which are public facts, as folders without weights.
+
+Here is of each part only what its class in diffusers does not have as its default, or what transformers is told.
+"""
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import diffusers
+from omni_rollout.models import MODELS
+
+FILES = {"scheduler": "scheduler_config.json", "processor": "preprocessor_config.json"}
+FLUX_VAE = {
+    "block_out_channels": [128, 256, 512, 512],
+    "down_block_types": ["DownEncoderBlock2D"] * 4,
+    "latent_channels": 16,
+    "layers_per_block": 2,
+    "sample_size": 1024,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "up_block_types": ["UpDecoderBlock2D"] * 4,
+    "use_post_quant_conv": False,
+    "use_quant_conv": False,
+}
+CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
+CLIP_G = {
+    "hidden_act": "gelu",
+    "hidden_size": 1280,
+    "intermediate_size": 5120,
+    "num_attention_heads": 20,
+    "num_hidden_layers": 32,
+    "projection_dim": 1280,
+}
+T5 = {"d_ff": 10240, "d_model": 4096, "feed_forward_proj": "gated-gelu", "num_heads": 64, "num_layers": 24}
+QWEN3_4B = {
+    "head_dim": 128,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "vocab_size": 151936,
+}
+QWEN25_VL_7B = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "rope_type": "default", "type": "default"},
+    "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 3584},
+    "vocab_size": 152064,
+}
+DYNAMIC = {"base_shift": 0.5, "shift": 1.0, "use_dynamic_shifting": True}
+QWEN_SHIFT = DYNAMIC | {"max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02}
+SD35_MEDIUM = {
+    "caption_projection_dim": 1536,
+    "dual_attention_layers": list(range(13)),
+    "num_attention_heads": 24,
+    "num_layers": 24,
+    "pos_embed_max_size": 384,
+    "qk_norm": "rms_norm",
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """A released model: its pipeline, what is said of its size, the layers of its LoRA, and its parts.
+
+    billions: of weights of the net. channels, stride: of its latents, against pixels.
+    """
+
+    pipeline: str
+    billions: float
+    lora_layers: int
+    parts: dict[str, dict[str, Any]]
+    channels: int = 16
+    stride: int = 8
+
+    def write(self, folder: Path) -> Path:
+        """The folder of that name, with the configuration of each part."""
+        for name, content in self.files().items():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(json.dumps(content))
+        return folder
+
+    def files(self) -> dict[str, dict[str, Any]]:
+        """What each file holds."""
+        if self.pipeline == "BagelForConditionalGeneration":  # no pipeline of diffusers
+            return self.parts
+        kinds = MODELS[self.pipeline].PARTS
+        files: dict[str, dict[str, Any]] = {"model_index.json": {"_class_name": self.pipeline, **kinds}}
+        for part, (library, kind) in kinds.items():
+            name = "tokenizer_config.json" if "tokenizer" in part else FILES.get(part, "config.json")
+            made = inspect.signature(getattr(diffusers, kind)).parameters if library == "diffusers" else {}
+            defaults = {key: value.default for key, value in made.items()}
+            files[f"{part}/{name}"] = {"_class_name": kind} | defaults | self.parts.get(part, {})
+        return files
+
+
+SD3_PARTS = {
+    "text_encoder": CLIP_L,
+    "text_encoder_2": CLIP_G,
+    "text_encoder_3": T5,
+    "vae": FLUX_VAE | {"scaling_factor": 1.5305, "shift_factor": 0.0609},
+    "scheduler": {"shift": 3.0},
+}
+Z_IMAGE_PARTS = {"text_encoder": QWEN3_4B, "vae": FLUX_VAE, "scheduler": {"shift": 6.0}}
+QWEN_PARTS = {"text_encoder": QWEN25_VL_7B, "scheduler": QWEN_SHIFT}
+FLUX_PARTS = {"text_encoder": CLIP_L, "text_encoder_2": T5, "vae": FLUX_VAE, "scheduler": DYNAMIC | {"shift": 3.0}}
+BAGEL_FILES = {
+    "config.json": {"architectures": ["BagelForConditionalGeneration"]},
+    "llm_config.json": {
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_attention_heads": 28,
+        "num_hidden_layers": 28,
+        "num_key_value_heads": 4,
+        "rope_theta": 1e6,
+        "vocab_size": 152064,
+    },
+    "tokenizer_config.json": {},
+}
+RELEASES = {
+    "ByteDance-Seed/BAGEL-7B-MoT": Release("BagelForConditionalGeneration", 14, 28 * 7, BAGEL_FILES),
+    "Qwen/Qwen-Image": Release("QwenImagePipeline", 20, 60 * 12, QWEN_PARTS),
+    "Qwen/Qwen-Image-Edit": Release("QwenImageEditPipeline", 20, 60 * 12, QWEN_PARTS),
+    "Qwen/Qwen-Image-Edit-2509": Release("QwenImageEditPlusPipeline", 20, 60 * 12, QWEN_PARTS),
+    "Qwen/Qwen-Image-Edit-2511": Release(
+        "QwenImageEditPlusPipeline", 20, 60 * 12, QWEN_PARTS | {"transformer": {"zero_cond_t": True}}
+    ),
+    "stabilityai/stable-diffusion-3.5-medium": Release(
+        "StableDiffusion3Pipeline", 2.5, 24 * 8 - 1, SD3_PARTS | {"transformer": SD35_MEDIUM}
+    ),
+    "Tongyi-MAI/Z-Image": Release("ZImagePipeline", 6, 34 * 7, Z_IMAGE_PARTS),
+    "Tongyi-MAI/Z-Image-Turbo": Release("ZImagePipeline", 6, 34 * 7, Z_IMAGE_PARTS | {"scheduler": {"shift": 3.0}}),
+    "black-forest-labs/FLUX.1-dev": Release(
+        "FluxPipeline", 12, 19 * 12 + 38 * 3, FLUX_PARTS | {"transformer": {"guidance_embeds": True}}
+    ),
+}
