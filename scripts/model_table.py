@@ -1,18 +1,19 @@
 """Train every model with every algorithm, two steps of small checkpoints, and write which did to docs/models.md.
 
-    python scripts/model_table.py
+    python scripts/model_table.py              every model, in minutes
+    python scripts/model_table.py z-image      this one; the other rows stay
 
-The runs are the tests of tests/apps/test_app_matrix.py, all of them, in minutes; if one fails, the page stays as it is.
+The runs are the tests of tests/apps/test_app_matrix.py; if one fails, the page stays as it is.
 """
 
 import subprocess
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from leaderboard_page import fill, markdown
+from leaderboard_page import fill
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -30,25 +31,31 @@ class Trained:
             self.cells += [str(cell) for name, cell in report.user_properties if name == "trained"]
 
 
-def table(cells: Collection[str]) -> str:
-    """A row for each model and a column for each algorithm."""
+def table(cells: Collection[str], run: str, block: str) -> str:
+    """A row for each model and a column for each algorithm, and when it was run; rows of `block` that it lacks stay."""
     models, algorithms = (list(dict.fromkeys(cell.split(": ")[side] for cell in cells)) for side in range(2))
-    rows = [[model, *("yes" if f"{model}: {name}" in cells else "" for name in algorithms)] for model in models]
-    return markdown([["model", *algorithms], ["---"] * (1 + len(algorithms)), *rows])
+    rows = {line.split(" | ")[0]: line for line in block.splitlines()[2:]}
+    for model in models:
+        words = ["yes" if f"{model}: {name}" in cells else "" for name in algorithms]
+        rows[f"| {model}"] = f"| {' | '.join([model, *words, run])} |"
+    head = f"| {' | '.join(['model', *algorithms, 'run'])} |"
+    return "\n".join([head, "|---" * (2 + len(algorithms)) + "|", *rows.values()]) + "\n"
 
 
-def main() -> int:
+def main(models: Iterable[str]) -> int:
     """The exit code."""
-    trained = Trained()
-    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-m", "not gpu", "-k", "trains_a_model"]
+    trained, page = Trained(), PAGE.read_text("utf-8")
+    wanted = " or ".join(f"[{model}:" for model in models) or "trains_a_model"
+    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-m", "not gpu", "-k", wanted]
     if code := pytest.main(["-q", f"--rootdir={ROOT}", *tests], plugins=[trained]):
         return code
     words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-    head = f"Run on {datetime.now(UTC):%Y-%m-%d} at commit {commit}.\n\n"
-    PAGE.write_text(fill(PAGE.read_text("utf-8"), {"trained": head + table(trained.cells)}), "utf-8")
+    block = page.partition("<!-- trained -->")[2].partition("<!-- end -->")[0].strip()
+    run = f"{datetime.now(UTC):%Y-%m-%d}, {commit}"
+    PAGE.write_text(fill(page, {"trained": table(trained.cells, run, block)}), "utf-8")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
