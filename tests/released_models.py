@@ -140,4 +140,7 @@ RELEASES = {
     "black-forest-labs/FLUX.1-dev": Release(
         "FluxPipeline", 12, 19 * 12 + 38 * 3, FLUX_PARTS | {"transformer": {"guidance_embeds": True}}
     ),
+    "black-forest-labs/FLUX.1-Kontext-dev": Release(
+        "FluxKontextPipeline", 12, 19 * 12 + 38 * 3, FLUX_PARTS | {"transformer": {"guidance_embeds": True}}
+    ),
 }

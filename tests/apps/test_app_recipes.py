@@ -19,6 +19,8 @@ from trainer_runs import place, recipe
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "checkpoints/tiny-" not in text]
+BAGEL = "train_flowgrpo bagel-pickscore-lora"
+PLANNED = sampled([case for case in ALL if case != BAGEL], 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +69,16 @@ def test_every_released_model_has_a_recipe():
     assert {recipe_of(case)[1].model for case in ALL} == set(RELEASES)
 
 
-@pytest.mark.parametrize("case", sampled(ALL, 4))
+def test_a_dry_run_of_bagel_asks_for_the_file_of_its_vae_which_is_its_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    module, args = recipe_of(BAGEL)
+    (tmp_path / "prompts.txt").write_text("a sign\n" * args.prompts_per_step)
+    files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt"}
+    with pytest.raises(ValueError, match=r"ae\.safetensors is missing"):
+        module.main(replace(args, **files, shard="none", dry_run=True))
+
+
+@pytest.mark.parametrize("case", PLANNED)
 def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys):
     module, args = recipe_of(case)
     release, references = RELEASES[args.model], ["reference.png"] * open_model(args.model).IMAGES.start
