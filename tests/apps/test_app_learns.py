@@ -12,7 +12,7 @@ from trainer_runs import recipe, train
 
 import train_flowgrpo
 
-PRESETS = {"tiny-sd35-medium": "sd35-medium", "tiny-z-image": "z-image"}
+PRESETS = {"tiny-sd35-medium": "sd35-medium", "tiny-z-image": "z-image", "tiny-flux-dev": "flux-dev"}
 PROMPTS = {"prompts": str(REPO / "data/red/train.txt"), "eval_prompts": str(REPO / "data/red/eval.txt")}
 
 
