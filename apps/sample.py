@@ -18,7 +18,7 @@ from typing import Literal
 from omni_rl.args import parse_numbers
 from omni_rl.cli import check_finite, check_least, flag, parse_cli, refuse, require
 from omni_rl.pictures import SameSizes
-from omni_train.data import PromptRecord, load_prompts
+from omni_train.data import PromptRecord, RecordCheck, load_prompts
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def check_args(args: Args) -> None:
         (Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
     )  # fmt: skip
-    read_prompts(args)
+    read_prompts(args, SameSizes())
 
 
 def listed(text: str) -> tuple[Path, ...]:
@@ -63,8 +63,8 @@ def listed(text: str) -> tuple[Path, ...]:
     return tuple(Path(piece) for piece in text.split(",") if piece)
 
 
-def read_prompts(args: Args) -> list[PromptRecord]:
-    """The prompts, with the negative prompt and the pictures that go with all of them.
+def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
+    """The prompts, with the negative prompt and the pictures that go with all of them. check: called with each line's.
 
     Raises:
         ValueError: a file of prompts or a picture is missing or damaged, or both --images and the file name pictures.
@@ -72,10 +72,10 @@ def read_prompts(args: Args) -> list[PromptRecord]:
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
-            records = load_prompts(args.prompts, check_images=SameSizes())
+            records = load_prompts(args.prompts, check=check)
     images = listed(args.images)
     with flag("--images: "):
-        SameSizes()(images)
+        SameSizes()(PromptRecord(0, args.prompts, images=images))
         require((not images or not records[0].images, f"must be left out, as {args.prompts} names images"))
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
@@ -86,6 +86,7 @@ def main(args: Args) -> None:
     Raises:
         ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
     """
+    import numpy as np
     import torch
     from omni_rl.pictures import read_picture
     from omni_rl.report.sheet import contact_sheet
@@ -110,7 +111,8 @@ def main(args: Args) -> None:
         model.check_files()
     with flag("--"):  # the message itself begins with height, width or another setting
         model.check(params)
-    records, part = read_prompts(args), model.NETS[0]
+    records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
+    part = model.NETS[0]
     with flag("--images: "):
         check_images(model, len(records[0].images))
     folders = listed(args.weights)
@@ -133,13 +135,18 @@ def main(args: Args) -> None:
             seed=sample_seed(args.seed, 0, i, 0),
             negative=record.negative,
             images=tuple(map(read_picture, record.images)),
+            size=record.size,
         )
         for i in range(args.num_images)
         for record in [records[i % len(records)]]
     ]
-    batches = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    images = torch.cat([engine.generate(batch, params).media["image"] for batch in batches])
-    contact_sheet(images.cpu().numpy(), [prompt.text for prompt in prompts]).save(args.out)
+    images: dict[int, np.ndarray] = {}
+    for size in {prompt.size for prompt in prompts}:
+        same = [prompt for prompt in prompts if prompt.size == size]
+        for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
+            pictures = engine.generate(batch, params.of_size(size)).media["image"].cpu().numpy()
+            images |= zip([prompt.index for prompt in batch], pictures, strict=True)
+    contact_sheet([images[i] for i in range(len(prompts))], [prompt.text for prompt in prompts]).save(args.out)
     print(f"{len(images)} images in {args.out}")
 
 

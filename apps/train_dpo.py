@@ -26,8 +26,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omni_rl.args import ScoredArgs, check_scored, num_ranks
-from omni_rl.cli import check_least, flag, parse_cli, require
+from omni_rl.args import MOST, ScoredArgs, check_scored, num_ranks
+from omni_rl.cli import check_least, check_most, flag, parse_cli, require
 from omni_rl.preferences import check_preferences, read_latent
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -49,11 +49,12 @@ LEAST = {"batch_size": 2, "dpo_beta": 1e-12, "levels_per_pair": 1, "level_shift"
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_scored(replace(args, prompts=args.preferences or args.prompts), num_ranks())
+    offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
+    check_scored(replace(args, prompts=args.preferences, batch_size=2) if offline else args, num_ranks())
     check_least(args, LEAST)
+    check_most(args, MOST)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
-    offline = bool(args.preferences)
     if offline:
         with flag("--preferences: "):
             check_preferences(args.preferences, height=args.height, width=args.width)
@@ -83,10 +84,11 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, expand_groups, prompts_of, show
-from omni_rl.scoring import LocalScorer, abstain, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.scoring import LocalScorer, abstain, by_size, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import join
 from omni_sched import add_noise, shift_sigmas, step_noise
+from omni_train.data import PromptRecord
 from omni_train.dist import gather_json
 from omni_train.optim import StepResult
 from torch import Tensor, nn
@@ -94,7 +96,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Pairs:
-    """This rank's n pairs: clean latents [n, ...], and of each pair the seed of its noise and its place in the step.
+    """This rank's n pairs of one size: clean latents [n, ...], each pair's seed of its noise and place in the step.
 
     Without a single pair there is one row, which only fills up, and no place.
     """
@@ -133,25 +135,37 @@ def main(args: Args) -> None:
 
 def choose(
     run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
-) -> Pairs:
-    """The best and the worst of each of this rank's groups."""
+) -> list[Pairs]:
+    """The best and the worst of each of this rank's groups, by size."""
     groups = groups_of(prompts)
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=run.args.on_failure == "raise")
-    drawn = Trajectory.cat(batches)
-    place_of = {index: place for place, index in enumerate(drawn.indices.tolist())}
-    pairs = [pair for pair in best_worst_pairs(rewards, groups) if pair[0] in place_of]
-    win, lose = (drawn.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
-    seeds, places = [prompt.seed for prompt in win.prompts], [prompt.group for prompt in win.prompts[: len(pairs)]]
-    return Pairs(win.x0, lose.x0, win.cond, drawn.params, seeds, places)
+    chosen = []
+    for same in by_size(batches):
+        drawn = Trajectory.cat(same)
+        place_of = {index: place for place, index in enumerate(drawn.indices.tolist())}
+        pairs = [pair for pair in best_worst_pairs(rewards, groups) if pair[0] in place_of]
+        win, lose = (drawn.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
+        seeds, places = [prompt.seed for prompt in win.prompts], [prompt.group for prompt in win.prompts[: len(pairs)]]
+        chosen.append(Pairs(win.x0, lose.x0, win.cond, drawn.params, seeds, places))
+    return chosen
+
+
+def read_pairs(run: Run[Args], step: Step) -> list[Pairs]:
+    """This rank's pairs of the step from the preference file, by size."""
+    dist, records = run.dist, run.prompts.at(step.number)
+    places: dict[tuple[int, int] | None, list[int]] = {}
+    for place in range(dist.rank, len(records), dist.world_size):
+        places.setdefault(records[place].size, []).append(place)
+    own = [read_rows(run, step, [records[i] for i in same], same) for same in places.values()]
+    return own or [read_rows(run, step, records[:1], [])]
 
 
 @torch.no_grad()
-def read_pairs(run: Run[Args], step: Step) -> Pairs:
-    """This rank's pairs of the step from the preference file."""
+def read_rows(run: Run[Args], step: Step, rows: Sequence[PromptRecord], places: Sequence[int]) -> Pairs:
+    """Pairs of one size, and their places in the step."""
     args, dist, model, parts = run.args, run.dist, run.model, run.engine.parts
-    records, params = run.prompts.at(step.number), run.base_params
-    rows = records[dist.rank :: dist.world_size] or records[:1]
+    params = run.base_params.of_size(rows[0].size)
     folder = Path(args.preferences).parent
     win, lose = (
         torch.stack([read_latent(model, parts, folder / str(row.meta[side]), params) for row in rows]).to(dist.device)
@@ -160,8 +174,7 @@ def read_pairs(run: Run[Args], step: Step) -> Pairs:
     prompts = expand_groups(rows, 1, seed=args.seed, step=step.number)
     inputs = [model.encode(parts, prompt) | model.condition(parts, prompt, params) for prompt in prompts]
     cond = join(inputs, dim=0, what="cond")
-    seeds = [prompt.seed for prompt in prompts]
-    return Pairs(win, lose, cond, params, seeds, range(dist.rank, len(records), dist.world_size))
+    return Pairs(win, lose, cond, params, [prompt.seed for prompt in prompts], places)
 
 
 # 3. The update
@@ -175,6 +188,7 @@ class Noised:
     noise: Tensor
     sigma: Tensor
     cond: dict[str, Tensor]
+    params: Params
     count: int
 
 
@@ -188,31 +202,38 @@ def noise_afresh(args: Args, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
     points = []
     for k in range(count):
         noise = step_noise(seeds, first + k, x0.shape[1:]).to(x0)
-        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, len(own)))
+        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.params, len(own)))
     return points
 
 
-def errors(run: Run[Args], net: nn.Module, at: Noised, params: Params) -> Tensor:
+def errors(run: Run[Args], net: nn.Module, at: Noised) -> Tensor:
     """The flow-matching error [B] of each noised sample."""
-    x_t = add_noise(at.x0, at.noise, at.sigma)
+    x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(at.params)
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
 
 
-def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
+def minibatch(args: Args, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
+    """This rank's batches of one optimizer step: rows of pairs of one size."""
+    batches = []
+    for same in pairs:
+        rows = [
+            i for i, place in enumerate(same.places) if place * args.num_minibatches // args.prompts_per_step == number
+        ]
+        batches += [(same, rows[i : i + args.batch_size // 2]) for i in range(0, len(rows), args.batch_size // 2)]
+    return batches
+
+
+def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
-    args, dist, size, num_updates = run.args, run.dist, run.args.batch_size // 2, run.args.num_minibatches
-    updates = [place * num_updates // args.prompts_per_step for place in pairs.places]
-    rows = [[i for i, u in enumerate(updates) if u == number] for number in range(num_updates)]
-    counts = torch.tensor(gather_json(dist, [len(own) for own in rows]))  # [ranks, updates]
-    num_pairs, most = counts.sum(dim=0).tolist(), counts.amax(dim=0).tolist()
-    # Every rank computes as many batches as the one with the most pairs, as sharded weights demand.
-    points = [
-        [at for i in range(0, n, size) for at in noise_afresh(args, pairs, own[i : i + size])]
-        for own, n in zip(rows, most, strict=True)
-    ]
-    params = run.model.unguided(pairs.params)
+    args, dist, num_updates = run.args, run.dist, run.args.num_minibatches
+    own = [minibatch(args, pairs, number) for number in range(num_updates)]
+    counts = gather_json(dist, [[sum(len(rows) for _, rows in batches), len(batches)] for batches in own])
+    num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
+    # Every rank computes as many batches as the one with the most, as sharded weights demand.
+    filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
+    points = [[at for same, rows in batches for at in noise_afresh(args, same, rows)] for batches in filled]
     with torch.no_grad(), run.reference() as net:
-        references = [[errors(run, net, at, params) for at in batches] for batches in points]
+        references = [[errors(run, net, at) for at in batches] for batches in points]
     seen, results = [], []
     for number in range(num_updates):
         if not num_pairs[number]:
@@ -220,7 +241,7 @@ def update(run: Run[Args], step: Step, pairs: Pairs) -> dict[str, float]:
             continue
         for at, old in zip(points[number], references[number], strict=True):
             real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
-            now = errors(run, run.net, at, params)
+            now = errors(run, run.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
             (out.loss * at.count / (num_pairs[number] * args.levels_per_pair)).backward()

@@ -50,11 +50,12 @@ def draw_groups(
                 negative=record.negative,
                 images=tuple(map(read_picture, record.images)),
                 meta=dict(record.meta),
+                size=record.size,
             )
             for i in range(args.group_size)
         ]
         chunks = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-        group = Trajectory.cat([engine.generate(chunk, params) for chunk in chunks])
+        group = Trajectory.cat([engine.generate(chunk, params.of_size(record.size)) for chunk in chunks])
         scores = submit(client, group).result()
         yield record, group, torch.tensor([float("nan") if s.value is None else s.value for s in scores])
 
@@ -71,7 +72,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 def build(args: Any) -> tuple[int, int]:
     """Writes the file; returns the number of pairs and of prompts that were drawn."""
-    records = load_prompts(args.prompts, check_images=SameSizes())[: args.num_prompts]
+    records = load_prompts(args.prompts, check=SameSizes())[: args.num_prompts]
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
     samples = args.out / "samples"
     samples.mkdir(parents=True)  # a folder that exists holds other pairs
@@ -87,6 +88,8 @@ def build(args: Any) -> tuple[int, int]:
             for record, group, rewards in draw_groups(DiffusersEngine(model, parts), client, records, args):
                 for best, worst in best_worst_pairs(rewards, torch.zeros(len(rewards), dtype=torch.long)):
                     line: dict[str, object] = {"prompt": record.text}
+                    if record.size:
+                        line |= {"height": record.size[0], "width": record.size[1]}
                     if record.images:
                         line["images"] = [os.path.relpath(image, args.out) for image in record.images]
                     for side, index in (("win", best), ("lose", worst)):

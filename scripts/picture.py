@@ -41,7 +41,7 @@ def sheet_of(evaluation: Path) -> Image.Image:
     """A contact sheet of an evaluation's pictures, with their scores."""
     rows = json.loads((evaluation / "rows.json").read_text())
     images = [np.asarray(Image.open(evaluation / row["file"]).convert("RGB")) for row in rows]
-    return contact_sheet(np.stack(images), [score_label(row["reward"], row["details"]) for row in rows])
+    return contact_sheet(images, [score_label(row["reward"], row["details"]) for row in rows])
 
 
 def curve(run: Path, path: Path, other: Path | None = None) -> None:

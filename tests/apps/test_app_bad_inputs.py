@@ -116,7 +116,7 @@ REFERENCES = {  # "images" of the last line -> what is said of it
     '"gone.png"': r"--prompts: edits\.jsonl, line 2: must name a file that exists .*, got gone\.png",
     '"torn.png"': r"--prompts: edits\.jsonl, line 2: torn\.png is cut short",
     '["a.png", "a.png"]': r"--prompts: edits\.jsonl, line 2: .* of the first prompt, \[\(8, 4\)\], .* got \[\(8, 4\), ",
-    '"a.png"': "--prompts: prompts of a QwenImagePipeline must have no images, got 1",
+    '"a.png"': r"--prompts: edits\.jsonl, line 1: prompts of a QwenImagePipeline must have no images, got 1",
 }
 
 
@@ -126,6 +126,32 @@ def test_a_reference_that_cannot_be_used(folder, images):
     (folder / "torn.png").write_bytes((folder / "a.png").read_bytes()[:-8])
     (folder / "edits.jsonl").write_text(f'{{"prompt": "x", "images": "a.png"}}\n{{"prompt": "y", "images": {images}}}')
     lives.assert_refused(folder, ["--prompts", "edits.jsonl", "--prompts-per-step", "2"], REFERENCES[images])
+
+
+LINE = r"--prompts: sizes\.jsonl, line 2: "
+SIZES = {  # flags, and the size that the last line says -> what is said of it
+    ("", '"height": 40'): f'{LINE}"height" and "width" must both be .*, got 40 and None',
+    (
+        "",
+        '"height": 48, "width": 48',
+    ): rf'{LINE}"height" and "width" must be those of the first prompt, '
+    r"\(32, 96\), unless --batch-size \(4\) divides --group-size \(2\), got \(48, 48\)",
+    ("--batch-size 2", '"height": 48, "width": 40'): f"{LINE}width must be a positive multiple of 16 pixels, .* got 40",
+}
+
+
+@pytest.mark.parametrize("case", SIZES)
+def test_a_size_that_cannot_be_drawn(folder, case):
+    flags, size = case
+    (folder / "sizes.jsonl").write_text(f'{{"prompt": "x"}}\n{{"prompt": "y", {size}}}')
+    base = ["--prompts", "sizes.jsonl", "--prompts-per-step", "2", "--group-size", "2", "--batch-size", "4"]
+    lives.assert_refused(folder, [*base, *flags.split()], SIZES[case])
+
+
+def test_a_size_of_the_evaluation_that_the_model_lacks(folder):
+    (folder / "sizes.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y", "height": 50, "width": 48}')
+    said = r"--eval-prompts: sizes\.jsonl, line 2: height must be a positive multiple of 16 pixels, such as 48, got 50"
+    lives.assert_refused(folder, ["--eval-prompts", "sizes.jsonl"], said)
 
 
 ON_TWO_RANKS = {

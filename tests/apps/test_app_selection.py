@@ -39,7 +39,7 @@ def in_tmp(tmp_path, monkeypatch):
     return tmp_path
 
 
-def numbered(numbers):
+def numbered(numbers, height=16):
     """A batch whose samples are told apart by x0, which is their index in the step."""
     x = torch.zeros(len(numbers), 1, 1)
     return Trajectory(
@@ -55,7 +55,7 @@ def numbered(numbers):
         rollout_mean=None,
         cond={},
         x0=torch.tensor(numbers, dtype=torch.float32)[:, None],
-        params=Params(2, 16, 16),
+        params=Params(2, height, 16),
     )
 
 
@@ -64,13 +64,22 @@ def numbers_of(batches):
     return torch.stack([batch.trajectory.x0[:, 0] for batch in batches]).long()
 
 
-def gathered_counts(monkeypatch, batches_by_rank, keep, num_minibatches):
-    """Lets every rank see all ranks' counts, as the collective would."""
-    counts = [
-        keep[torch.cat([b.indices for b in batches])].view(num_minibatches, -1).sum(dim=1).tolist()
-        for batches in batches_by_rank
-    ]
-    monkeypatch.setattr("omni_rl.scoring.gather_json", lambda dist, values: counts)
+def select_on_ranks(batches_by_rank, values, keep, num_minibatches):
+    """What every rank trains on, each of which sees all ranks' numbers, as the collective would show them."""
+    said, world_size = [], len(batches_by_rank)
+
+    def select_all():
+        return [
+            select(place(rank, world_size), batches, values, keep, num_minibatches=num_minibatches)
+            for rank, batches in enumerate(batches_by_rank)
+        ]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        name = "omni_rl.scoring.gather_json"
+        monkeypatch.setattr(name, lambda dist, own: said.append(own) or [own] * world_size)
+        select_all()
+        monkeypatch.setattr(name, lambda dist, own: said[:world_size])
+        return select_all()
 
 
 @settings(deadline=None, max_examples=60)
@@ -80,36 +89,42 @@ def gathered_counts(monkeypatch, batches_by_rank, keep, num_minibatches):
     size=st.sampled_from([1, 2, 4]),
     updates=st.sampled_from([1, 2]),
     seed=st.integers(0, 3),
+    heights=st.lists(st.sampled_from([16, 32, 48]), min_size=24, max_size=24),
 )
-def test_the_mean_over_all_places_of_an_update_is_the_mean_over_what_is_kept(keep, world_size, size, updates, seed):
-    """However the samples were dealt to the ranks: in turn (seed 0), or in any other order."""
+def test_the_mean_over_all_places_of_an_update_is_the_mean_over_what_is_kept(
+    keep, world_size, size, updates, seed, heights
+):
+    """However the samples were dealt to the ranks, in turn (seed 0) or in any other order, and whatever their sizes."""
     assume(24 // size // world_size % updates == 0)
     keep = torch.tensor(keep)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(24)
     everyone = order.view(-1, world_size, size)
     values, totals, seen = torch.randn(24), [0.0] * updates, [[] for _ in range(updates)]
-    batches_by_rank = [[numbered(row) for row in everyone[:, rank].tolist()] for rank in range(world_size)]
+    tall = torch.tensor(heights)[: len(everyone) * world_size].view(-1, world_size)
+    batches_by_rank = [
+        [numbered(*batch) for batch in zip(everyone[:, rank].tolist(), tall[:, rank].tolist(), strict=True)]
+        for rank in range(world_size)
+    ]
     lengths = set()
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        gathered_counts(monkeypatch, batches_by_rank, keep, updates)
-        for rank, batches in enumerate(batches_by_rank):
-            new = select(place(rank, world_size), batches, values, keep, num_minibatches=updates)
-            lengths.add(len(new))
-            numbers = numbers_of(new)
-            assert torch.equal(torch.stack([batch.advantages for batch in new]), values[numbers])
-            weights = torch.stack([torch.ones(size) if b.weights is None else b.weights for b in new])
-            assert torch.equal(weights > 0, keep[numbers])
-            for update, part in enumerate(numbers.chunk(updates)):
-                share = weights.chunk(updates)[update]
-                seen[update] += part[share > 0].tolist()
-                totals[update] += (share * values[part]).mean().item() / world_size
+    for new in select_on_ranks(batches_by_rank, values, keep, updates):
+        lengths.add(len(new))
+        numbers = numbers_of(new)
+        assert torch.equal(torch.stack([batch.advantages for batch in new]), values[numbers])
+        weights = torch.stack([torch.ones(size) if b.weights is None else b.weights for b in new])
+        assert torch.equal(weights > 0, keep[numbers])
+        for update, part in enumerate(numbers.chunk(updates)):
+            share = weights.chunk(updates)[update]
+            seen[update] += part[share > 0].tolist()
+            totals[update] += (share * values[part]).mean().item() / world_size
     blocks = everyone.chunk(updates)  # a minibatch has the same share of every rank's batches
     for block, numbers, total in zip(blocks, seen, totals, strict=True):
         wanted = block.flatten()[keep[block.flatten()]]
         assert sorted(numbers) == sorted(wanted.tolist())  # each once
         assert total == pytest.approx(values[wanted].mean().item() if numbers else 0.0, abs=1e-5)
-    counts = keep[everyone].view(updates, -1, world_size, size).sum(dim=(1, 3))
-    assert lengths == {updates * max(1, -(-int(counts.max()) // size))}  # as few as possible, on every rank
+    counts = torch.stack([(keep[everyone].sum(dim=2) * (tall == height)) for height in (16, 32, 48)])
+    counts = counts.view(3, updates, -1, world_size).sum(dim=2)  # [sizes, updates, ranks]
+    most = int((counts / size).ceil().sum(dim=0).max())
+    assert lengths == {len(everyone) if keep.all() else updates * max(1, most)}  # as few as possible, on every rank
 
 
 def test_what_fills_up_is_spread_over_the_batches():

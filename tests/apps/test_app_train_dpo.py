@@ -107,7 +107,7 @@ def choose(args, values):
     run.reference_net = copy.deepcopy(run.net).requires_grad_(False)
     batches, prompts = rollout(run, run.base_params, unit=args.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
-    pairs = app.choose(run, step, prompts, batches, scores)
+    (pairs,) = app.choose(run, step, prompts, batches, scores)
     return run, torch.cat([b.x0 for b in batches]), pairs, step
 
 
@@ -129,7 +129,7 @@ def test_best_and_worst_are_a_pair_and_no_score_is_in_none():
 def test_a_step_without_pairs_leaves_the_weights_alone():
     run, _, pairs, step = choose(TINY, [0.5] * 8)
     before = [p.detach().clone() for p in run.params]
-    assert app.update(run, step, pairs) == {"policy/skipped_updates": 1}
+    assert app.update(run, step, [pairs]) == {"policy/skipped_updates": 1}
     assert step.metrics["policy/pairs"] == 0
     assert not step.has_signal
     assert all(map(torch.equal, before, run.params))
@@ -144,7 +144,7 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
         for p in run.params:
             p.add_(0.01 * torch.randn_like(p))
     kept = keep_gradients(run)
-    metrics = app.update(run, Step(0), pairs)
+    metrics = app.update(run, Step(0), [pairs])
     normal = step_noise(pairs.seeds, args.num_inference_steps + 2, (2,))
 
     def errors(net, x0, k):
@@ -178,7 +178,7 @@ def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():
     args = replace(TINY, prompts_per_step=4, num_minibatches=2, levels_per_pair=1, group_size=2)
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.5, 0.5, 0.9, 0.8])
     kept = keep_gradients(run)
-    app.update(run, Step(0), pairs)
+    app.update(run, Step(0), [pairs])
     assert len(kept) == 2
     run.args = replace(args, num_minibatches=1)
     for gradients, rows in zip(kept[:2], ([0, 1], [2]), strict=True):
@@ -186,7 +186,7 @@ def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():
             pairs, win=pairs.win[rows], lose=pairs.lose[rows], seeds=[pairs.seeds[i] for i in rows],
             cond={name: tensor[rows] for name, tensor in pairs.cond.items()}, places=[0] * len(rows),
         )  # fmt: skip
-        app.update(run, Step(0), chosen)
+        app.update(run, Step(0), [chosen])
         for ours, theirs in zip(gradients, kept[-1], strict=True):
             if ours is not None:
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)

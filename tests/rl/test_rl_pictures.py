@@ -81,8 +81,8 @@ def test_prompts_of_a_file_share_the_number_and_the_sizes_of_their_references(pi
     prompts = tmp_path / "prompts.jsonl"
     fine = '{"prompt": "x", "images": "a.png"}\n{"prompt": "y", "images": ["other.png"]}\n'
     prompts.write_text(fine)
-    assert len(load_prompts(prompts, check_images=SameSizes())) == 2
+    assert len(load_prompts(prompts, check=SameSizes())) == 2
     prompts.write_text(f'{fine}{{"prompt": "z", "images": {images}}}\n')
     rule = 'line 3: "images" must have the sizes (width, height) of those of the first prompt, [(24, 16)], since'
     with pytest.raises(ValueError, match=f"{re.escape(rule)}.*got {re.escape(got)}"):
-        load_prompts(prompts, check_images=SameSizes())
+        load_prompts(prompts, check=SameSizes())

@@ -112,9 +112,12 @@ def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
     ("bad", "message"),
     [
         (np.zeros((2, 4, 4, 3), dtype=np.float32), "images must be uint8, got float32"),
-        (np.zeros((2, 3, 4, 4), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\), .*, got \(2, 3, 4, 4\)"),
-        (np.zeros((3, 4, 4, 3), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\)"),
-        (np.zeros((2, 4, 3), dtype=np.uint8), r"images must have the shape \(2, H, W, 3\)"),
+        (
+            np.zeros((2, 3, 4, 4), dtype=np.uint8),
+            r"images must be 2 of shape \(H, W, 3\), .*, got 2 of \[\(3, 4, 4\)\]",
+        ),
+        (np.zeros((3, 4, 4, 3), dtype=np.uint8), r"images must be 2 of shape \(H, W, 3\)"),
+        (np.zeros((2, 4, 3), dtype=np.uint8), r"images must be 2 of shape \(H, W, 3\)"),
     ],
 )
 @pytest.mark.parametrize("write", [write_eval, write_samples])
@@ -122,6 +125,15 @@ def test_other_images_are_refused(tmp_path, write, bad, message):
     with pytest.raises(ValueError, match=message):
         write(tmp_path, 1, bad, samples([0.0, 1.0]))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_may_have_several_sizes(tmp_path):
+    pictures = [images(1, 8, 16)[0], torch.from_numpy(images(1, 24, 8, seed=1)[0])]
+    write_eval(tmp_path, 1, pictures, samples([0.0, 1.0]))
+    rows = json.loads((tmp_path / "eval" / "000001" / "rows.json").read_text())
+    assert [row["size"] for row in rows] == [[16, 8], [8, 24]]
+    for row, picture in zip(rows, pictures, strict=True):
+        assert np.array_equal(Image.open(tmp_path / "eval" / "000001" / row["file"]), picture)
 
 
 def test_to_keep_nothing_is_refused(tmp_path):

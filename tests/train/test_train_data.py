@@ -147,19 +147,38 @@ def test_references_are_files_relative_to_the_prompts(tmp_path):
         assert [record.meta.get("images") for record in records] == [None, "in/b.png", ["1.png", "/2.png"]]
 
 
+def test_a_line_may_say_the_size_of_its_picture(tmp_path):
+    lines = [{"prompt": "a"}, {"prompt": "b", "height": 32, "width": 96}]
+    path = write(tmp_path, "a.jsonl", *map(json.dumps, lines))
+    sampler = PromptSampler(path, prompts_per_step=2, seed=0)
+    for records in (load_prompts(path), sorted(sampler.at(0), key=lambda record: record.index)):
+        assert [record.size for record in records] == [None, (32, 96)]
+        assert records[1].meta == {"height": 32, "width": 96}
+
+
+@pytest.mark.parametrize(
+    ("height", "width"), [(32, None), (None, 32), (0, 32), (32, 3.5), (True, 1), ("32", 32), (8, 2**20)]
+)
+def test_a_size_that_is_half_said_or_no_number_of_pixels_is_refused(tmp_path, height, width):
+    path = write(tmp_path, "a.jsonl", '{"prompt": "a"}', json.dumps({"prompt": "b", "height": height, "width": width}))
+    rule = '"height" and "width" must both be whole numbers of pixels from 1 to 16384'
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {rule}, got {height!r} and {width!r}"):
+        load_prompts(path)
+
+
 def test_the_line_of_a_reference_that_cannot_be_used_is_named(tmp_path):
     """Blank lines count, and prompts without references are checked too."""
     path = write(tmp_path, "a.jsonl", '{"prompt": "a"}', "", '{"prompt": "b", "images": "b.png"}')
     seen = []
 
-    def refuse(images):
-        seen.append(images)
-        if images:
-            raise ValueError(f"{images[0].name} is broken")
+    def refuse(record):
+        seen.append(record.images)
+        if record.images:
+            raise ValueError(f"{record.images[0].name} is broken")
 
     for load in (load_prompts, partial(PromptSampler, prompts_per_step=1, seed=0)):
         with pytest.raises(ValueError, match=r"a\.jsonl, line 3: b\.png is broken"):
-            load(path, check_images=refuse)
+            load(path, check=refuse)
     assert seen == [(), (tmp_path / "b.png",)] * 2
 
 

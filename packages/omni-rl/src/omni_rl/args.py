@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
-from omni_train.data import PromptSampler, load_prompts
+from omni_train.data import PromptRecord, PromptSampler, RecordCheck, load_prompts
 
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
 from omni_rl.pictures import SameSizes
@@ -147,9 +147,32 @@ def check_run(args: RunArgs, world_size: int) -> None:
     parse_numbers(args.guidance, "--guidance")
     check_urls(args.watch_scorer_url, "--watch-scorer-url")
     with flag("--prompts: "):
-        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check_images=SameSizes())
+        check = check_sizes(args)
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=check)
     with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts, check_images=SameSizes())
+        load_prompts(args.eval_prompts, check=SameSizes())
+
+
+def check_sizes(args: RunArgs) -> RecordCheck:
+    """A check of one training prompt after the other: the samples of a batch will share their sizes.
+
+    A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes of their own.
+    """
+    check_references = SameSizes()
+    first: tuple[int, int] | None = None
+
+    def check(record: PromptRecord) -> None:
+        nonlocal first
+        check_references(record)
+        size = record.size or (args.height, args.width)
+        first = first or size
+        require(
+            (size == first or args.group_size % args.batch_size == 0,
+             f'"height" and "width" must be those of the first prompt, {first}, unless --batch-size '
+             f"({args.batch_size}) divides --group-size ({args.group_size}), got {size}"),
+        )  # fmt: skip
+
+    return check
 
 
 def check_scored(args: ScoredArgs, world_size: int) -> None:

@@ -1,10 +1,10 @@
 """Picture files: their check before any weight is loaded, and their pixels."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from omni_train.data import PromptRecord
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:  # the check runs before torch is imported
@@ -55,9 +55,9 @@ class SameSizes:
     def __init__(self) -> None:
         self.first: list[tuple[int, int]] | None = None
 
-    def __call__(self, images: Sequence[Path]) -> None:
+    def __call__(self, record: PromptRecord) -> None:
         """Raises ValueError for a file that is no whole picture, and for other numbers or sizes than the first's."""
-        sizes = [picture_size(path) for path in images]
+        sizes = [picture_size(path) for path in record.images]
         if self.first is None:
             self.first = sizes
         if sizes != self.first:

@@ -18,7 +18,7 @@ SUFFIXES = (*FORMATS, ".safetensors")
 
 
 def check_preferences(path: str | Path, *, height: int, width: int) -> None:
-    """Check that every pair names two whole files in the file's own folder, and that images have the run's size.
+    """Check that every pair names two whole files in the file's own folder, and images of the pair's or the run's size.
 
     Reads headers alone, so a large file is checked in seconds.
 
@@ -29,7 +29,7 @@ def check_preferences(path: str | Path, *, height: int, width: int) -> None:
     for record in load_prompts(path):
         for side in SIDES:
             try:
-                _check_file(_file_of(record, side, folder), height, width)
+                _check_file(_file_of(record, side, folder), *(record.size or (height, width)))
             except ValueError as exc:
                 raise ValueError(f'{path}, pair {record.index + 1}, "{side}": {exc}') from exc
 

@@ -5,6 +5,7 @@
 A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded.
 """
 
+import math
 import os
 import sys
 from collections import Counter
@@ -21,7 +22,7 @@ from omni_rollout.models import open_model
 from omni_rollout.sampler import check_images
 from omni_train import lora
 from omni_train.checkpoint import Checkpoint, check_config
-from omni_train.data import PromptSampler, load_prompts
+from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import (
     Dist,
     gather_json,
@@ -79,6 +80,7 @@ class Run(Generic[ArgsT]):
             guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
         )
         self.eval_params = replace(self.base_params, num_inference_steps=args.eval_num_inference_steps)
+        self.sizes: set[tuple[int, int]] = set()  # (height, width) of all prompts
         self.folder = Path("runs") / args.name
         self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
         self.counts: Counter[str] = Counter()
@@ -228,11 +230,11 @@ class Run(Generic[ArgsT]):
             for params in (self.base_params, self.eval_params):
                 model.check(params)
         with flag("--prompts: "):
-            self.prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-            check_images(model, len(self.prompts.at(0)[0].images))
+            self.prompts = PromptSampler(
+                args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_record
+            )
         with flag("--eval-prompts: "):
-            self.eval_records = load_prompts(args.eval_prompts)
-            check_images(model, len(self.eval_records[0].images))
+            self.eval_records = load_prompts(args.eval_prompts, check=self._check_record)
         if args.init_weights:
             with flag("--init-weights: "):
                 self._read_start(args.init_weights, model.NETS[0])
@@ -246,6 +248,14 @@ class Run(Generic[ArgsT]):
         images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
         if images:
             self.config["images_digest"] = probe_digest(images, num_blocks=1)
+
+    def _check_record(self, record: PromptRecord) -> None:
+        """Raise ValueError for a prompt with another number of references, or of another size, than the model takes."""
+        check_images(self.model, len(record.images))
+        size = record.size or (self.args.height, self.args.width)
+        if size not in self.sizes:
+            self.model.check(self.base_params.of_size(size))
+            self.sizes.add(size)
 
     def _read_start(self, folder: str, part: str) -> None:
         """Check the weights to start from, which are full ones or an adapter."""
@@ -289,8 +299,9 @@ class Run(Generic[ArgsT]):
             number / share / 2**20 for number in (num_frozen * self.dtype.itemsize, num_trained * 4 * copies)
         )
         samples = args.prompts_per_step * args.group_size
+        latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
         lines = {
-            "model": f"{type(self.model).__name__}, latents {self.model.latent_shape(self.base_params)}",
+            "model": f"{type(self.model).__name__}, latents {' and '.join(map(str, latents))}",
             "ranks": f"{num_ranks}, weights {self.mode}",
             "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
             "optimizer steps per training step": str(args.num_minibatches),
@@ -304,7 +315,8 @@ class Run(Generic[ArgsT]):
     def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
         """Open what scores samples, and what else evaluations ask."""
         args, version, name = self.args, "", "--watch-scorer-url"
-        canary, media = self.eval_records[0], self.model.MEDIA
+        canary = replace(self.eval_records[0], size=max(self.sizes, key=math.prod))
+        media = self.model.MEDIA
         self.watch: Scorer | None = None
         if args.watch_scorer_url:
             self.watch, _ = connect(args.watch_scorer_url, args, self.dist, canary, media, name=name)

@@ -5,6 +5,7 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 
 import torch
 from omni_reward import Score
@@ -36,6 +37,7 @@ def expand_groups(
             images=tuple(map(read_picture, record.images)),
             meta=dict(record.meta),
             initial_seed=sample_seed(seed, step, record.index, 0) if same_start_noise else None,
+            size=record.size,
         )
         for group, record in enumerate(records)
         for i in range(group_size)
@@ -69,7 +71,7 @@ def draw(
     """
     batches, pending = [], []
     for own in deal(prompts, run.dist, run.args.batch_size, unit=unit):
-        batch = run.engine.generate(own, params)
+        batch = run.engine.generate(own, params.of_size(own[0].size))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
@@ -90,13 +92,11 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     step: number of finished training steps.
     """
     prompts = expand_groups(run.eval_records, 1, seed=0, step=-1)  # the same for every run
-    per_round = run.args.batch_size * run.dist.world_size
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
-    filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // per_round) * per_round)]
-    numbered = [replace(prompt, index=i) for i, prompt in enumerate(filled)]
-    batches, pending = draw(run, numbered, run.eval_params)
+    filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
+    batches, pending = draw(run, filled, run.eval_params)
     scores = collect(run.dist, pending)
-    groups = torch.arange(len(numbered))
+    groups = torch.arange(len(filled))
     rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}
     if run.watch:
         seen = collect(run.dist, [submit(run.watch, batch) for batch in batches])
@@ -107,10 +107,29 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     return means | {"eval/abstained_ratio": rewards["eval/reward"].isnan().float().mean().item()}
 
 
-def _pictures(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[torch.Tensor, list[Sample]]:
-    """This rank's images, uint8 [n, H, W, 3], and what the report shows of each."""
+def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
+    """Full batches of one size each, equally many for every rank: the prompts, and some again under further indices."""
+    sizes: dict[tuple[int, int] | None, list[Prompt]] = {}
+    for prompt in prompts:
+        sizes.setdefault(prompt.size, []).append(prompt)
+    full = [prompt for same in sizes.values() for prompt in _repeated(same, batch_size)]
+    copies, seen = count(len(prompts)), set[int]()
+    filled = []
+    for prompt in _repeated(full, batch_size * num_ranks):
+        filled.append(replace(prompt, index=next(copies)) if prompt.index in seen else prompt)
+        seen.add(prompt.index)
+    return filled
+
+
+def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
+    """The prompts, and the first of them again, up to a multiple of `unit`."""
+    return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
+
+
+def _pictures(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[torch.Tensor], list[Sample]]:
+    """This rank's images, each uint8 [H, W, 3], and what the report shows of them."""
     prompts = [prompt for batch in batches for prompt in batch.prompts]
     rows = [
         Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained) for p, s in zip(prompts, scores, strict=True)
     ]
-    return torch.cat([batch.media["image"] for batch in batches]), rows
+    return [image for batch in batches for image in batch.media["image"]], rows

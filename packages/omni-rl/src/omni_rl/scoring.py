@@ -80,7 +80,7 @@ def connect(
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
 
-    Each server has scored a canary: a grey image of the run's size with the text and meta of a real prompt.
+    Each server has scored a canary: a grey image with the size, text and meta of a prompt.
 
     kinds: of media that the model draws, of which the scorer may take some. name: of the flag that holds the URLs.
     parts: that its scores must name.
@@ -100,7 +100,7 @@ def connect(
     )
     with flag(f"{name}: "):
         client = open_client()
-    image = np.full((1, args.height, args.width, 3), 127, dtype=np.uint8)
+    image = np.full((1, *(canary.size or (args.height, args.width)), 3), 127, dtype=np.uint8)
     try:
         info = client.info()
         media = {"image": image} if info["media"] == ["image"] else None
@@ -229,27 +229,57 @@ def select(
 ) -> list[TrainBatch]:
     """This rank's batches to train on, each with its advantages on the device: as they were drawn if all are kept.
 
-    Else the kept samples in the fewest full batches, equally many on every rank and in every minibatch. A minibatch
-    keeps to its own consecutive share of the rank's batches. Places that are left over are filled with samples of
-    weight 0, spread evenly. The weights make a minibatch's mean over all places that over its kept samples of all
-    ranks.
-
-    advantages: [N]. keep: [N], or None to keep all.
+    advantages: [N]. keep: [N], or None to keep all; without some, the others are repacked.
     """
     if keep is None or bool(keep.all()):
         return [TrainBatch(b, advantages[b.indices].to(dist.device)) for b in batches]
-    size = len(batches[0])
-    indices = torch.cat([batch.indices for batch in batches])
-    kept = keep[indices].view(num_minibatches, -1)  # [minibatches, samples of this rank]
-    counts = torch.tensor(gather_json(dist, kept.sum(dim=1).tolist()))  # [ranks, minibatches]
-    rounds = max(1, math.ceil(counts.max().item() / size))
-    order = kept.int().argsort(dim=1, descending=True, stable=True)[:, : rounds * size]
-    order = order.view(num_minibatches, size, rounds).transpose(1, 2).sort(dim=2).values  # dealt to batches in turn
-    scale = rounds * size * dist.world_size / counts.sum(dim=0).clamp(min=1)
-    weights = (kept.gather(1, order.flatten(1)).view_as(order) * scale[:, None, None]).flatten(0, 1).to(dist.device)
-    places = (order + torch.arange(num_minibatches)[:, None, None] * kept.shape[1]).flatten(0, 1)
-    values = advantages[indices].to(dist.device)
-    return [TrainBatch(_pick(batches, row), values[row], w) for row, w in zip(places, weights, strict=True)]
+    return repack(dist, batches, advantages, keep, num_minibatches=num_minibatches)
+
+
+def repack(
+    dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor, *, num_minibatches: int
+) -> list[TrainBatch]:
+    """The kept samples in the fewest full batches, equally many on every rank and in every minibatch.
+
+    A minibatch keeps to its own consecutive share of the rank's batches, a batch to one height and width. Places that
+    are left over are filled with samples of weight 0, spread evenly over the batches of a size. The weights make a
+    minibatch's mean over all places that over its kept samples of all ranks.
+    """
+    size, share = len(batches[0]), len(batches) // num_minibatches
+    parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
+    counts = [[int(keep[torch.cat([b.indices for b in same])].sum()) for same in part] for part in parts]
+    least = [[math.ceil(count / size) for count in own] for own in counts]
+    by_rank = gather_json(dist, [[sum(own) for own in counts], [sum(own) for own in least]])
+    kept, rounds = torch.tensor(by_rank).unbind(dim=1)  # [ranks, minibatches]
+    most = max(1, int(rounds.max()))
+    scale = most * size * dist.world_size / kept.sum(dim=0).clamp(min=1)
+    chosen = []
+    for part, own, factor in zip(parts, least, scale, strict=True):
+        for same, num in zip(part, _filled(own, [len(same) for same in part], most), strict=True):
+            indices = torch.cat([batch.indices for batch in same])
+            order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
+            for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
+                picked, weights = indices[row], keep[indices[row]] * factor
+                chosen.append(TrainBatch(_pick(same, row), advantages[picked].to(dist.device), weights.to(dist.device)))
+    return chosen
+
+
+def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
+    """The batches of each height and width."""
+    together: dict[tuple[int, int], list[Trajectory]] = {}
+    for batch in batches:
+        together.setdefault((batch.params.height, batch.params.width), []).append(batch)
+    return list(together.values())
+
+
+def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
+    """The counts, raised in turn as far as each may be until their sum is `total`."""
+    filled, left = [], total - sum(counts)
+    for count, bound in zip(counts, most, strict=True):
+        more = min(left, bound - count)
+        filled.append(count + more)
+        left -= more
+    return filled
 
 
 def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:

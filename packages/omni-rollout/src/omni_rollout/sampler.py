@@ -37,19 +37,18 @@ class Sampler:
         then: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
 
         Raises:
-            ValueError: no prompts, images of several sizes or another number of them than the model takes, sound, or a
-                size or option that the model lacks.
+            ValueError: no prompts, prompts or images of several sizes, another number of images than the model takes,
+                sound, or a size or option that the model lacks.
         """
-        _check_prompts(prompts, self.model)
+        _check_prompts(prompts, self.model, params)
         self.model.check(params)
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
         if params.compress_ratio is not None:
             sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
         cond = self._condition(prompts, params)
-        device = next(iter(cond.values())).device
         x, kept = self._denoise(prompts, params, sigmas, cond, shape)
         media, rates = self.model.decode(self.parts, x, cond, params)
-        B, K = len(prompts), len(kept)
+        B, K, device = len(prompts), len(kept), x.device
         return Trajectory(
             prompts=tuple(prompts),
             media=to_wire(media),
@@ -107,11 +106,9 @@ class Sampler:
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         key = (negative, prompt.negative if negative else prompt.text, *map(id, prompt.images), id(prompt.audio))
         if key not in self._texts:
-            cond = self.model.encode(self.parts, prompt, negative=negative)
-            self._texts[key] = prompt, cond
-            while sum(_num_bytes(kept) for _, kept in self._texts.values()) > MAX_CACHED_BYTES:
+            self._texts[key] = prompt, self.model.encode(self.parts, prompt, negative=negative)
+            while len(self._texts) > 1 and sum(_num_bytes(kept) for _, kept in self._texts.values()) > MAX_CACHED_BYTES:
                 self._texts.pop(next(iter(self._texts)))
-            return cond
         return self._texts[key][1]
 
 
@@ -139,12 +136,14 @@ def check_images(model: Model, num: int) -> None:
         raise ValueError(f"prompts of a {model.config['_class_name']} must have {span} images, got {num}")
 
 
-def _check_prompts(prompts: Sequence[Prompt], model: Model) -> None:
+def _check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> None:
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     sizes = sorted({tuple(tuple(image.shape) for image in prompt.images) for prompt in prompts})
     if len(sizes) > 1:
         raise ValueError(f"prompts of one batch must have equally many images of equal sizes, got {sizes}")
+    if others := {prompt.size for prompt in prompts} - {None, (params.height, params.width)}:
+        raise ValueError(f"prompts of one batch must have its size, {params.height} x {params.width}, got {others}")
     check_images(model, len(prompts[0].images))
     if any(prompt.audio is not None for prompt in prompts):
         raise ValueError(f"prompts of a {model.config['_class_name']} must have no audio, got some")

@@ -37,7 +37,8 @@ class Prompt:
     seed: of its noise. negative: what guidance leads away from; empty is the model's own default. images: references
     to edit or the frames of a video to begin and end with, each uint8 [H, W, 3]. audio: float32 [points, channels].
     meta: what a scorer is told besides the text. initial_seed: of the noise it starts from, if that is another; samples
-    of a group that share it start alike and differ by what the stochastic steps inject.
+    of a group that share it start alike and differ by what the stochastic steps inject. size: (height, width) in pixels
+    of a prompt that wants its own, which the Params of its batch must have.
     """
 
     text: str
@@ -49,6 +50,7 @@ class Prompt:
     audio: Tensor | None = None
     meta: dict[str, object] = field(default_factory=dict)
     initial_seed: int | None = None
+    size: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,10 @@ class Params:
             raise ValueError(f"noise_level must be > 0 where there are sde_steps, got {self.noise_level}")
         if self.compress_ratio is not None and not 0 < self.compress_ratio <= 1:
             raise ValueError(f"compress_ratio must be in (0, 1] or None, got {self.compress_ratio}")
+
+    def of_size(self, size: tuple[int, int] | None) -> "Params":
+        """The same with another (height, width), if there is one."""
+        return self if size is None else replace(self, height=size[0], width=size[1])
 
     @property
     def first_after(self) -> int:

@@ -9,14 +9,14 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
-ImageCheck = Callable[[Sequence[Path]], None]  # raises ValueError for references that cannot be used
+MAX_SIDE = 16_384  # pixels
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class PromptRecord:
     """One prompt of the file.
 
     index: counts prompts from 0 in file order. meta: whatever else the line held. images: files of references.
+    size: (height, width) in pixels, where the line says one.
     """
 
     index: int
@@ -31,24 +32,26 @@ class PromptRecord:
     negative: str = ""
     meta: Mapping[str, object] = field(default_factory=dict)
     images: tuple[Path, ...] = ()
+    size: tuple[int, int] | None = None
+
+
+RecordCheck = Callable[[PromptRecord], None]  # raises ValueError for what cannot be used
 
 
 class PromptSampler:
     """Draws P prompts a step, without replacement within an epoch and without repeats within a step.
 
     Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
-    "images", the path of a reference, or a list of them, relative to the file, and further keys that become `meta`, as
-    do the paths. Blank lines are skipped. check_images: called with the references of every prompt.
+    "images", the path of a reference, or a list of them, relative to the file, maybe "height" and "width", and further
+    keys that become `meta`, as do paths and sizes. Blank lines are skipped. check: called with every prompt.
 
     Raises:
-        ValueError: the file is empty or malformed, or check_images raises one (the line is named), or it holds fewer
-            than P prompts.
+        ValueError: the file is empty or malformed, or `check` raises one (the line is named), or it holds fewer than P
+            prompts.
     """
 
-    def __init__(
-        self, path: str | Path, *, prompts_per_step: int, seed: int, check_images: ImageCheck | None = None
-    ) -> None:
-        self._lines, self._split = _read_lines(Path(path), check_images)
+    def __init__(self, path: str | Path, *, prompts_per_step: int, seed: int, check: RecordCheck | None = None) -> None:
+        self._lines, self._split = _read_lines(Path(path), check)
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
@@ -136,21 +139,22 @@ def _hash(*numbers: int) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") & (2**63 - 1)
 
 
-Parts = tuple[str, str, dict[str, object], tuple[Path, ...]]  # text, negative, meta, images
+Size = tuple[int, int]
+Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None]  # text, negative, meta, images, size
 
 
-def load_prompts(path: str | Path, *, check_images: ImageCheck | None = None) -> list[PromptRecord]:
-    """All prompts of a `.txt` or `.jsonl` file, in file order. check_images: called with the references of each.
+def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[PromptRecord]:
+    """All prompts of a `.txt` or `.jsonl` file, in file order. check: called with each.
 
     Raises:
-        ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what check_images raises
+        ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what `check` raises
             (named with the line's number).
     """
-    lines, split = _read_lines(Path(path), check_images)
+    lines, split = _read_lines(Path(path), check)
     return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
 
 
-def _read_lines(path: Path, check_images: ImageCheck | None) -> tuple[list[str], Callable[[str], Parts]]:
+def _read_lines(path: Path, check: RecordCheck | None) -> tuple[list[str], Callable[[str], Parts]]:
     """The lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
     if path.suffix not in (".txt", ".jsonl"):
         raise ValueError(f"path must end in .txt or .jsonl, got {path}")
@@ -164,22 +168,25 @@ def _read_lines(path: Path, check_images: ImageCheck | None) -> tuple[list[str],
         number = data.count(b"\n", 0, exc.start) + 1
         raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
     lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    kept: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
             if len(line) > MAX_LINE_CHARS:
                 raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
-            images = split(line)[3] if line else ()
-            if line and check_images:
-                check_images(images)
+            if line:
+                record = PromptRecord(len(kept), *split(line))
+                if check:
+                    check(record)
+                kept.append(line)
         except ValueError as exc:
             raise ValueError(f"{path}, line {number}: {exc}") from exc
-    if not any(lines):
+    if not kept:
         raise ValueError(f"path must hold at least one prompt, {path} is empty")
-    return [line for line in lines if line], split
+    return kept, split
 
 
 def _split_text(line: str) -> Parts:
-    return line, "", {}, ()
+    return line, "", {}, (), None
 
 
 def _split_json(folder: Path, line: str) -> Parts:
@@ -208,7 +215,18 @@ def _split_json(folder: Path, line: str) -> Parts:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
-    return text, negative, entry, tuple(folder / name for name in names)
+    return text, negative, entry, tuple(folder / name for name in names), _size(entry)
+
+
+def _size(entry: Mapping[str, object]) -> Size | None:
+    """The (height, width) that a line says, if it does."""
+    height, width = entry.get("height"), entry.get("width")
+    if height is width is None:
+        return None
+    if not (type(height) is type(width) is int and 1 <= height <= MAX_SIDE and 1 <= width <= MAX_SIDE):
+        rule = f'"height" and "width" must both be whole numbers of pixels from 1 to {MAX_SIDE}'
+        raise ValueError(f"{rule}, got {height!r:.80} and {width!r:.80}")
+    return height, width
 
 
 def _finite(number: str) -> float:

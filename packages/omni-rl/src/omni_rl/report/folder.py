@@ -72,7 +72,7 @@ class Sample:
 def write_eval(
     folder: str | Path,
     step: int,
-    images: "np.ndarray | Tensor",
+    images: "Sequence[np.ndarray | Tensor] | np.ndarray | Tensor",
     samples: Sequence[Sample],
     *,
     limit: int = 16,
@@ -80,8 +80,8 @@ def write_eval(
 ) -> None:
     """Keep the first `limit` pictures of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
-    images: uint8 [N, H, W, 3], RGB, an array or a tensor on any device, one for each of `samples`. keep: where there
-    are more evaluations, those nearest to their neighbours go, never the first and the last.
+    images: RGB, one for each of `samples`: uint8 [N, H, W, 3], or N of uint8 [H, W, 3], arrays or tensors on any
+    device. keep: where there are more evaluations, those nearest to their neighbours go, never the first and the last.
 
     Raises:
         ValueError: images have another dtype or shape, or `keep` is below 2.
@@ -106,7 +106,7 @@ def write_eval(
 def write_samples(
     folder: str | Path,
     step: int,
-    images: "np.ndarray | Tensor",
+    images: "Sequence[np.ndarray | Tensor] | np.ndarray | Tensor",
     samples: Sequence[Sample],
     *,
     groups: int = 4,
@@ -222,14 +222,16 @@ def _json(document: object) -> str:
     return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
 
 
-def _pictures(images: "np.ndarray | Tensor", count: int) -> np.ndarray:
-    """The images as an array, uint8 [N, H, W, 3]."""
-    array = images if isinstance(images, np.ndarray) else images.cpu().numpy()
-    if array.dtype != np.uint8:
-        raise ValueError(f"images must be uint8, got {array.dtype}")
-    if array.ndim != 4 or (len(array), array.shape[3]) != (count, 3):
-        raise ValueError(f"images must have the shape ({count}, H, W, 3), one for each sample, got {array.shape}")
-    return array
+def _pictures(images: "Iterable[np.ndarray | Tensor]", count: int) -> list[np.ndarray]:
+    """The images as arrays, uint8 [H, W, 3]."""
+    arrays = [image if isinstance(image, np.ndarray) else image.cpu().numpy() for image in images]
+    for array in arrays:
+        if array.dtype != np.uint8:
+            raise ValueError(f"images must be uint8, got {array.dtype}")
+    if len(arrays) != count or any(array.shape[2:] != (3,) for array in arrays):
+        got = f"{len(arrays)} of {sorted({array.shape for array in arrays})}"
+        raise ValueError(f"images must be {count} of shape (H, W, 3), one for each sample, got {got}")
+    return arrays
 
 
 def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
@@ -242,13 +244,13 @@ def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[i
 
 
 def _rows(
-    pictures: np.ndarray, samples: Sequence[Sample], indices: Iterable[int]
+    pictures: Sequence[np.ndarray], samples: Sequence[Sample], indices: Iterable[int]
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """The samples as JSON takes them, each with the name of its file, and the files."""
     rows, files = [], {}
     for i in indices:
         data, suffix = encode(pictures[i])
-        height, width = pictures.shape[1:3]
+        height, width = pictures[i].shape[:2]
         details = {str(name): _plain(value) for name, value in samples[i].details.items()}
         rows.append(vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]})
         files[f"{i:04}{suffix}"] = data

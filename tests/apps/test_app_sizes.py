@@ -1,0 +1,162 @@
+"""Prompts of several sizes: drawn, compared, trained on and shown, each batch in the one size of its prompts."""
+
+import json
+from dataclasses import replace
+
+import build_preferences
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from model_rows import ROWS
+from omni_rl.sampling import fill_batches
+from omni_rollout import Prompt
+from PIL import Image
+from trainer_runs import lone_run, recipe, rollout, tiny, train, train_on_ranks
+
+import sample
+import train_dpo
+import train_flowgrpo
+import train_nft
+
+SIZES = [None, (48, 48), (32, 64), (48, 48)]  # of the prompts in turn; None is the run's 32 x 96
+MODELS = ("qwen-image", "sd35-medium")
+SMALL = {"prompts_per_step": 4, "group_size": 4, "batch_size": 4, "lr": 1e-3, "lr_decay": False}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with prompts of several sizes, four to train on and three to evaluate."""
+    monkeypatch.chdir(tmp_path)
+    lines = []
+    for word, size in zip(("AB", "CD", "EF", "GH"), SIZES, strict=True):
+        said = {"height": size[0], "width": size[1]} if size else {}
+        lines.append(json.dumps({"prompt": f'a blue sign that says "{word}"'} | said))
+    (tmp_path / "sizes.jsonl").write_text("\n".join(lines))
+    (tmp_path / "held-out.jsonl").write_text("\n".join(lines[1:]))
+    return tmp_path
+
+
+def settings(app, model, url, **changes):
+    """Small settings of a trainer on the prompts of several sizes."""
+    files = {"prompts": "sizes.jsonl", "eval_prompts": "held-out.jsonl", "model": str(ROWS[model].checkpoint())}
+    return replace(tiny(recipe(app, "tiny-signs"), **(SMALL | {"scorer_url": url})), **(files | changes))
+
+
+def assert_alike(one, two):
+    """Runs on one rank and on two have the same rewards, held-out ones too, and gradients."""
+    for line, other in zip(one, two, strict=True):
+        for key in ("eval/reward", "reward/mean", "policy/grad_norm"):
+            assert line.get(key) == pytest.approx(other.get(key), rel=2e-2 if key == "policy/grad_norm" else 1e-3), key
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("model", MODELS)
+def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio_is_one(here, bright_url, model):
+    """With two batches a minibatch, of which each rank has one, and they are of different sizes."""
+    args = settings(
+        train_flowgrpo, model, bright_url, algo="flowgrpo", noise_level=0.7, window_high=None, num_minibatches=2
+    )
+    one = train(train_flowgrpo, replace(args, name="one"))
+    two = train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2"))
+    assert_alike(one, two)
+    assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}
+    rows = json.loads((here / "runs" / "one" / "eval" / "000002" / "rows.json").read_text())
+    assert {row["prompt"][-4:]: row["size"] for row in rows} == {'"CD"': [48, 48], '"EF"': [64, 32], '"GH"': [48, 48]}
+    shown = json.loads((here / "runs" / "one" / "samples" / "000002" / "groups.json").read_text())
+    assert sorted(tuple(row["size"]) for group in shown for row in group["shown"][:1]) == [
+        (48, 48), (48, 48), (64, 32), (96, 32)
+    ]  # fmt: skip
+    report = (here / "runs" / "one" / "report.html").read_text()
+    assert all(f'"size":[{size}]' in report.replace(" ", "") for size in ("48,48", "64,32", "96,32"))
+
+
+@pytest.mark.timeout(600)
+def test_kept_samples_of_several_sizes_are_packed_alike_on_one_rank_and_two(here, bright_url):
+    """Half of each group of eight, which came in two batches; on two ranks each of its own groups."""
+    args = settings(
+        train_flowgrpo, "sd35-medium", bright_url, algo="flowgrpo", noise_level=0.7, group_size=8, best_worst_n=4
+    )
+    one = train(train_flowgrpo, replace(args, name="one"))
+    two = train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2"))
+    assert_alike(one, two)
+    assert all(0 <= line["policy/first_ratio_max_dev"] <= 1e-5 for line in (*one[1:], *two[1:]))
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("app", [train_nft, train_dpo], ids=["nft", "dpo"])
+def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app):
+    args = settings(app, "sd35-medium", bright_url)
+    assert_alike(train(app, replace(args, name="one")), train_on_ranks(app, replace(args, name="two", shard="fsdp2")))
+
+
+@pytest.mark.timeout(600)
+def test_pairs_of_several_sizes_are_trained_on_alike_on_one_rank_and_two(here, bright_url):
+    """From the script that makes them; four pairs, of which two on a rank, in batches of up to two."""
+    model = str(ROWS["sd35-medium"].checkpoint())
+    flags = {"out": "pairs", "save": "images", "prompts": "sizes.jsonl", "num-inference-steps": "3", "group-size": "4"}
+    flags |= {"scorer-url": bright_url, "model": model}
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    build_preferences.build(build_preferences.parse(words))
+    args = settings(train_dpo, "sd35-medium", bright_url, preferences="pairs/pairs.jsonl", group_size=2, shard="auto")
+    one = train(train_dpo, replace(args, name="one"))
+    assert one[1]["policy/pairs"] == 4
+    assert_alike(one, train_on_ranks(train_dpo, replace(args, name="two", shard="fsdp2")))
+    picture = next((here / "pairs" / "samples").glob("*win.png"))
+    Image.new("RGB", (16, 16)).save(picture)
+    with pytest.raises(ValueError, match=rf"{picture.name} must be an image of \d+ x \d+ pixels, got 16 x 16"):
+        train_dpo.check_args(args)
+
+
+def test_a_sample_is_the_one_that_a_run_of_its_size_draws(here, bright_url):
+    """Sizes change neither seeds nor parameters but their own."""
+    args = settings(train_flowgrpo, "sd35-medium", bright_url)
+    run = lone_run(args)
+    batches, _ = rollout(run, run.base_params)
+    assert [(batch.params.height, batch.params.width) for batch in batches] == [
+        batch.prompts[0].size or (32, 96) for batch in batches
+    ]
+    for batch in batches:
+        assert {prompt.text for prompt in batch.prompts} == {batch.prompts[0].text}
+        own = replace(run.base_params, height=batch.params.height, width=batch.params.width)
+        alone = run.engine.generate([replace(prompt, size=None) for prompt in batch.prompts], own)
+        assert np.array_equal(alone.media["image"], batch.media["image"])
+
+
+def test_an_engine_refuses_a_prompt_of_another_size_than_the_batch_s(here, bright_url):
+    run = lone_run(settings(train_flowgrpo, "qwen-image", bright_url))
+    prompts = [Prompt("a sign", group=0, index=0, seed=0, size=(48, 48))]
+    with pytest.raises(ValueError, match=r"prompts of one batch must have its size, 32 x 96, got {\(48, 48\)}"):
+        run.engine.generate(prompts, run.base_params)
+
+
+@given(
+    sizes=st.lists(st.sampled_from([None, (16, 16), (16, 32)]), min_size=1, max_size=20),
+    batch_size=st.integers(1, 5),
+    num_ranks=st.integers(1, 3),
+)
+def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its_index(sizes, batch_size, num_ranks):
+    prompts = [Prompt(str(i), group=i, index=i, seed=i, size=size) for i, size in enumerate(sizes)]
+    filled = fill_batches(prompts, batch_size, num_ranks)
+    assert len(filled) % (batch_size * num_ranks) == 0
+    assert sorted(prompt.index for prompt in filled) == list(range(len(filled)))
+    assert sorted((p for p in filled if p.index < len(prompts)), key=lambda p: p.index) == prompts
+    batches = [filled[i : i + batch_size] for i in range(0, len(filled), batch_size)]
+    assert all(len({prompt.size for prompt in batch}) == 1 for batch in batches)
+    assert len(filled) < len(prompts) + len(set(sizes)) * batch_size + batch_size * num_ranks  # and no more than needed
+
+
+def test_a_sheet_has_pictures_of_the_sizes_that_its_prompts_say(here):
+    model = str(ROWS["qwen-image"].checkpoint())
+    args = sample.Args(model=model, prompts="sizes.jsonl", num_images=4, num_inference_steps=2, batch_size=2)
+    sample.main(args)
+    cell = 96 * 2 + 4  # of the widest, enlarged
+    sheet = np.asarray(Image.open("sheet.png"))
+    assert sheet.shape == (4 + 48 * 2 + 4 + 16, 4 * cell + 4, 3)
+    corners = [
+        [bool((sheet[4 + y, 4 + i * cell + x] != 255).any()) for y, x in ((80, 20), (20, 150))] for i in range(4)
+    ]
+    assert corners == [[False, True], [True, False], [False, False], [True, False]]
+    (here / "sizes.jsonl").write_text('{"prompt": "x", "height": 33, "width": 32}')
+    with pytest.raises(ValueError, match=r"--prompts: sizes\.jsonl, line 1: height must be a positive multiple of 16"):
+        sample.main(args)
