@@ -64,7 +64,9 @@ def listed(text: str) -> tuple[Path, ...]:
 
 
 def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
-    """The prompts, with the negative prompt and the pictures that go with all of them. check: called with each line's.
+    """The prompts, with the negative prompt and the pictures that go with all of them.
+
+    check: called with each of a file.
 
     Raises:
         ValueError: a file of prompts or a picture is missing or damaged, or both --images and the file name pictures.
@@ -141,7 +143,7 @@ def main(args: Args) -> None:
         for record in [records[i % len(records)]]
     ]
     images: dict[int, np.ndarray] = {}
-    for size in {prompt.size for prompt in prompts}:
+    for size in dict.fromkeys(prompt.size for prompt in prompts):
         same = [prompt for prompt in prompts if prompt.size == size]
         for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
             pictures = engine.generate(batch, params.of_size(size)).media["image"].cpu().numpy()

@@ -135,7 +135,7 @@ SIZES = {  # flags, and the size that the last line says -> what is said of it
         "",
         '"height": 48, "width": 48',
     ): rf'{LINE}"height" and "width" must be those of the first prompt, '
-    r"\(32, 96\), unless --batch-size \(4\) divides --group-size \(2\), got \(48, 48\)",
+    r"\(32, 64\), unless --batch-size \(4\) divides --group-size \(2\), got \(48, 48\)",
     ("--batch-size 2", '"height": 48, "width": 40'): f"{LINE}width must be a positive multiple of 16 pixels, .* got 40",
 }
 

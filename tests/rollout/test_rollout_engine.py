@@ -74,18 +74,18 @@ def test_each_text_is_encoded_once(engine, encoded):
     assert sorted(encoded) == sorted({(p.text, False) for p in PROMPTS} | {("", True)})
 
 
-def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded, monkeypatch):
+def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded):
     engine.generate(PROMPTS, PARAMS)
     short, long = (sampler._num_bytes(cond) for _, cond in engine.sampler._texts.values())
-    monkeypatch.setattr(sampler, "MAX_CACHED_BYTES", short + long)
+    engine.sampler.max_bytes = short + long
     engine.generate(PROMPTS, PARAMS)
     assert len(encoded) == 2
     engine.generate([replace(PROMPTS[0], text='a red sign that says "CD"'), PROMPTS[1]], PARAMS)
     assert len(encoded) == 3  # the oldest went
     assert [prompt.text for prompt, _ in engine.sampler._texts.values()] == [encoded[1][0], encoded[2][0]]
-    monkeypatch.setattr(sampler, "MAX_CACHED_BYTES", 0)
+    engine.sampler.max_bytes = 0
     engine.generate(PROMPTS, PARAMS)
-    assert engine.sampler._texts == {}
+    assert [prompt.text for prompt, _ in engine.sampler._texts.values()] == [PROMPTS[-1].text]  # the newest stays
 
 
 def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):

@@ -67,6 +67,8 @@ class RunArgs:
     # Engine
     engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # Engine that samples, both in the trainer's process
     engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+    text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts, which are kept from step to step
+    text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
 
     # Scorer
     watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
@@ -97,14 +99,14 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project", "shard",
-    "engine_sleep", "dry_run",
+    "engine_sleep", "dry_run", "text_cache", "text_cache_mb",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
     "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3, "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1,
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
-    "max_grad_norm": 1e-12, "ema_decay": 0.0,
+    "max_grad_norm": 1e-12, "ema_decay": 0.0, "text_cache_mb": 0.0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
@@ -141,6 +143,8 @@ def check_run(args: RunArgs, world_size: int) -> None:
          f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
+        (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
+         f"--text-cache must be a folder, got {args.text_cache}"),
         (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
          f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
     )  # fmt: skip

@@ -19,7 +19,7 @@ from typing import Generic, TypeVar
 import torch
 from omni_rollout import Params
 from omni_rollout.models import open_model
-from omni_rollout.sampler import check_images
+from omni_rollout.sampler import TextCache, check_images
 from omni_train import lora
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
@@ -348,7 +348,8 @@ class Run(Generic[ArgsT]):
         args, dist, model = self.args, self.dist, self.model
         with same_error(dist):
             own = self._fill(trained=not args.lora_rank) if self._start_files or not args.lora_rank else None
-        self.engine, self.net = ENGINES[args.engine](model, own, dist, self.dtype)
+        texts = TextCache(args.text_cache_mb, args.text_cache)
+        self.engine, self.net = ENGINES[args.engine](model, own, dist, self.dtype, texts)
         self._add_adapters(self.net, *self.frozen)
         if self._adapter:
             with flag("--init-weights: "):

@@ -4,7 +4,8 @@ Sampling and training call the same functions of `omni_sched` and the same `pred
 before the first update has the sampled log-prob.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -14,7 +15,20 @@ from torch import Tensor, nn
 from omni_rollout.model import Model
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, join
 
-MAX_CACHED_BYTES = 2**30  # of encoded texts, on the device: 270 of Qwen-Image's longest
+
+@dataclass(frozen=True)
+class TextCache:
+    """How encoded texts are kept.
+
+    max_mb: on the device, and always the newest: 1024 are 270 of Qwen-Image's longest. folder: for their files, which
+    other processes and later runs find; empty for none.
+    """
+
+    max_mb: float = 1024
+    folder: str = ""
+
+
+TEXT_CACHE = TextCache()
 
 
 class Sampler:
@@ -24,9 +38,15 @@ class Sampler:
     carry adapters: it is called, never taken apart.
     """
 
-    def __init__(self, model: Model, parts: Parts) -> None:
+    def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model = model
         self.parts = parts
+        self.max_bytes = texts.max_mb * 2**20
+        self.encode: Callable[..., Cond] = lambda prompt, *, negative: model.encode(parts, prompt, negative=negative)
+        if texts.folder:
+            from omni_rollout.text_files import TextFiles
+
+            self.encode = TextFiles(model, parts, texts.folder).encode
         self._texts: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
@@ -106,8 +126,8 @@ class Sampler:
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         key = (negative, prompt.negative if negative else prompt.text, *map(id, prompt.images), id(prompt.audio))
         if key not in self._texts:
-            self._texts[key] = prompt, self.model.encode(self.parts, prompt, negative=negative)
-            while len(self._texts) > 1 and sum(_num_bytes(kept) for _, kept in self._texts.values()) > MAX_CACHED_BYTES:
+            self._texts[key] = prompt, self.encode(prompt, negative=negative)
+            while len(self._texts) > 1 and sum(_num_bytes(kept) for _, kept in self._texts.values()) > self.max_bytes:
                 self._texts.pop(next(iter(self._texts)))
         return self._texts[key][1]
 

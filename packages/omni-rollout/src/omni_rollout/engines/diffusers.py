@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.model import Model
-from omni_rollout.sampler import Sampler
+from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
 from omni_rollout.types import Params, Parts, Prompt, Trajectory
 
 
@@ -21,8 +21,8 @@ class DiffusersEngine:
     is_exact = True
     moved_bytes = 0
 
-    def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0) -> None:
-        self.sampler = Sampler(model, parts)
+    def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
+        self.sampler = Sampler(model, parts, texts)
         self.weight_version = weight_version
 
     @property

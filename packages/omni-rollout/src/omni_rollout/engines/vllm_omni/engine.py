@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
-from omni_rollout.sampler import Sampler
+from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
 from omni_rollout.types import Params, Parts, Prompt, Trajectory
 
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
@@ -57,6 +57,7 @@ class VllmOmniEngine:
         dtype: torch.dtype = torch.float32,
         together: Callable[[], AbstractContextManager[None]] = nullcontext,
         weight_version: int = 0,
+        texts: TextCache = TEXT_CACHE,
     ) -> None:
         device = torch.device(device)
         if current_omni_platform.device_type != device.type:
@@ -69,7 +70,7 @@ class VllmOmniEngine:
         local_rank = device.index or 0
         self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
-        self.pipeline.sampler = Sampler(model, self.pipeline.parts(dtype))
+        self.pipeline.sampler = Sampler(model, self.pipeline.parts(dtype), texts)
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters that lie in the engine's storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
         self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once
