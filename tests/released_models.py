@@ -124,6 +124,17 @@ BAGEL_FILES = {
     },
     "tokenizer_config.json": {},
 }
+KLEIN_9B = {
+    "text_encoder": QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288},
+    "transformer": {
+        "guidance_embeds": False,
+        "joint_attention_dim": 12288,
+        "num_attention_heads": 32,
+        "num_layers": 8,
+        "num_single_layers": 24,
+    },
+    "scheduler": DYNAMIC | {"shift": 3.0},
+}
 RELEASES = {
     "ByteDance-Seed/BAGEL-7B-MoT": Release("BagelForConditionalGeneration", 14, 28 * 7, BAGEL_FILES),
     "Qwen/Qwen-Image": Release("QwenImagePipeline", 20, 60 * 12, QWEN_PARTS),
@@ -143,4 +154,10 @@ RELEASES = {
     "black-forest-labs/FLUX.1-Kontext-dev": Release(
         "FluxKontextPipeline", 12, 19 * 12 + 38 * 3, FLUX_PARTS | {"transformer": {"guidance_embeds": True}}
     ),
+    **{
+        f"black-forest-labs/FLUX.2-{name}-9B": Release(
+            "Flux2KleinPipeline", 9, 8 * 8 + 24, KLEIN_9B, channels=128, stride=16
+        )
+        for name in ("klein", "klein-base")
+    },
 }
