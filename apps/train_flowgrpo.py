@@ -253,7 +253,10 @@ def grade(
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
     if args.reward_parts:
-        advantages = advantages_by_part(run, batches, scores, rewards, groups)
+        weights = parse_numbers(args.reward_parts, "--reward-parts")
+        parts = gather_parts(run.dist, batches, scores, list(weights), rewards)
+        numbers = list(weights.values())
+        advantages = multi_reward_advantages(parts, groups, numbers, std=args.adv_std, correction=args.adv_correction)
     else:
         advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     step.has_signal = bool(advantages.any())
@@ -265,16 +268,6 @@ def grade(
     )
     step.metrics["reward/trained_ratio"] = keep.float().mean().item()
     return advantages, keep
-
-
-def advantages_by_part(
-    run: Run[Args], batches: Sequence[Trajectory], scores: Sequence[Score], rewards: Tensor, groups: Tensor
-) -> Tensor:
-    """Advantages [N], the weighted sum of those of each of --reward-parts."""
-    args, weights = run.args, parse_numbers(run.args.reward_parts, "--reward-parts")
-    parts = gather_parts(run.dist, batches, scores, list(weights), rewards)
-    numbers = list(weights.values())
-    return multi_reward_advantages(parts, groups, numbers, std=args.adv_std, correction=args.adv_correction)
 
 
 @dataclass(frozen=True)

@@ -199,8 +199,21 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     """
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
-    _check_range(num_steps, size, low, high)
-    _check_turns(strategy, iteration, iters_per_window, stride)
+    if num_steps < 2:
+        raise ValueError(f"num_steps must be >= 2, because the last step is never stochastic, got {num_steps}")
+    if high > num_steps - 1:
+        raise ValueError(f"high must be <= num_steps - 1 = {num_steps - 1}, the last step is excluded, got {high}")
+    if not 0 <= low < high:
+        raise ValueError(f"low must be in [0, high = {high}), got {low}")
+    if not 1 <= size <= high - low:
+        raise ValueError(f"size must be in [1, high - low = {high - low}], got {size}")
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
+    if iteration < 0:
+        raise ValueError(f"iteration must be >= 0, got {iteration}")
+    for name, count in (("iters_per_window", iters_per_window), ("stride", stride)):
+        if count < 1:
+            raise ValueError(f"{name} must be >= 1, got {count}")
     turn = iteration // iters_per_window
     if strategy == "subset":
         return tuple(sorted(_rng(seed, turn).sample(range(low, high), size)))
@@ -240,25 +253,3 @@ def _rng(seed: int, turn: int) -> random.Random:
     # A string seed enters through SHA-512 with all its bits, so neighbouring pairs give unrelated streams; it does not
     # depend on Python's per-process string hash.
     return random.Random(f"sde_window {seed} {turn}")
-
-
-def _check_range(num_steps: int, size: int, low: int, high: int) -> None:
-    if num_steps < 2:
-        raise ValueError(f"num_steps must be >= 2, because the last step is never stochastic, got {num_steps}")
-    if high > num_steps - 1:
-        raise ValueError(f"high must be <= num_steps - 1 = {num_steps - 1}, the last step is excluded, got {high}")
-    if not 0 <= low < high:
-        raise ValueError(f"low must be in [0, high = {high}), got {low}")
-    if not 1 <= size <= high - low:
-        raise ValueError(f"size must be in [1, high - low = {high - low}], got {size}")
-
-
-def _check_turns(strategy: str, iteration: int, iters_per_window: int, stride: int) -> None:
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy must be one of {', '.join(get_args(Strategy))}, got {strategy!r}")
-    if iteration < 0:
-        raise ValueError(f"iteration must be >= 0, got {iteration}")
-    if iters_per_window < 1:
-        raise ValueError(f"iters_per_window must be >= 1, got {iters_per_window}")
-    if stride < 1:
-        raise ValueError(f"stride must be >= 1, got {stride}")

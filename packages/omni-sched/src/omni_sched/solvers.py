@@ -101,7 +101,12 @@ def dpmpp_2m_step(
     x_next = x + over(after - now, x) * velocity
     if last_data is None or last_sigma is None:
         return x_next, data
-    before = _before(x, sigma, last_sigma)
+    if on_host(sigma) and on_host(last_sigma):
+        level, last_level = on_cpu(sigma), on_cpu(last_sigma)
+        if not ((level < last_level) & (last_level <= 1)).all():
+            rule = "last_sigma must satisfy sigma < last_sigma <= 1"
+            raise ValueError(f"{rule}, got sigma={level.tolist()}, last_sigma={last_level.tolist()}")
+    before = per_sample(x, "last_sigma", last_sigma)
     steps_ratio = (_half_log_snr(after) - _half_log_snr(now)) / (_half_log_snr(now) - _half_log_snr(before))
     trend = torch.where(after > 0, (1 - after / now) / 2 * steps_ratio, 0.0)
     return x_next + over(trend, x) * (data - last_data.float()), data
@@ -110,13 +115,3 @@ def dpmpp_2m_step(
 def _half_log_snr(sigma: Tensor) -> Tensor:
     """lambda of DPM-Solver++: log(alpha / sigma) with alpha = 1 - sigma; infinite at 0 and 1."""
     return torch.log((1 - sigma) / sigma)
-
-
-def _before(x: Tensor, sigma: Level, last_sigma: Level) -> Tensor:
-    """last_sigma as [B] float32 beside x; a value outside (sigma, 1] that the host can see is refused."""
-    if on_host(sigma) and on_host(last_sigma):
-        now, before = on_cpu(sigma), on_cpu(last_sigma)
-        if not ((now < before) & (before <= 1)).all():
-            rule = "last_sigma must satisfy sigma < last_sigma <= 1"
-            raise ValueError(f"{rule}, got sigma={now.tolist()}, last_sigma={before.tolist()}")
-    return per_sample(x, "last_sigma", last_sigma)

@@ -129,12 +129,14 @@ class Checkpoint:
         temporary = final.with_suffix(".tmp")
         try:
             with same_error(self.dist):
-                self._make_room(final, temporary)
+                if self.dist.is_main:
+                    self._make_room(final, temporary)
             with same_error(self.dist):
                 part = write_part(temporary, self.dist, train_state(module, optimizer, ema))
             parts = gather_json(self.dist, part)
             with same_error(self.dist):
-                self._finish(temporary, final, about | merge_parts(parts))
+                if self.dist.is_main:
+                    self._finish(temporary, final, about | merge_parts(parts))
         except (OSError, ValueError):
             if self.dist.is_main:
                 shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the next save clears what stays
@@ -202,8 +204,6 @@ class Checkpoint:
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
     def _make_room(self, final: Path, temporary: Path) -> None:
-        if not self.dist.is_main:
-            return
         if final.exists():
             raise ValueError(f"step must be new, but {final} exists")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -212,9 +212,7 @@ class Checkpoint:
         temporary.mkdir()
 
     def _finish(self, temporary: Path, final: Path, index: dict[str, Any]) -> None:
-        """Rank 0 writes the index and gives the folder its name; then it deletes what is too old."""
-        if not self.dist.is_main:
-            return
+        """Write the index and give the folder its name; then delete what is too old."""
         for name, expected in index["files"].items():
             try:
                 check_size(temporary / name, expected)

@@ -169,30 +169,25 @@ def factors(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
 def _switched(module: nn.Module, name: str | None) -> Iterator[None]:
     """Within the `with` block adapter `name` runs, or none; afterwards what ran before."""
     before = [(layer, layer.active_adapters, not layer.disable_adapters) for layer in lora_layers(module).values()]
-    with _same_trainable(module):
-        for layer, _, _ in before:
-            if name is None:
-                layer.enable_adapters(False)
-            else:
-                layer.set_adapter(name)
+    flags = [(p, p.requires_grad) for p in module.parameters()]  # which peft's switches change
+    for layer, _, _ in before:
+        if name is None:
+            layer.enable_adapters(False)
+        else:
+            layer.set_adapter(name)
+    _set_trainable(flags)
     try:
         yield
     finally:
-        with _same_trainable(module):
-            for layer, active, enabled in before:
-                layer.set_adapter(active)
-                layer.enable_adapters(enabled)
+        for layer, active, enabled in before:
+            layer.set_adapter(active)
+            layer.enable_adapters(enabled)
+        _set_trainable(flags)
 
 
-@contextmanager
-def _same_trainable(module: nn.Module) -> Iterator[None]:
-    """Put every `requires_grad` back to what it was when the block began."""
-    flags = [(p, p.requires_grad) for p in module.parameters()]
-    try:
-        yield
-    finally:
-        for p, flag in flags:
-            p.requires_grad_(flag)
+def _set_trainable(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
+    for p, flag in flags:
+        p.requires_grad_(flag)
 
 
 def _check_targets(module: nn.Module, targets: Sequence[str] | str) -> None:

@@ -98,7 +98,8 @@ def save_weights(
         texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part)
     file, prefix = (LORA_FILE, f"{part}.") if is_lora else (f"{part}/{FULL_FILE}", "")
     weights = named_adapter(module, adapter) if is_lora else named_weights(module)
-    tensors = _on_main(((prefix + name, tensor) for name, tensor in weights), dist)
+    # The other ranks only help to gather.
+    tensors = {prefix + name: tensor.cpu().contiguous() for name, tensor in weights if dist.is_main}
     with same_error(dist):
         if dist.is_main:
             try:
@@ -219,15 +220,6 @@ def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
         down, up = map(_full, factors(layer, name))
         merged = torch.addmm(merged, up.float(), down.float(), alpha=layer.scaling[name])
     return merged.to(weight.dtype)
-
-
-def _on_main(weights: Iterator[tuple[str, Tensor]], dist: Dist) -> dict[str, Tensor]:
-    """All weights on rank 0's host; the other ranks only help to gather, and get an empty dict."""
-    kept = {}
-    for name, tensor in weights:
-        if dist.is_main:
-            kept[name] = tensor.cpu().contiguous()
-    return kept
 
 
 def _config(module: nn.Module) -> str:

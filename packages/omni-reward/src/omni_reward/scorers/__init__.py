@@ -2,16 +2,12 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib import import_module
 
 from omni_reward import combine
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
-SCORERS = {  # name -> its module, which has `load_NAME`
-    "aesthetic": "aesthetic", "clip": "clip", "color": "color", "hpsv3": "hpsv3", "imagereward": "imagereward",
-    "jpeg": "jpeg", "ocr": "ocr", "pickscore": "clip", "video": "video", "vlm": "vlm",
-}  # fmt: skip
+SCORERS = ("aesthetic", "clip", "color", "hpsv3", "imagereward", "jpeg", "ocr", "pickscore", "video", "vlm")
 
 
 def find_loader(name: str) -> Callable[..., ScoreFn]:
@@ -21,9 +17,30 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
         ValueError: there is no such scorer.
         ImportError: it needs a library that is not installed.
     """
-    if name not in SCORERS:
-        raise ValueError(f"scorer must be one of {list(SCORERS)} or {PREFIX}FILE.py:FUNCTION, got {name!r}")
-    load: Callable[..., ScoreFn] = getattr(import_module(f"omni_reward.scorers.{SCORERS[name]}"), f"load_{name}")
+    load: Callable[..., ScoreFn]
+    match name:
+        case "aesthetic":
+            from omni_reward.scorers.aesthetic import load_aesthetic as load
+        case "clip":
+            from omni_reward.scorers.clip import load_clip as load
+        case "color":
+            from omni_reward.scorers.color import load_color as load
+        case "hpsv3":
+            from omni_reward.scorers.hpsv3 import load_hpsv3 as load
+        case "imagereward":
+            from omni_reward.scorers.imagereward import load_imagereward as load
+        case "jpeg":
+            from omni_reward.scorers.jpeg import load_jpeg as load
+        case "ocr":
+            from omni_reward.scorers.ocr import load_ocr as load
+        case "pickscore":
+            from omni_reward.scorers.clip import load_pickscore as load
+        case "video":
+            from omni_reward.scorers.video import load_video as load
+        case "vlm":
+            from omni_reward.scorers.vlm import load_vlm as load
+        case _:
+            raise ValueError(f"scorer must be one of {list(SCORERS)} or {PREFIX}FILE.py:FUNCTION, got {name!r}")
     return load
 
 

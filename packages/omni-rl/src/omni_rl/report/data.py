@@ -161,7 +161,7 @@ def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
     stored = []
     for step, path in step_folders(folder / "eval", last):
         rows = _entries(path / "rows.json", ROW)
-        stored.append((step, {_key(row): (_file(path, row), row) for row in rows}))
+        stored.append((step, {(row["prompt"], row["seed"]): (_file(path, row), row) for row in rows}))
     keys = list(stored[-1][1]) if stored else []
     kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
     kept, keys = _within(kept, keys, budget)
@@ -227,7 +227,7 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
 def _picture(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
     return {
-        "src": _data_uri(file),
+        "src": f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}",
         "size": row["size"],
         "reward": _score(row["reward"]),
         "details": dict(details),
@@ -252,10 +252,6 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _key(row: Mapping[str, Any]) -> tuple[str, int | None]:
-    return row["prompt"], row["seed"]
-
-
 def _file(folder: Path, row: Mapping[str, Any]) -> Path:
     file = folder / Path(row["file"]).name  # never a file elsewhere, whatever the row says
     if file.suffix not in MEDIA_TYPES:
@@ -266,10 +262,6 @@ def _file(folder: Path, row: Mapping[str, Any]) -> Path:
 def _size(file: Path) -> int:
     """Bytes in the page, where three take four characters."""
     return file.stat().st_size * 4 // 3
-
-
-def _data_uri(file: Path) -> str:
-    return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
 
 
 def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
