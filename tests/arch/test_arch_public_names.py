@@ -62,7 +62,8 @@ SIGNATURES = {
     "omni_losses.distill_kl_loss": "mean, teacher_mean, std, *, weights=None",
     "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
     "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
-    "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., initial_seed=None",
+    "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., "
+    "initial_seed=None, size=None",
     "omni_rollout.Params": "num_inference_steps, height, width, num_frames=1, frame_rate=24.0, guidance_scale=1.0, "
     "guidance=..., rule=..., noise_level=0.0, sde_steps=(), keep_mean=False, compress_ratio=None",
     "omni_rollout.Samples": "prompts, media, rates, weight_version",

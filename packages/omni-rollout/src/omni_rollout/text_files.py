@@ -23,6 +23,7 @@ from omni_rollout.types import Cond, Parts, Prompt
 
 CONFIGURATION = (".json", ".txt", ".model", ".jinja")
 LIBRARIES = ("omni-rollout", "torch", "transformers")
+Entries = Iterable[tuple[str, bytes | Tensor]]
 
 
 class TextFiles:
@@ -41,7 +42,6 @@ class TextFiles:
     def encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         """One sample's conditioning by its text and images, as `Model.encode` has it."""
         references = [("image", image) for image in prompt.images]
-        references += [] if prompt.audio is None else [("audio", prompt.audio)]
         text = (prompt.negative if negative else prompt.text).encode()
         file = self.folder / f"{_digest([(f'text {negative}', text), *references])}.safetensors"
         found = _read(file)
@@ -70,9 +70,7 @@ def _read(file: Path) -> Cond | None:
     return None
 
 
-def _what_encodes(
-    model: Model, modules: dict[str, nn.Module], device: torch.device
-) -> Iterable[tuple[str, bytes | Tensor]]:
+def _what_encodes(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
     """All that the bits of an encoded text depend on besides the text."""
     yield "facts", json.dumps([device.type, *(version(name) for name in LIBRARIES)]).encode()
     for cls in type(model).__mro__[:-1]:
@@ -84,7 +82,7 @@ def _what_encodes(
             yield from module.state_dict(prefix=f"{name}.").items()
 
 
-def _digest(entries: Iterable[tuple[str, bytes | Tensor]]) -> str:
+def _digest(entries: Entries) -> str:
     """SHA-256, in hexadecimal digits, of named bytes and tensors in their order."""
     digest = hashlib.sha256()
     for name, content in entries:
