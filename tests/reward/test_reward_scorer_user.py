@@ -36,7 +36,8 @@ def own(tmp_path: Path) -> Path:
 def test_a_function_is_called_as_it_is(own: Path) -> None:
     images = np.zeros((2, 4, 4, 3), np.uint8)
     images[1, ..., 0] = 9
-    assert list(load_scorer(f"python:{own}:red")({"image": images}, ["", ""], [{}, {}])) == [0.0, 9.0]
+    scores = load_scorer(f"python:{own}:red")({"image": images}, ["", ""], [{}, {}])
+    assert [score.value for score in scores] == [0.0, 9.0]
 
 
 def test_a_scorer_says_more_of_itself(own: Path) -> None:

@@ -356,7 +356,7 @@ def test_a_scorer_says_which_media_it_takes() -> None:
     def ones(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
         return [1.0] * len(prompts)
 
-    assert Scorer(ones)({"image": IMAGES}, ["a", "b"], [{}, {}]) == [1.0, 1.0]
+    assert Scorer(ones)({"image": IMAGES}, ["a", "b"], [{}, {}]) == [Score(1.0), Score(1.0)]
     for options, message in (
         ({"media": ()}, "media must be a tuple of one kind or more"),
         ({"media": "image"}, "media must be a tuple of one kind or more"),

@@ -1,6 +1,7 @@
 """References and pairs: whole picture files of one size, or an error before anything is loaded."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,14 @@ def test_pixels_are_those_that_were_saved_and_a_picture_is_read_once(picture):
     path = picture("a.png")
     assert np.array_equal(read_picture(path), np.array(Image.open(path)))
     assert read_picture(path) is read_picture(path)
+
+
+def test_a_name_means_another_picture_in_another_folder(tmp_path, monkeypatch):
+    for folder, size in (("one", (8, 8)), ("other", (16, 8))):
+        (tmp_path / folder).mkdir()
+        monkeypatch.chdir(tmp_path / folder)
+        Image.new("RGB", size).save("a.png")
+        assert read_picture(Path("a.png")).shape == (size[1], size[0], 3)
 
 
 def test_transparent_and_grey_pictures_have_three_channels(tmp_path):

@@ -37,9 +37,13 @@ def picture_size(path: Path) -> tuple[int, int]:
     return size
 
 
-@lru_cache(maxsize=64)
 def read_picture(path: Path) -> "Tensor":
     """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered."""
+    return _pixels(path.resolve(), path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)
+def _pixels(path: Path, changed_ns: int) -> "Tensor":
     import numpy as np
     import torch
 
