@@ -17,6 +17,14 @@ from pathlib import Path
 from typing import Any
 
 ALPHABET = [chr(code) for code in range(33, 127)]
+SIDES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}  # of a text encoder
+VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "latent_channels": 16,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
 
 
 def tiny_checkpoint(name: str, cache: Path) -> Path:
@@ -65,14 +73,7 @@ class BagelFolder:
                 torch.nn.init.normal_(weight, std=0.1)
         others = ("language_model.lm_head.weight", "vit_model.vision_model.post_layernorm.weight", "connector.fc1.bias")
         save_file(net.state_dict() | {name: torch.zeros(1) for name in others}, folder / "ema.safetensors")
-        vae = AutoencoderKL(
-            block_out_channels=(32,) * 4,  # its norms have 32 groups
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            latent_channels=16,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        )
+        vae = AutoencoderKL(block_out_channels=(32,) * 4, **VAE)  # its norms have 32 groups
         save_file({ldm_name(n): ldm_weight(n, w) for n, w in vae.state_dict().items()}, folder / "ae.safetensors")
         index = {"architectures": ["BagelForConditionalGeneration"], "max_latent_size": 32, "timestep_shift": 1.0}
         (folder / "config.json").write_text(json.dumps(index), encoding="utf-8")
@@ -142,7 +143,7 @@ def build_z_image() -> Any:
     """A ZImagePipeline; its pad tokens, which start as zeros, are drawn."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
     from torch.nn.init import normal_
-    from transformers import Qwen3Config, Qwen3Model
+    from transformers import Qwen3Model
 
     tokenizer = build_qwen_tokenizer()
     transformer = ZImageTransformer2DModel(
@@ -161,18 +162,7 @@ def build_z_image() -> Any:
         transformer=transformer,
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=build_vae(0.3611, 0.1159),
-        text_encoder=Qwen3Model(
-            Qwen3Config(
-                vocab_size=len(tokenizer),
-                hidden_size=32,
-                intermediate_size=64,
-                num_hidden_layers=3,
-                num_attention_heads=2,
-                num_key_value_heads=2,
-                head_dim=16,
-                max_position_embeddings=1024,
-            )
-        ),
+        text_encoder=build_qwen3(Qwen3Model, tokenizer, num_hidden_layers=3),
         tokenizer=tokenizer,
     )
 
@@ -212,8 +202,7 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
     import transformers
 
     tokenizer = build_qwen_tokenizer()
-    text: dict[str, Any] = {"vocab_size": len(tokenizer), "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 1024}
+    sides = SIDES | {"hidden_size": 16, "intermediate_size": 32}
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64
     )
@@ -235,17 +224,18 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
         "tokenizer": tokenizer,
     }
     if not dev:
-        encoder = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(num_hidden_layers=28, **text))
+        encoder = build_qwen3(transformers.Qwen3ForCausalLM, tokenizer, num_hidden_layers=28, head_dim=8, **sides)
         return diffusers.Flux2KleinPipeline(text_encoder=encoder, is_distilled=distilled, **parts)
-    vision: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-    }
-    mistral = transformers.MistralConfig(num_hidden_layers=31, **text)
     config = transformers.Mistral3Config(
-        text_config=mistral,
-        vision_config=transformers.PixtralVisionConfig(num_hidden_layers=1, **vision),
+        text_config=transformers.MistralConfig(
+            vocab_size=len(tokenizer),
+            num_hidden_layers=31,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=1024,
+            **sides,
+        ),
+        vision_config=transformers.PixtralVisionConfig(num_hidden_layers=1, **sides),
         image_token_index=1,
     )
     pipe = diffusers.Flux2Pipeline(text_encoder=transformers.Mistral3ForConditionalGeneration(config), **parts)
@@ -254,7 +244,7 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
 
 
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
-    """An AutoencoderKL of 16 channels and a stride of 8 pixels.
+    """An AutoencoderKL.
 
     Each layer of its decoder begins as the identity, to which the drawn weights are added, so that the picture's colors
     are those of the latents' first channels, mixed a little: otherwise all that it decodes is about gray.
@@ -265,15 +255,11 @@ def build_vae(scaling_factor: float, shift_factor: float) -> Any:
 
     vae = AutoencoderKL(
         block_out_channels=(8, 8, 16, 16),
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        latent_channels=16,
         norm_num_groups=1,  # more of them would take the mean, and so the color, off each channel
         sample_size=64,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
         scaling_factor=scaling_factor,
         shift_factor=shift_factor,
+        **VAE,
     )
     for layer in vae.decoder.modules():
         if isinstance(layer, Conv2d) and layer.bias is not None:
@@ -290,11 +276,9 @@ def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
 
     return encoder(
         CLIPTextConfig(
+            **SIDES,
             vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=64,
             num_hidden_layers=3,
-            num_attention_heads=2,
             projection_dim=32,
             hidden_act=activation,
             bos_token_id=tokenizer.bos_token_id,
@@ -302,6 +286,14 @@ def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
             pad_token_id=tokenizer.pad_token_id,
         )
     )
+
+
+def build_qwen3(encoder: Any, tokenizer: Any, **config: Any) -> Any:
+    """A Qwen3 text encoder, of that class, with the given settings."""
+    from transformers import Qwen3Config
+
+    common = SIDES | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
+    return encoder(Qwen3Config(vocab_size=len(tokenizer), **common | config))
 
 
 def build_t5(tokenizer: Any, activation: str) -> Any:
@@ -345,19 +337,24 @@ def build_qwen_image_edit(plus: bool) -> Any:
 
     tokenizer = build_qwen_tokenizer()
     token = tokenizer.convert_tokens_to_ids
-    sides = {"hidden_size": 32, "intermediate_size": 64}
     config = Qwen2_5_VLConfig(
-        text_config=sides
+        text_config=SIDES
         | {
             "vocab_size": len(tokenizer),
             "num_hidden_layers": 2,
-            "num_attention_heads": 2,
             "num_key_value_heads": 2,
             "max_position_embeddings": 2048,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
         },
-        vision_config=sides
-        | {"depth": 2, "num_heads": 2, "out_hidden_size": 32, "fullatt_block_indexes": [1], "patch_size": 14},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "depth": 2,
+            "num_heads": 2,
+            "out_hidden_size": 32,
+            "fullatt_block_indexes": [1],
+            "patch_size": 14,
+        },
         image_token_id=token("<|image_pad|>"),
         video_token_id=token("<|video_pad|>"),
         vision_start_token_id=token("<|vision_start|>"),

@@ -309,17 +309,8 @@ def main() -> None:
     text_encoder = build_text_encoder(tokenizer)
     train_text_encoder(text_encoder, tokenizer, prompts, steps=args.text_steps)
     torch.manual_seed(args.seed + 2)
-    transformer = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=64,
-        out_channels=16,
-        num_layers=4,
-        attention_head_dim=32,
-        num_attention_heads=4,
-        joint_attention_dim=TEXT_WIDTH,
-        guidance_embeds=False,
-        axes_dims_rope=(8, 12, 12),
-    )
+    heads = {"attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)}
+    transformer = QwenImageTransformer2DModel(num_layers=4, joint_attention_dim=TEXT_WIDTH, **heads)
     cond, empty = (encode_all(text_encoder, tokenizer, texts) for texts in (prompts, [EMPTY_PROMPT]))
     scheduler = FlowMatchEulerDiscreteScheduler(  # the released Qwen-Image configuration
         use_dynamic_shifting=True,

@@ -50,17 +50,8 @@ class TinyQwen:
 
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            return QwenImageTransformer2DModel(
-                patch_size=2,
-                in_channels=64,
-                out_channels=16,
-                num_layers=2,
-                attention_head_dim=32,
-                num_attention_heads=2,
-                joint_attention_dim=32,
-                guidance_embeds=False,
-                axes_dims_rope=(8, 12, 12),
-            )
+            heads = {"attention_head_dim": 32, "num_attention_heads": 2, "axes_dims_rope": (8, 12, 12)}
+            return QwenImageTransformer2DModel(num_layers=2, joint_attention_dim=32, **heads)
 
     @staticmethod
     def run(model: Any, samples: slice = slice(0, 2), dtype: torch.dtype = torch.float32) -> torch.Tensor:

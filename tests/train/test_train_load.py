@@ -215,17 +215,8 @@ def load_rows(config, files, dist, options):
 def mid_size(tmp_path_factory):
     """A transformer of 77 MB in float32: its configuration, its files in bfloat16, and the bytes of one of 8 blocks."""
     torch.manual_seed(0)
-    net = QwenImageTransformer2DModel(
-        patch_size=2,
-        in_channels=64,
-        out_channels=16,
-        num_layers=8,
-        attention_head_dim=64,
-        num_attention_heads=4,
-        joint_attention_dim=256,
-        guidance_embeds=False,
-        axes_dims_rope=(8, 28, 28),
-    ).to(torch.bfloat16)
+    heads = {"attention_head_dim": 64, "num_attention_heads": 4, "axes_dims_rope": (8, 28, 28)}
+    net = QwenImageTransformer2DModel(num_layers=8, joint_attention_dim=256, **heads).to(torch.bfloat16)
     folder = tmp_path_factory.mktemp("mid-size")
     net.save_pretrained(folder, max_shard_size="10MB")
     block = 4 * sum(p.numel() for p in net.transformer_blocks[0].parameters())
