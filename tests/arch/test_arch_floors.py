@@ -68,7 +68,11 @@ MAY_NAME_MODELS = (
     "scripts/record_*.py",  # what other implementations of a model draw
 )
 MAY_NAME_ENGINES = ("omni_rl/engines.py", "omni_rl/args.py", "omni_rollout/engines/*")  # args.py has the choices
-MODEL_WORDS = {word for kind, door in MODELS.items() for word in (kind, door.__name__, door.__module__.split(".")[-1])}
+MODEL_WORDS = {
+    word
+    for kind, door in MODELS.items()
+    for word in (kind, door.__name__, door.__module__.split(".")[-1], door.PARTS[door.NETS[0]][1])
+}
 MODEL = re.compile(rf"(?<![a-zA-Z0-9])({'|'.join(MODEL_WORDS)})(?![0-9])")
 DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -152,7 +156,7 @@ def device_faults(place: str, source: str) -> list[str]:
 
 
 def model_faults(place: str, source: str) -> list[str]:
-    """Names of a model's class, module or pipeline outside its file; docstrings and comments may speak of them."""
+    """Names of a model's class, module, net or pipeline outside its file; docstrings and comments may speak of them."""
     if any(fnmatch(place, pattern) for pattern in MAY_NAME_MODELS):
         return []
     tree = ast.parse(source)
@@ -311,6 +315,7 @@ BAD = [
     (model_faults, "omni_rl/run.py", "from omni_rollout.models.qwen_image import QwenImage"),
     (model_faults, "omni_rl/run.py", 'if kind == "QwenImagePipeline": f()'),
     (model_faults, "scripts/score.py", "QwenImageTransformer2DModel.from_pretrained(path)"),
+    (model_faults, "scripts/score.py", "SD3Transformer2DModel.from_pretrained(path)"),
     (engine_faults, "omni_rl/run.py", 'if args.engine == "diffusers": f()'),
     (engine_faults, "omni_rl/run.py", 'if args.engine in ("vllm-omni", "other"): f()'),
     (engine_faults, "apps/train_srpo.py", "isinstance(run.engine, DiffusersEngine)"),

@@ -4,14 +4,11 @@ Where our arithmetic is compared with another's, the weights are float64: roundi
 bounds hold on any CPU.
 """
 
-import re
-import subprocess
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import REPO
 from model_rows import NEGATIVE, ROWS, Row
 from omni_rollout import Model, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -63,11 +60,10 @@ def exact(case):
 
 @pytest.fixture(scope="module")
 def pipe(case):
-    if case.row.stock is None:
-        pytest.skip("diffusers has no pipeline of it")
     return case.row.stock_pipeline(case.model.folder, torch.float64)
 
 
+@pytest.mark.parametrize("case", [name for name, row in ROWS.items() if row.stock], indirect=True)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("guided", [False, True])
 def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
@@ -274,32 +270,3 @@ def test_all_files_are_there(case):
 
 def test_every_model_has_a_row():
     assert {type(open_model(row.checkpoint())) for row in ROWS.values()} == set(MODELS.values())
-
-
-def test_only_the_model_s_own_files_know_it():
-    """A model is a file, a row of MODELS and one of PIPELINES: nothing else in packages and apps names it."""
-    own = ("omni_rollout/models/", "omni_rollout/engines/vllm_omni/pipelines.py")
-    names = {word for model in MODELS.values() for word in (model.__module__.rpartition(".")[2], model.__name__)}
-    names |= {kind for model in MODELS.values() for _, kind in model.PARTS.values() if "Model" in kind} | set(MODELS)
-    for path in (*REPO.glob("packages/*/src/**/*.py"), *REPO.glob("apps/*.py")):
-        if not any(place in path.as_posix() for place in own):
-            found = {name for name in names if re.search(rf"\b{name}\b", path.read_text("utf-8"))}
-            assert found == set(), path
-
-
-@pytest.mark.parametrize("name", [model.__module__.rpartition(".")[2] for model in MODELS.values()][1:])
-def test_the_commit_that_brought_a_model_touched_nothing_else(name):
-    """Of all models but the first: its files and rows, its builder, what records it, its tests, and recipes."""
-
-    def git(*words):
-        return subprocess.run(["git", *words], cwd=REPO, capture_output=True, text=True, check=True).stdout.split()
-
-    path = f"packages/omni-rollout/src/omni_rollout/models/{name}.py"
-    commits = git("log", "--diff-filter=A", "--format=%H", "--", path)
-    if not commits:
-        pytest.skip("the history is not here")
-    own = ("packages/omni-rollout/src/omni_rollout/models/", "tests/", "docs/", "scripts/record_")
-    rows = ("packages/omni-rollout/src/omni_rollout/engines/vllm_omni/pipelines.py", "scripts/build_tiny_models.py")
-    touched = git("show", "--name-only", "--format=", commits[-1])
-    assert path in touched
-    assert [file for file in touched if not file.startswith(own) and "recipes/" not in file and file not in rows] == []
