@@ -87,8 +87,9 @@ class NobodyScores:
     """A scorer whose scores never come."""
 
     busy_s = 0.0
+    takes_references = False
 
-    def submit(self, media, prompts, meta=None):
+    def submit(self, media, prompts, meta=None, references=None):
         return Future()
 
     def close(self):

@@ -20,6 +20,7 @@ from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT
 from omni_reward import Scorer
+from omni_reward.scorers.likeness import load_likeness
 from omni_reward.testing import serving_here
 from omni_rl.cli import to_toml
 from omni_rl.failures import launch
@@ -271,6 +272,7 @@ def urls(tmp_path_factory):
     with ExitStack() as stack:
         yield {
             "guarded": stack.enter_context(serving_here(brightness, token="the-right-token-for-this")),
+            "likeness": stack.enter_context(serving_here(load_likeness())),
             "video": stack.enter_context(serving_here(video)),
             "other": stack.enter_context(no_scorer(tmp_path_factory.mktemp("empty"))),
             "dead": "http://127.0.0.1:9",
@@ -286,6 +288,7 @@ SCORERS = [
     ("odd", "", r"--scorer-url must be http\(s\)://host.*got 'scorer:8100'"),
     ("other", "", "--scorer-url must be a reward server that answers: .*404"),
     ("video", "", "--scorer-url must be a server of rewards for image, takes video"),
+    ("likeness", "", "--scorer-url must be a scorer without references, as the prompts name no images"),
 ]
 
 

@@ -14,6 +14,9 @@ import pytest
 import torch
 from helpers import REPO, sampled
 from model_rows import ROWS
+from omni_reward import Scorer
+from omni_reward.testing import serving_here
+from omni_rl.pictures import read_picture
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -92,6 +95,23 @@ def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_url, 
         assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=2e-2)
         if app is train_flowgrpo:
             assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}
+
+
+def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
+    """From the start on, when it is tried with those of the first evaluation prompt."""
+    seen = []
+
+    def score(media, prompts, meta, references):
+        for sample, own in zip(meta, references, strict=True):
+            assert [p.tolist() for p in own] == [read_picture(here / name).tolist() for name in sample["images"]]
+        seen.append([sample["images"] for sample in meta])
+        return [float(image.mean()) for image in media["image"]]
+
+    with serving_here(Scorer(score, references=True)) as url:
+        args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, watch_scorer_url=url)
+        train(train_flowgrpo, args)
+    assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]]  # of the scorer and of the one that watches
+    assert {len(batch) for batch in seen[2:]} == {4}
 
 
 @pytest.mark.parametrize("case", WEIGHTS)

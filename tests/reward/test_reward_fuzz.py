@@ -11,21 +11,26 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from omni_reward.media import ScoreRequest
+from omni_reward.media import MAX_REFERENCES, References, ScoreRequest
 from omni_reward.server import create_app
 from omni_reward.wire import Scorer, encode_request
 
 NUM_BODIES = 10_000
 NUM_WARM = 5000  # by then whatever has a bound has reached it, such as the replies that are remembered
 VIDEO = np.arange(2 * 2 * 3 * 4 * 3, dtype=np.uint8).reshape(2, 2, 3, 4, 3)
+PICTURE = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
 AUDIO = np.linspace(-1, 1, 2 * 5 * 1, dtype=np.float32).reshape(2, 5, 1)
 ODD: list[Any] = [None, True, -1, 0, 1, 2.5, 2**63, 10**30, "", "0", "\ud800", "F64", [], [[]], {}, {"a": []}, [0, 0]]
 
 
-def strict(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+def strict(
+    media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]], references: References
+) -> list[float]:
     """A scorer that fails on anything that docs/reward-protocol.md rules out."""
     count = len(prompts)
-    assert 1 <= len(meta) == count <= 4
+    assert 1 <= len(meta) == len(references) == count <= 4
+    assert all(type(own) is tuple and len(own) <= MAX_REFERENCES for own in references)
+    assert all(p.dtype == np.uint8 and p.ndim == 3 and p.shape[2] == 3 and p.size for own in references for p in own)
     assert media.keys() == {"video", "audio"}
     assert media["video"].dtype == np.uint8
     assert media["audio"].dtype == np.float32
@@ -41,7 +46,8 @@ def strict(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str
 
 def whole(request_id: str) -> bytes:
     meta: list[dict[str, object]] = [{"fps": 8.0, "sample_rate": 16_000, "seed": i} for i in range(2)]
-    request = ScoreRequest({"video": VIDEO, "audio": AUDIO}, ["a", "b"], meta, request_id)
+    pictures = [(PICTURE,), (PICTURE[:1], PICTURE)]
+    request = ScoreRequest({"video": VIDEO, "audio": AUDIO}, ["a", "b"], meta, request_id, references=pictures)
     return b"".join(encode_request(request))
 
 
@@ -93,7 +99,7 @@ def change_bytes(rng: random.Random, body: bytes) -> bytes:
 
 
 def change_media(rng: random.Random, body: bytes) -> bytes:
-    at = rng.randrange(len(body) - VIDEO.nbytes - AUDIO.nbytes, len(body))
+    at = rng.randrange(len(body) - VIDEO.nbytes - AUDIO.nbytes - PICTURE.nbytes - PICTURE[:1].nbytes, len(body))
     return body[:at] + rng.randbytes(1) + body[at + 1 :]
 
 
@@ -132,7 +138,8 @@ async def post(app: Any, body: bytes) -> tuple[int, bytes]:
 
 async def fuzz() -> tuple[Counter[int], int]:
     """How often each status came back, and how many blocks of memory came to stay after the warm-up."""
-    app = create_app(Scorer(strict, media=("video", "audio"), batch_size=4), name="strict", max_batch=4)
+    scorer = Scorer(strict, media=("video", "audio"), batch_size=4, references=True)
+    app = create_app(scorer, name="strict", max_batch=4)
     rng = random.Random(0)
     statuses: Counter[int] = Counter()
     num_warm = 0

@@ -14,7 +14,7 @@ import pytest
 import torch
 from omni_reward import Scorer
 from omni_reward.combine import parse
-from omni_reward.scorers import SCORERS, find_loader
+from omni_reward.scorers import SCORERS, find_loader, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.hpsv3 import load_hpsv3
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scorers.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "packages/omni-reward/pyproject.toml").read_text())["project"]["optional-dependencies"]
 SCRIPTS = sorted(path for path in (ROOT / "scripts/scorers").glob("*.py") if path.stem in SCORERS)
-NUMPY_ALONE = {"color", "video"}
+NUMPY_ALONE = {"color", "likeness", "video"}
 NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
     "clip": load_clip,
@@ -58,7 +58,7 @@ def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
     assert set(EXTRAS) - {"server"} == set(SCORERS) - NUMPY_ALONE
 
 
-@pytest.mark.parametrize("name", ["jpeg", "video", "vlm"])
+@pytest.mark.parametrize("name", ["jpeg", "likeness", "video", "vlm"])
 def test_the_page_has_a_row_for_every_option(name: str) -> None:
     named = {row[0].strip("`") for row in rows(after=f"## {name}\n") if len(row) == 3}
     parameters = inspect.signature(find_loader(name)).parameters.keys() - {"threads"}
@@ -74,7 +74,7 @@ def test_the_page_has_a_row_for_every_option_of_the_networks() -> None:
 
 
 def test_the_page_names_the_words_and_the_defaults() -> None:
-    for word in (*MODES, *MEASURES):
+    for word in (*MODES, *MEASURES, *likeness.MEASURES):
         assert f"`{word}`" in PAGE
     for load in NETWORKS.values():
         for parameter in inspect.signature(load).parameters.values():
@@ -85,7 +85,7 @@ def test_the_page_names_the_words_and_the_defaults() -> None:
 def test_the_commands_of_the_page_parse() -> None:
     scorers = re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE)
     recipes = [parse((quoted or bare).rstrip("`")) for quoted, bare in scorers]
-    assert len(recipes) == 5
+    assert len(recipes) == 6
     assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
         "python:my_scorers.py:brightness"
     }

@@ -61,6 +61,17 @@ def audio(dtype: str, *shape: int, data: bytes | None = None) -> bytes:
     )
 
 
+def pictures(references: object, *entries: dict) -> bytes:
+    """A body with the pictures of these sizes, one of 1 x 5 pixels by default, after the images."""
+    fields = FIELDS if references is None else {**FIELDS, "references": references}
+    header: dict = {"__metadata__": {"request": json.dumps(fields)}, "image": u8(2, 4, 5, 3)}
+    end = 120
+    for i, entry in enumerate(entries or [u8(1, 5, 3, size=15)]):
+        begin, end = end, end + entry["data_offsets"][1]
+        header[f"reference.{i}"] = {**entry, "data_offsets": [begin, end]}
+    return blob(header=header, data=bytes(end))
+
+
 HOSTILE = {
     "empty": b"",
     "seven bytes": b"1234567",
@@ -141,6 +152,21 @@ HOSTILE = {
     "latent with an infinity": blob(
         header=tensors(latent=u8(2, 1, size=4, dtype="F16")), data=np.array([0, np.inf], np.float16).tobytes()
     ),
+    "references without pictures": blob({**FIELDS, "references": [[0], [0]]}),
+    "references a number": blob({**FIELDS, "references": 1}),
+    "references of numbers": pictures([0, 0]),
+    "references of one sample": pictures([[0]]),
+    "reference that is text": pictures([[0], ["0"]]),
+    "reference that is true": pictures([[0], [False]]),
+    "reference below 0": pictures([[0], [-1]]),
+    "reference beyond the pictures": pictures([[0], [1]]),
+    "reference nobody has": pictures([[0], [0]], u8(1, 5, 3, size=15), u8(1, 5, 3, size=15)),
+    "references left out": pictures(None),
+    "references without end": pictures([[0] * 17, [0]]),
+    "reference of one channel": pictures([[0], [0]], u8(5, 3, 1, size=15)),
+    "reference with a batch": pictures([[0], [0]], u8(1, 1, 5, 3, size=15)),
+    "reference without pixels": pictures([[0], [0]], u8(0, 5, 3, size=0)),
+    "reference of floats": pictures([[0], [0]], u8(1, 1, 3, size=12, dtype="F32")),
     "pickle": pickle.dumps({"image": IMAGES, "prompts": ["a", "b"]}),
 }
 

@@ -132,7 +132,8 @@ class Batcher:
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
-        return self._scorer(media, prompts, meta)
+        references = [own for req, samples in parts for own in req.references[samples]]
+        return self._scorer(media, prompts, meta, references)
 
 
 def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:

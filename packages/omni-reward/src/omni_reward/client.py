@@ -18,6 +18,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -31,7 +32,9 @@ from omni_reward.wire import MismatchError, Score
 
 Media = Mapping[str, np.ndarray]
 Meta = Sequence[Mapping[str, object]]
+References = Sequence[Sequence[np.ndarray]]
 OnFailure = Literal["raise", "mask", "mask_group"]
+GREY = np.full((64, 64, 3), 128, np.uint8)
 CANARY_PROMPT = 'a sign that says "OK"'
 
 
@@ -87,7 +90,9 @@ class RewardClient:
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._num_failed_in_row = 0
 
-    def submit(self, media: Media, prompts: Sequence[str], meta: Meta | None = None) -> Future[list[Score]]:
+    def submit(
+        self, media: Media, prompts: Sequence[str], meta: Meta | None = None, references: References | None = None
+    ) -> Future[list[Score]]:
         """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
 
         The arguments are encoded and sent in a thread of the client, from where they lie: do not change them before
@@ -97,12 +102,14 @@ class RewardClient:
             media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB.
             prompts: N prompts.
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
+            references: for each of the N samples the pictures that it was made from, uint8 [H, W, 3] each, exactly
+                where the scorer takes them. Samples that share one array send it once.
 
         Raises:
             ValueError: an argument breaks its rule.
             RuntimeError: the client is closed.
         """
-        request = _build_request(media, prompts, meta)
+        request = _build_request(media, prompts, meta, references)
         self._places.acquire()
         self._count(+1)
         try:
@@ -112,6 +119,15 @@ class RewardClient:
             raise
         future.add_done_callback(lambda _: self._release())
         return future
+
+    @cached_property
+    def takes_references(self) -> bool:
+        """Whether the scorer wants the samples' references; asks the (first) server when it is first read.
+
+        Raises:
+            RewardError: as of `info`.
+        """
+        return bool(self.info()["references"])
 
     @property
     def busy_s(self) -> float:
@@ -123,7 +139,7 @@ class RewardClient:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
 
     def info(self) -> dict[str, Any]:
-        """Reply of the (first) server to GET /info: scorer, scorer_version, media, batch_size, limits and more.
+        """Reply of the (first) server to GET /info: scorer, scorer_version, media, references, limits and more.
 
         `limits["max_waiting"]` is the number of requests that may wait there while one is scored.
 
@@ -133,7 +149,11 @@ class RewardClient:
         return self._info(self.urls[0])
 
     def check(
-        self, media: Media | None = None, prompts: Sequence[str] = (CANARY_PROMPT,), meta: Meta | None = None
+        self,
+        media: Media | None = None,
+        prompts: Sequence[str] = (CANARY_PROMPT,),
+        meta: Meta | None = None,
+        references: References | None = None,
     ) -> list[list[Score]]:
         """Score a canary on each server, after a check that all are up, take the token and have the same scorer.
 
@@ -144,6 +164,7 @@ class RewardClient:
             media: N samples to score, as in `submit`; grey or silent ones by default.
             prompts: their N prompts.
             meta: their N mappings; a scorer that reads a key of its own needs those of a real prompt.
+            references: theirs, as in `submit`; a grey one each by default, where the scorer takes them.
 
         Raises:
             RewardError: a server is not as it should be; the class and the message say what is wrong.
@@ -151,14 +172,16 @@ class RewardClient:
         """
         infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
-            for key in ("scorer", "scorer_version", "media"):
+            for key in ("scorer", "scorer_version", "media", "references"):
                 if info.get(key) != infos[0].get(key):
                     values = f"{infos[0].get(key)!r:.80} at {self.urls[0]} and {info.get(key)!r:.80} at {url}"
                     raise RewardFormatError(f"{key} must be the same on all servers, got {values}", fatal=True)
         if media is None:
             media, rates = canary(infos[0]["media"], len(prompts))
             meta = [{**rates, **own} for own in meta or [{}] * len(prompts)]
-        request = _build_request(media, prompts, meta)
+        if references is None and infos[0]["references"]:
+            references = [(GREY,)] * len(prompts)
+        request = _build_request(media, prompts, meta, references)
         deadline = time.monotonic() + self._timeout_s
         return [self._exchange(Endpoints([url]), request, deadline) for url in self.urls]
 
@@ -223,7 +246,9 @@ class RewardClient:
             info = wire.parse_message(reply, "the reply")
         except ValueError as exc:
             raise RewardFormatError(f"GET {url}/info: {exc}", fatal=isinstance(exc, MismatchError)) from exc
-        for key, kind in {"scorer": str, "scorer_version": str, "media": list, "limits": dict}.items():
+        info.setdefault("references", False)  # a server of an earlier release takes none
+        kinds = {"scorer": str, "scorer_version": str, "media": list, "references": bool, "limits": dict}
+        for key, kind in kinds.items():
             if not isinstance(info.get(key), kind):
                 text = f"GET {url}/info: {key} must be a {kind.__name__}, got {info.get(key)!r:.80}"
                 raise RewardFormatError(text, fatal=True)
@@ -244,11 +269,12 @@ def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:
 
 
 def _build_request(
-    media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: Sequence[Mapping[str, object]] | None
+    media: Media, prompts: Sequence[str], meta: Meta | None, references: References | None
 ) -> ScoreRequest:
     if isinstance(prompts, str):  # a str is a sequence of str too
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
     if meta is None:
         meta = [{}] * len(prompts)
     objects = [dict(item) if isinstance(item, Mapping) else item for item in meta]
-    return ScoreRequest(dict(media), list(prompts), objects, request_id=uuid.uuid4().hex)
+    pictures = [tuple(own) for own in references or ()]
+    return ScoreRequest(dict(media), list(prompts), objects, request_id=uuid.uuid4().hex, references=pictures)

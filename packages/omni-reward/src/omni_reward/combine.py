@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from omni_reward.media import Arrays, Meta
+from omni_reward.media import Arrays, Meta, References
 from omni_reward.wire import Score, Scorer
 
 GATE = "gate"  # the part that is 1 where all gates passed and 0 where not
@@ -95,7 +95,7 @@ def parse(text: str) -> Recipe:
 
 
 def combine(recipe: Recipe, scorers: Mapping[str, Scorer]) -> Scorer:
-    """Scorer of the combination; it takes all kinds of media that its scorers take.
+    """Scorer of the combination; it takes all kinds of media that its scorers take, and references if one does.
 
     Args:
         recipe: what to combine.
@@ -106,12 +106,15 @@ def combine(recipe: Recipe, scorers: Mapping[str, Scorer]) -> Scorer:
     media = sorted({kind for scorer in scorers.values() for kind in scorer.media})
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
-    def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
-        columns = {name: _score_in_batches(scorer, media, prompts, meta) for name, scorer in scorers.items()}
+    def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
+        columns = {
+            name: _score_in_batches(scorer, media, prompts, meta, references) for name, scorer in scorers.items()
+        }
         return [_join(recipe, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     batch_size = min(known) if len(known) == len(sizes) else None
-    return Scorer(score, media=tuple(media), batch_size=batch_size, version="; ".join(versions))
+    wants = any(scorer.references for scorer in scorers.values())
+    return Scorer(score, media=tuple(media), batch_size=batch_size, version="; ".join(versions), references=wants)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
@@ -141,12 +144,15 @@ def _finite(text: str) -> float:
     return number
 
 
-def _score_in_batches(scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+def _score_in_batches(
+    scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta, references: References
+) -> list[Score]:
     scores: list[Score] = []
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):
         piece = slice(start, start + size)
-        scores += scorer({kind: media[kind][piece] for kind in scorer.media}, prompts[piece], meta[piece])
+        own = {kind: media[kind][piece] for kind in scorer.media}
+        scores += scorer(own, prompts[piece], meta[piece], references[piece])
     return scores
 
 

@@ -7,6 +7,8 @@
 | audio  | float32          | [N, S, C]           | sample_rate, Hz           | amplitude, full scale is -1 to 1      |
 | latent | float32, float16 | [N, ...], 2-8 axes  |                           | whatever the latent reward model takes|
 
+A sample of an edit also has references, the pictures it was made from: uint8 [H, W, 3] each, of any sizes.
+
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
@@ -18,8 +20,10 @@ from numbers import Real
 import numpy as np
 
 MAX_AXES = 8
+MAX_REFERENCES = 16  # of a sample
 Arrays = dict[str, np.ndarray]
 Meta = list[dict[str, object]]
+References = Sequence[tuple[np.ndarray, ...]]  # of N samples, each with its own number of them; () for none at all
 
 
 @dataclass(frozen=True)
@@ -52,9 +56,10 @@ class ScoreRequest:
         meta: N objects of JSON values for the scorer.
         request_id: the caller's name for this request; the reply repeats it.
         ids: N different names of the samples, each repeated next to its score; "0", "1", ... where none are given.
+        references: of the N samples, for a scorer that takes them; () for all others.
 
     Raises:
-        ValueError: media, prompts or meta break a rule.
+        ValueError: media, prompts, meta or references break a rule.
     """
 
     media: Arrays
@@ -62,6 +67,7 @@ class ScoreRequest:
     meta: Meta
     request_id: str
     ids: list[str] = field(default_factory=list)
+    references: References = ()
 
     def __post_init__(self) -> None:
         for name, values, item in (("prompts", self.prompts, str), ("meta", self.meta, dict)):
@@ -77,6 +83,8 @@ class ScoreRequest:
             raise ValueError(f"media must hold at least one of {sorted(MEDIA_KINDS)}, got none")
         for kind, array in self.media.items():
             check_media(kind, array, self.meta)
+        if self.references:
+            check_references(self.references, len(self.prompts))
         if self.ids == []:
             object.__setattr__(self, "ids", [str(i) for i in range(len(self.prompts))])
 
@@ -103,6 +111,20 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
     for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
         if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
             raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
+
+
+def check_references(references: References, count: int) -> None:
+    """Raise ValueError unless there is a tuple of pictures, uint8 [H, W, 3], for each of `count` samples."""
+    if len(references) != count:
+        raise ValueError(f"references must hold the pictures of each prompt ({count}), got {len(references)}")
+    for own in references:
+        if len(own) > MAX_REFERENCES:
+            raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(own)}")
+        for picture in own:
+            if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8:
+                raise ValueError(f"references must be uint8 arrays, got {getattr(picture, 'dtype', picture)!r:.80}")
+            if not _fits(picture.shape, ("H", "W", 3)):
+                raise ValueError(f"references must have the shape [H, W, 3], got {picture.shape}")
 
 
 def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:

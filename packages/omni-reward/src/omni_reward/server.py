@@ -90,7 +90,7 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
             media is {kind: array [N, ...]} and meta a list of N dicts (with `fps` for video, `sample_rate` for audio).
             It returns a Score or a number per sample; a number that is not finite becomes an abstention. A function
             takes `image` and gets whole requests; wrap it as `omni_reward.wire.Scorer(score_fn, media=, batch_size=,
-            version=)` to say otherwise. It is called from one thread, never twice at a time.
+            version=, references=)` to say otherwise. It is called from one thread, never twice at a time.
         name: what replies call the scorer.
         token: bearer token that /score and /info ask for; None lets everyone in.
         max_body_mb: largest request body, in MiB.
@@ -140,8 +140,8 @@ class _Service:
         self._check_token(request)
         scorer, limits = self._scorer, asdict(self._limits)
         names = {"protocol": wire.PROTOCOL, "scorer": self._name, "scorer_version": scorer.version}
-        takes = {"media": sorted(scorer.media), "batch_size": scorer.batch_size, "limits": limits}
-        return _json_reply({**names, "version": version("omni-reward"), **takes})
+        takes = {"media": sorted(scorer.media), "references": scorer.references, "batch_size": scorer.batch_size}
+        return _json_reply({**names, "version": version("omni-reward"), **takes, "limits": limits})
 
     async def score(self, request: Request) -> Response:
         self._check_token(request)
@@ -169,6 +169,9 @@ class _Service:
             request = await run_in_threadpool(wire.decode_request, body, max_batch=self._limits.max_batch)
             if request.media.keys() != set(self._scorer.media):
                 raise ValueError(f"media must be {sorted(self._scorer.media)}, got {sorted(request.media)}")
+            if bool(request.references) != self._scorer.references:
+                rule = "given: the scorer takes them" if self._scorer.references else "left out: the scorer takes none"
+                raise ValueError(f"references must be {rule}, as GET /info says")
         except ValueError as exc:
             raise HTTPException(400, str(exc)) from exc
         return request

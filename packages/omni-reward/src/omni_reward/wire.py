@@ -1,8 +1,8 @@
 """Bytes that travel between a trainer and a scorer, and the rules that both ends hold them to.
 
-A request is one safetensors blob: a tensor per kind of media, and the prompts as JSON in the blob's metadata. A reply
-is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and `Score`, so they share one set of
-rules; every broken rule is a `ValueError` that names the field, the rule and the value.
+A request is one safetensors blob: a tensor per kind of media and per reference, and the prompts as JSON in the blob's
+metadata. A reply is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and `Score`, so they
+share one set of rules; every broken rule is a `ValueError` that names the field, the rule and the value.
 
 Letters: N samples. The page for people who write a client or a scorer is docs/reward-protocol.md.
 """
@@ -21,11 +21,12 @@ import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError
 
-from omni_reward.media import Arrays, Meta, ScoreRequest, check_text, media_kind
+from omni_reward.media import Arrays, Meta, References, ScoreRequest, check_text, media_kind
 
 PROTOCOL = 1
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
 MAX_ID_CHARS = 128
+REFERENCE = "reference."  # and a number: the names of references among the tensors
 MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute with float32
 MAX_REASON_CHARS = 1000
 MAX_DETAILS_BYTES = 2**16  # of one sample, as JSON
@@ -84,8 +85,11 @@ class Score:
         return cls(None, abstained=f"the scorer returned {value}", details=details or {})
 
 
-ScoreFn = Callable[[Arrays, list[str], Meta], Sequence[Score | float]]
-"""A scorer: media by kind (each [N, ...]), N prompts, N meta objects -> N scores in the same order."""
+ScoreFn = Callable[..., Sequence[Score | float]]
+"""A scorer: media by kind (each [N, ...]), N prompts, N meta objects -> N scores in the same order.
+
+One that takes references has a fourth argument: for each sample a tuple of pictures, uint8 [H, W, 3] each.
+"""
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Scorer:
             their arrays have the same shapes and dtypes, and a longer request is cut. None calls once per request, with
             all of its samples: nothing that other clients do can then touch a score, not even in its last bit.
         version: of the scorer, its weights or its prompt; another one means that scores may have changed.
+        references: True for a function that takes the samples' references too; only then do clients send them.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -108,6 +113,7 @@ class Scorer:
     media: tuple[str, ...] = ("image",)
     batch_size: int | None = None
     version: str = ""
+    references: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.media, str) or not self.media or len(set(self.media)) != len(self.media):
@@ -117,9 +123,10 @@ class Scorer:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
         try:
-            inspect.signature(self.score_fn).bind({}, [], [])
+            inspect.signature(self.score_fn).bind({}, [], [], *([[]] if self.references else []))
         except TypeError as exc:
-            raise ValueError(f"a scorer must be a function of (media, prompts, meta): {exc}") from exc
+            arguments = "media, prompts, meta" + ", references" * self.references
+            raise ValueError(f"a scorer must be a function of ({arguments}): {exc}") from exc
         except ValueError:  # a function of C has no signature
             pass
 
@@ -128,13 +135,13 @@ class Scorer:
         """The Scorer itself, or one of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
-    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+    def __call__(self, media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
         """N scores, in the order of the samples.
 
         Raises:
             ValueError: the function returned another number of scores.
         """
-        results = self.score_fn(media, prompts, meta)
+        results = self.score_fn(media, prompts, meta, *([references] if self.references else []))
         if len(results) != len(prompts):
             raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
@@ -143,22 +150,31 @@ class Scorer:
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory.
 
+    Samples that share a reference, one array in memory, send it once.
+
     Raises:
         ValueError: meta holds something that JSON cannot.
     """
-    fields = {"request_id": request.request_id, "ids": request.ids, "prompts": request.prompts, "meta": request.meta}
+    fields: dict[str, object] = {"protocol": PROTOCOL, "request_id": request.request_id, "ids": request.ids}
+    fields |= {"prompts": request.prompts, "meta": request.meta}
+    places: dict[tuple[int, ...], int] = {}  # where a picture lies -> its number
+    pictures: Arrays = {}
+    if request.references:
+        for picture in (picture for own in request.references for picture in own):
+            pictures.setdefault(f"{REFERENCE}{places.setdefault(_place(picture), len(places))}", picture)
+        fields["references"] = [[places[_place(picture)] for picture in own] for own in request.references]
     try:
-        header = to_json({"protocol": PROTOCOL} | fields)
+        header = to_json(fields)
     except (TypeError, ValueError, RecursionError) as exc:
         raise ValueError(f"meta must hold JSON values only: {exc}") from exc
     entries: dict[str, object] = {"__metadata__": {"request": header}}
     parts: list[bytes | memoryview] = []
     end = 0
-    widest_first = sorted(request.media.items(), key=lambda item: -item[1].itemsize)  # so that all are aligned
-    for kind, array in widest_first:
-        dense = np.ascontiguousarray(array)
+    arrays = {**request.media, **pictures}
+    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # the widest first, so that all are aligned
+        dense = np.ascontiguousarray(arrays[name])
         begin, end = end, end + dense.nbytes
-        entries[kind] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
+        entries[name] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
         parts.append(dense.data.cast("B"))
     text = to_json(entries).encode()
     text += b" " * (-len(text) % 8)
@@ -181,7 +197,8 @@ def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
         raise ValueError(f"body must be a safetensors blob that numpy can hold: {exc}") from exc
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
-    request = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []))
+    references = _take_references(media, fields.get("references", []))
+    request = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references)
     _check_id("request_id", request_id)
     _check_ids(request.ids, len(prompts))
     return request
@@ -283,6 +300,25 @@ def _parse_json(text: bytes | str, what: str) -> object:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
+
+
+def _place(array: np.ndarray) -> tuple[int, ...]:
+    """What tells an array from all others that are alive: where it lies in memory, and how."""
+    return array.ctypes.data, *array.shape, *array.strides
+
+
+def _take_references(arrays: Arrays, numbers: object) -> References:
+    """The samples' references, of which the request gives the numbers; their pictures leave the arrays."""
+    pictures: list[np.ndarray] = []
+    while (picture := arrays.pop(f"{REFERENCE}{len(pictures)}", None)) is not None:
+        pictures.append(picture)
+    if not isinstance(numbers, list) or not all(isinstance(own, list) for own in numbers):
+        raise ValueError(f"references must be a list of lists, got {numbers!r:.80}")
+    if not all(type(i) is int and 0 <= i < len(pictures) for own in numbers for i in own):
+        raise ValueError(f"references must hold numbers of the {len(pictures)} pictures, got {numbers!r:.80}")
+    if len({i for own in numbers for i in own}) < len(pictures):
+        raise ValueError(f"references must use each of the {len(pictures)} pictures, got {numbers!r:.80}")
+    return [tuple(pictures[i] for i in own) for own in numbers]
 
 
 def _check_ids(ids: object, count: int) -> None:

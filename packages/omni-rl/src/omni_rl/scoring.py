@@ -24,9 +24,12 @@ from torch import Tensor
 
 from omni_rl.args import RunArgs
 from omni_rl.cli import flag, require
+from omni_rl.pictures import read_picture
 
 Pending = Future[list[Score]]
 Arrays = Mapping[str, np.ndarray]  # media by their kinds
+Metas = Sequence[Mapping[str, object]]
+References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scorer that takes them
 Grade = Callable[[Arrays, Sequence[str]], list[Score]]
 
 
@@ -34,10 +37,14 @@ class Scorer(Protocol):
     """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
 
     @property
+    def takes_references(self) -> bool:
+        """Whether it wants the pictures that the samples were made from."""
+
+    @property
     def busy_s(self) -> float:
         """Seconds of work so far."""
 
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
         """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
 
     def close(self) -> None:
@@ -47,11 +54,13 @@ class Scorer(Protocol):
 class LocalScorer:
     """A scorer in this process: `grade(media, texts) -> scores`, called at once."""
 
+    takes_references = False
+
     def __init__(self, grade: Grade) -> None:
         self.grade = grade
         self.busy_s = 0.0
 
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
         """Scores that are there at once."""
         start = time.perf_counter()
         future: Pending = Future()
@@ -80,13 +89,14 @@ def connect(
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
 
-    Each server has scored a canary: a grey image with the size, text and meta of a prompt.
+    Each server has scored a canary: a grey image with the size, text, meta and references of a prompt.
 
     kinds: of media that the model draws, of which the scorer may take some. name: of the flag that holds the URLs.
     parts: that its scores must name.
 
     Raises:
-        ValueError: a server does not answer, refuses the token or the canary, or takes other media.
+        ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
+            where the prompt has none.
     """
     with flag("--scorer-token-file: "):
         token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
@@ -104,7 +114,9 @@ def connect(
     try:
         info = client.info()
         media = {"image": image} if info["media"] == ["image"] else None
-        replies = client.check(media, [canary.text], [dict(canary.meta)])
+        references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
+        require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
+        replies = client.check(media, [canary.text], [dict(canary.meta)], references)
     except RewardError as exc:
         raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
     require(
@@ -116,6 +128,7 @@ def connect(
     waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
     client.close()
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
+    client.takes_references = references is not None  # asked once
     return client, f"{info['scorer']} {info['scorer_version']}".strip()
 
 
@@ -123,7 +136,8 @@ def submit(scorer: Scorer, samples: Samples) -> Pending:
     """The scores to come of a batch."""
     media = {kind: tensor.cpu().numpy() for kind, tensor in samples.media.items()}
     prompts = samples.prompts
-    return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts])
+    references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
+    return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts], references)
 
 
 def collect(dist: Dist, pending: Iterable[Pending]) -> list[Score]:

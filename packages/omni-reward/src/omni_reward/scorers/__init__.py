@@ -7,7 +7,7 @@ from omni_reward import combine
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
-SCORERS = ("aesthetic", "clip", "color", "hpsv3", "imagereward", "jpeg", "ocr", "pickscore", "video", "vlm")
+SCORERS = ("aesthetic", "clip", "color", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore", "video", "vlm")
 
 
 def find_loader(name: str) -> Callable[..., ScoreFn]:
@@ -31,6 +31,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.imagereward import load_imagereward as load
         case "jpeg":
             from omni_reward.scorers.jpeg import load_jpeg as load
+        case "likeness":
+            from omni_reward.scorers.likeness import load_likeness as load
         case "ocr":
             from omni_reward.scorers.ocr import load_ocr as load
         case "pickscore":

@@ -1,0 +1,91 @@
+"""Likeness scorer: how little of a picture an edit has changed that it was to leave alone.
+
+    score = max(0, 1 - d / zero_at),    d = mean over the three channels of the difference, in [0, 1]
+
+The difference is that from the first reference, either pixel by pixel, the L1 distance of the benchmarks of editing
+(MagicBrush, arXiv 2306.10012), or that of the two median colors: where a word covers less than half of a sign, the
+median is the color of its ground, whatever the word. A box can be left out, or be all that is compared.
+
+A reference of another size is brought to the sample's, without regard to its aspect: each pixel is the mean of what
+lies under it.
+
+Letters: N samples, H height, W width.
+"""
+
+import numpy as np
+
+from omni_reward.media import Arrays, Meta, References
+from omni_reward.wire import Score, Scorer
+
+MEASURES = ("pixels", "ground")
+
+
+def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "", zero_at: float = 1.0) -> Scorer:
+    """Scorer of `image` [N, H, W, 3], uint8, RGB, beside their first references, with d in `details`.
+
+    Args:
+        measure: `pixels` compares pixel by pixel, `ground` the median colors.
+        leave_out: box TOP,LEFT,BOTTOM,RIGHT that is not compared, in shares of the height and the width.
+        only: box that alone is compared.
+        zero_at: least d that scores 0, above 0 and at most 1, the distance of black and white.
+
+    Raises:
+        ValueError: an option breaks its rule, or both boxes are given.
+    """
+    if measure not in MEASURES:
+        raise ValueError(f"measure must be one of {list(MEASURES)}, got {measure!r}")
+    if not 0 < zero_at <= 1:
+        raise ValueError(f"zero_at must be above 0 and at most 1, got {zero_at}")
+    if leave_out and only:
+        raise ValueError(f"only must be left out beside leave_out, got {only!r}")
+    box = _read_box("leave_out" if leave_out else "only", leave_out or only or "0,0,1,1")
+
+    def score(media: Arrays, prompts: list[str], meta: Meta, references: References) -> list[Score]:
+        images = media["image"]
+        compared = _inside(box, *images.shape[1:3]) ^ bool(leave_out)
+        if not compared.any():
+            return [Score(None, abstained=f"the box leaves no pixel of {images.shape[1:3]}")] * len(images)
+        return [_score_image(image, own, compared) for image, own in zip(images, references, strict=True)]
+
+    def _score_image(image: np.ndarray, references: tuple[np.ndarray, ...], compared: np.ndarray) -> Score:
+        if not references:
+            return Score(None, abstained="the sample has no reference")
+        ours, theirs = image[compared], fit(references[0], *image.shape[:2])[compared]  # [pixels, 3]
+        if measure == "ground":
+            ours, theirs = np.median(ours, axis=0), np.median(theirs, axis=0)
+        difference = float(np.abs(ours - theirs).mean()) / 255
+        return Score(max(0.0, 1 - difference / zero_at), details={"difference": round(difference, 6)})
+
+    return Scorer(score, references=True)
+
+
+def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
+    """Image [H, W, 3] at the size [height, width, 3], float64: each pixel the mean of what lies under it."""
+    if image.shape[:2] == (height, width):
+        return image.astype(np.float64)
+    down, across = _means(height, image.shape[0]), _means(width, image.shape[1])
+    return np.einsum("hy,yxc,wx->hwc", down, image, across, optimize=True)
+
+
+def _inside(box: list[float], height: int, width: int) -> np.ndarray:
+    """True [height, width] for the pixels of which the middle lies in the box."""
+    rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
+    return ((rows >= box[0]) & (rows < box[2]))[:, None] & ((columns >= box[1]) & (columns < box[3]))
+
+
+def _means(count: int, length: int) -> np.ndarray:
+    """Weights [count, length] with which `length` pixels make `count` that share the same side; rows sum to 1."""
+    edges, places = np.arange(count + 1) * length / count, np.arange(length)
+    overlaps = np.minimum(edges[1:, None], places + 1) - np.maximum(edges[:-1, None], places)
+    return overlaps.clip(0) * count / length
+
+
+def _read_box(name: str, text: str) -> list[float]:
+    try:
+        box = [float(number) for number in text.split(",")]
+    except ValueError:
+        box = []
+    if len(box) != 4 or not (0 <= box[0] < box[2] <= 1 and 0 <= box[1] < box[3] <= 1):
+        rule = "TOP,LEFT,BOTTOM,RIGHT with 0 <= TOP < BOTTOM <= 1 and 0 <= LEFT < RIGHT <= 1"
+        raise ValueError(f"{name} must be {rule}, got {text!r:.80}")
+    return box
