@@ -1,0 +1,53 @@
+"""Short runs of the trainers on the CPU and on the emulated accelerator."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from records import record
+
+SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
+FEW: dict[str, Any] = SMALL | {"group_size": 2}
+CASES = {
+    "flowgrpo full": record.grpo(**FEW),
+    "flowgrpo LoRA": record.grpo(**FEW, **record.LORA, kl_coef=0.1, true_cfg_scale=3.0),
+    "nft full": record.nft(**FEW),
+    "nft LoRA": record.nft(**FEW, **record.LORA, kl_coef=0.1),
+    "dpo full": record.dpo(**FEW),
+    "dpo LoRA": record.dpo(**SMALL, **record.OFFLINE, **record.SLOW_LORA),
+    "srpo full": record.srpo(**SMALL),
+    "srpo LoRA": record.srpo(**SMALL, **record.SLOW_LORA),
+    "flowgrpo LoRA, fsdp2": record.grpo(ranks=2, shard="fsdp2", **FEW, **record.LORA),
+    "nft LoRA, ddp": record.nft(ranks=2, shard="ddp", **FEW, **record.LORA, kl_coef=0.1),
+    "dpo full, fsdp2": record.dpo(ranks=2, shard="fsdp2", **FEW),
+    "srpo full, ddp": record.srpo(ranks=2, shard="ddp", **SMALL),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves: the log without times and memory, a digest of its weights, and what rank 0 printed last."""
+
+    lines: list[dict[str, Any]]
+    weights: dict[str, Any]
+    text: str
+
+
+def run(
+    case: record.Case, folder: Path, url: str, *, lives: Iterable[int] = (2,), before: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Train in that folder, in as many lives as there are numbers of steps; each calls `before` first.
+
+    lives: the steps after which each ends.
+    """
+    folder.mkdir()
+    record.write_data(folder)
+    for steps in lives:
+        settings = record.flags(case, record.REPO, url) | {"train_steps": steps}
+        record.train(case.app, settings, record.REPO, folder, ranks=case.ranks, before=before)
+    lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    return Outcome(
+        [record._timeless(line) for line in lines], record.digest(folder), (folder / "out-0.txt").read_text()
+    )

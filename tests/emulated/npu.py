@@ -1,0 +1,148 @@
+"""An accelerator named `npu` that every machine with a C++ compiler has: `device.cpp`, built once and loaded here.
+
+`load` turns this process into one with eight of them, so it is called in processes of their own. `watch` then tells
+what the device does.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import distributed as torch_dist
+from torch.utils.cpp_extension import include_paths, library_paths
+
+SOURCE = Path(__file__).with_name("device.cpp")
+OURS = ("/packages/", "/apps/")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What the device did once.
+
+    kind: "to device" and "to host" for copies, "sync", "collective". name: of the operator. waits: whether the host
+    stood still until all queued work was done. place: file and function of omni-rl's code that asked for it.
+    """
+
+    kind: str
+    name: str
+    num_bytes: int
+    waits: bool
+    place: str
+
+
+def build() -> Path:
+    """The library, compiled once for each version of its source and of torch; concurrent builds wait for the first.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise RuntimeError(
+            "the emulated accelerator needs a C++ compiler: install g++ (apt-get install g++), or set CXX"
+        )
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    flags = ["-O1", "-shared", "-fPIC", "-std=c++20", abi]
+    version = hashlib.sha256(SOURCE.read_bytes() + f"{torch.__version__} {compiler} {flags}".encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"emulated-{version}.so"
+    with (folder / f"{library.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.exists():
+            half = library.with_suffix(".half")
+            includes = [f"-I{path}" for path in include_paths()]
+            links = [f"-L{path}" for path in library_paths()] + ["-ltorch_cpu", "-lc10"]
+            command = [compiler, *flags, *includes, str(SOURCE), "-o", str(half), *links]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"the emulated accelerator does not build: {done.stderr[:4000]}")
+            half.rename(library)
+    return library
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Make torch know the accelerator `npu`, with a collective backend that runs gloo on the same memory."""
+    library = ctypes.CDLL(str(build()), mode=ctypes.RTLD_GLOBAL)
+    library.emulated_start()
+    for name in ("operators", "bytes", "peak"):
+        getattr(library, f"emulated_{name}").restype = ctypes.c_int64
+    torch.utils.rename_privateuse1_backend("npu")
+    torch._register_device_module("npu", _module(library))
+    torch.utils.generate_methods_for_privateuse1_backend()
+    torch_dist.Backend.register_backend("emulated", _gloo, devices=["npu", "cpu"])
+    return library
+
+
+def _gloo(store: torch_dist.Store, rank: int, size: int, timeout: object) -> torch_dist.ProcessGroup:
+    """Both devices' backend: the device's collectives run on the CPU's view of its memory."""
+    return torch_dist.ProcessGroupGloo(store, rank, size, timeout=timeout)  # type: ignore[call-arg,arg-type]
+
+
+def _module(library: ctypes.CDLL) -> types.ModuleType:
+    """What torch looks for in `torch.npu`."""
+    module, accelerator = types.ModuleType("torch.npu"), torch.accelerator
+    functions = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False,
+        "device_count": torch._C._accelerator_hooks_device_count,
+        "current_device": accelerator.current_device_index,
+        "set_device": accelerator.set_device_index,
+        "synchronize": accelerator.synchronize,
+        "current_stream": accelerator.current_stream,
+        "stream": lambda stream: stream,  # a torch.Stream is a context manager
+        "Stream": partial(torch.Stream, device="npu"),
+        "Event": partial(torch.Event, device="npu"),
+        "device": torch.device,
+        "manual_seed_all": lambda seed: None,
+        "get_rng_state": lambda device=0: torch.get_rng_state(),  # operators draw with the CPU's generator
+        "set_rng_state": lambda state, device=0: torch.set_rng_state(state),
+        "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+        "memory_allocated": lambda device=None: library.emulated_bytes(),
+        "max_memory_allocated": lambda device=None: library.emulated_peak(),
+        "reset_peak_memory_stats": lambda device=None: library.emulated_reset_peak(),
+    }
+    vars(module).update(functions)
+    return module
+
+
+@contextmanager
+def watch(told: list[Event]) -> Iterator[list[Event]]:
+    """Within the `with` block the list grows by what the device does."""
+
+    def listen(kind: bytes, name: bytes, num_bytes: int, waits: int) -> None:
+        told.append(Event(kind.decode(), name.decode(), num_bytes, bool(waits), _place()))
+
+    callback = _LISTENER(listen)
+    load().emulated_listen(callback)
+    try:
+        yield told
+    finally:
+        load().emulated_listen(_LISTENER())
+
+
+_LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
+
+
+def _place() -> str:
+    """The innermost lines of omni-rl's code that are running."""
+    frame = sys._getframe()
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if any(part in name for part in OURS) and "site-packages" not in name:
+            return f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "elsewhere"

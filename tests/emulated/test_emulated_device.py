@@ -1,0 +1,156 @@
+"""The emulated accelerator: it computes like the CPU, refuses what an accelerator refuses, and counts what it does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from emulated import npu
+from helpers import REPO
+
+PREAMBLE = f"""
+import sys
+sys.path.insert(0, {str(REPO / "tests")!r})
+import torch
+from torch import nn
+from emulated.npu import load, watch
+library = load()
+"""
+
+
+def on_npu(program, code=0):
+    """What a program prints on a machine with the accelerator."""
+    npu.build()
+    done = subprocess.run([sys.executable, "-c", PREAMBLE + program], capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+def test_forward_and_backward_have_the_cpus_bits():
+    text = on_npu("""
+def attention(device):
+    q, k = (torch.randn(2, 3, 8, 16).to(device).requires_grad_() for _ in range(2))
+    mask = (torch.arange(8) < 6).to(device).expand(2, 1, 8, 8)
+    nn.functional.scaled_dot_product_attention(q, k, q, attn_mask=mask).square().sum().backward()
+    return [q.grad, k.grad]
+
+def rotation(device):  # complex numbers are views of real ones, and their gradients are conjugates
+    x, angle = torch.randn(2, 4, 6).to(device).requires_grad_(), torch.randn(4, 3).to(device)
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angle), angle)
+    torch.view_as_real(turned).flatten(2).pow(3).sum().backward()
+    return [x.grad]
+
+def convolution(device):
+    net, x = nn.Conv3d(3, 4, 3, padding=1).to(device), torch.randn(1, 3, 4, 5, 5).to(device).requires_grad_()
+    net(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in net.parameters())]
+
+def layers(device):
+    net = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU("tanh"), nn.Linear(16, 8), nn.RMSNorm(8)).to(device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for _ in range(2):
+        net(torch.randn(5, 8).to(device)).pow(4).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in net.parameters()]
+
+def memory(device):
+    x = torch.arange(12.0, device=device).view(3, 4)
+    y = torch.zeros(0, device=device)
+    torch.cumsum(x, 1, out=y)
+    y.t()[1:].mul_(2)
+    z = x.clone()
+    z.untyped_storage().resize_(0)
+    z.untyped_storage().resize_(48)
+    z.copy_(x.flip(0)).unfold(1, 2, 2)[:, 0].add_(x[:, :2])
+    w = nn.Parameter(torch.zeros(2, device=device))
+    w.data = x[1]
+    return [y, z, w.data, x[x > 3], x[[2, 0]]]
+
+for function in (attention, rotation, convolution, layers, memory):
+    results = []
+    for device in ("cpu", "npu"):
+        torch.manual_seed(0)
+        results.append([tensor.cpu() for tensor in function(device)])
+    print(function.__name__, all(map(torch.equal, *results)))
+""")
+    assert text.splitlines() == [
+        f"{name} True" for name in ("attention", "rotation", "convolution", "layers", "memory")
+    ]
+
+
+WRONG = {  # a program -> why it fails
+    "torch.ones(3, device='npu') + torch.ones(3)": "argument other of aten::add is not on npu:0",
+    "torch.ones(3) + torch.ones(3, device='npu')": "argument self of aten::add is not on npu:0",
+    "torch.ones(3, device='npu:1') + torch.ones(3, device='npu:0')": "argument other of aten::add is not on npu:0",
+    "nn.Linear(3, 3)(torch.ones(3, device='npu'))": "argument mat2 of aten::addmm is not on npu:0",
+    "nn.Conv2d(1, 1, 1)(torch.ones(1, 1, 2, 2, device='npu'))": "Expected x and weight on one device",
+    "torch.cat([torch.ones(3, device='npu'), torch.ones(3)])": "argument tensors of aten::cat is not on npu:0",
+    "torch.ones(3, device='npu').numpy()": "can't convert npu:0 device type tensor to numpy",
+}
+
+
+def test_a_tensor_on_the_wrong_device_is_an_error():
+    text = on_npu(f"""
+for program in {list(WRONG)}:
+    try:
+        exec(program)
+        print("no error")
+    except (RuntimeError, TypeError) as error:
+        print(str(error).splitlines()[0])
+""")
+    for message, said in zip(WRONG.values(), text.splitlines(), strict=True):
+        assert message in said
+
+
+def test_memory_is_out_of_reach_of_the_host():
+    on_npu("import ctypes; ctypes.string_at(torch.ones(3, device='npu').data_ptr(), 4)", code=-11)
+
+
+def test_copies_and_waits_are_told():
+    text = on_npu("""
+told = []
+with watch(told):
+    x = torch.ones(4).to("npu")
+    x = torch.ones(4).pin_memory().to("npu", non_blocking=True)
+    x.sum().item()
+    x.to("cpu", non_blocking=True)
+    x.tolist()
+    x[torch.tensor([1, 2])]
+    (x > 0).nonzero()
+    x.fill_(3.0).add_(torch.tensor(1.0))
+    torch.accelerator.synchronize()
+for each in told:
+    print(each.kind, each.name, each.num_bytes, each.waits)
+""")
+    assert text.splitlines() == [
+        "to device copy 16 True",
+        "to device copy 16 False",
+        "to host item 4 True",
+        "to host copy 16 False",
+        "to host copy 16 True",
+        "to device index 16 True",
+        "to host aten::nonzero 4 True",
+        "sync device 0 True",
+    ]
+
+
+def test_bytes_are_counted():
+    text = on_npu("""
+x = torch.zeros(1000, device="npu")
+y = x.clone()
+del y
+memory = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
+torch.accelerator.reset_peak_memory_stats()
+print(*memory, torch.accelerator.max_memory_allocated())
+""")
+    assert text.split() == ["4000", "8000", "4000"]
+
+
+def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(RuntimeError, match="install g"):
+        npu.build()
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,28 @@
+"""Every trainer on an accelerator: the CPU's bits, on one rank and two, also where the run was interrupted.
+
+A tensor on the wrong device ends a run here, as it would on any accelerator.
+"""
+
+import pytest
+from emulated import emulated_runs as runs
+from emulated.npu import build, load
+from records import record
+
+
+@pytest.fixture(scope="module")
+def url():
+    """URL of a server in this process that scores brightness."""
+    build()
+    with record.scoring() as url:
+        yield url
+
+
+@pytest.mark.parametrize("name", runs.CASES)
+def test_an_accelerator_trains_like_the_cpu_and_continues(tmp_path, url, name):
+    case = runs.CASES[name]
+    expected = runs.run(case, tmp_path / "cpu", url)
+    found = runs.run(case, tmp_path / "npu", url, lives=(1, 2), before=load)
+    assert "continues after step 1" in found.text
+    assert "on npu" in found.text
+    assert found.lines == expected.lines
+    assert found.weights == expected.weights
