@@ -37,7 +37,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/diffusers.py": {"diffusers", "transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
     "omni_rollout/engines/vllm_omni/worker.py": {"setproctitle"},  # only to put the title back
-    "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
+    "omni_train/*": {"torch", "safetensors", "numpy"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),

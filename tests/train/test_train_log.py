@@ -9,8 +9,7 @@ import warnings
 
 import pytest
 import torch
-from omni_train.files import load_metrics
-from omni_train.log import RunLog
+from omni_train.log import RunLog, load_metrics
 
 
 @pytest.fixture

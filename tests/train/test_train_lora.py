@@ -14,6 +14,7 @@ from omni_train.lora import (
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
 from torch import nn
+from torch.nn.functional import linear
 
 
 class Net(nn.Module):
@@ -72,7 +73,7 @@ def test_the_output_is_the_base_plus_alpha_over_rank_times_the_product():
     layer = net.up
     fill(net, "default", 0.1)
     a, b = adapter_params(net, "default")[:2]
-    expected = layer.base_layer(X) + (4 / 2) * X @ a.T @ b.T
+    expected = linear(X, layer.weight, layer.bias) + (4 / 2) * X @ a.T @ b.T
     torch.testing.assert_close(layer(X), expected)
 
 
@@ -89,15 +90,6 @@ def test_the_number_of_layers_that_an_adapter_is_on_comes_back():
     net = make_net()
     assert add_lora(net, ["up"], rank=2, alpha=4, seed=1) == 1
     assert add_lora(net, "up|down", rank=2, alpha=4, adapter="old", seed=1) == 2
-
-
-def test_factors_come_in_the_dtype_that_is_asked_for():
-    net = make_net()
-    add_lora(net, ["up"], rank=2, alpha=4, seed=1, dtype=torch.bfloat16)
-    wide = adapter_params(make_net("default"), "default")[0]
-    down, up = adapter_params(net, "default")
-    assert torch.equal(down, wide.bfloat16())
-    assert up.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("init", "std"), [("default", (1 / 64 / 3) ** 0.5), ("gaussian", 1 / 32)])
@@ -199,7 +191,7 @@ def test_moving_average_of_whole_modules():
 
 
 def test_sharded_adapters_switch_average_and_train(run_ranks):
-    """The first forward of a sharded module happens under another adapter, where peft would leave the policy frozen."""
+    """Also if the first forward of a sharded module is under another adapter."""
 
     def work(dist):
         net = make_net("default", "old")
@@ -233,13 +225,12 @@ def test_sharded_adapters_switch_average_and_train(run_ranks):
         assert gradients == [True] * 4
 
 
-def test_a_diffusers_model_knows_its_adapters(tiny_qwen):
+def test_adapters_of_a_diffusers_model_run_where_they_should(tiny_qwen):
     model = tiny_qwen.build()
     expected = tiny_qwen.run(model)
     add_lora(model, tiny_qwen.targets, rank=4, alpha=8, seed=3)
     add_lora(model, tiny_qwen.targets, rank=4, alpha=8, adapter="old", seed=3)
     assert len(lora_layers(model)) == 8
-    assert model.active_adapters() == ["default"]
     assert torch.equal(tiny_qwen.run(model), expected)
     fill(model, "default", 0.01)
     assert not torch.allclose(tiny_qwen.run(model), expected)
@@ -259,6 +250,8 @@ def test_errors_name_the_argument(run_ranks):
         assert lora_layers(net) == {}
     with pytest.raises(ValueError, match=r"found none named \[\]"):
         add_lora(Net(), [], rank=2, alpha=1, seed=0)
+    with pytest.raises(ValueError, match=r"must name linear layers, got 0, a Conv2d"):
+        add_lora(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Linear(1, 1)), ["0", "1"], rank=2, alpha=1, seed=0)
     with pytest.raises(ValueError, match=r"init must be one of \('default', 'gaussian'\), got 'zero'"):
         add_lora(Net(), ["up"], rank=2, alpha=1, seed=0, init="zero")
     with (

@@ -144,7 +144,7 @@ def test_the_base_is_bit_identical_after_1000_merges(engine, net):
     assert not torch.equal(merged, base["transformer_blocks.0.attn.to_q.weight"])
     for name, param in net.named_parameters():
         if "lora_" not in name:
-            assert torch.equal(param, base[name.replace(".base_layer.", ".")])
+            assert torch.equal(param, base[name])
     with torch.no_grad():
         for p in factors:
             p.zero_()
@@ -156,10 +156,10 @@ def test_a_sync_never_writes_over_what_is_adopted(engine, net):
     """As when adapters are added after sharing: each merge would become the base of the next."""
     engine.adopt(net.named_parameters())
     add_lora(net, ("to_q",), rank=4, alpha=8, seed=0)
-    before = net.transformer_blocks[0].attn.to_q.base_layer.weight.clone()
+    before = net.transformer_blocks[0].attn.to_q.weight.clone()
     with pytest.raises(ValueError, match=r"must leave adopted weights where they are, got .*to_q.weight"):
         engine.load_weights(named_weights(net), version=1)
-    assert torch.equal(net.transformer_blocks[0].attn.to_q.base_layer.weight, before)
+    assert torch.equal(net.transformer_blocks[0].attn.to_q.weight, before)
 
 
 def test_a_name_left_out_unknown_or_of_another_shape_is_an_error(engine, net):
@@ -167,8 +167,8 @@ def test_a_name_left_out_unknown_or_of_another_shape_is_an_error(engine, net):
     left_out = {name: tensor for name, tensor in weights.items() if name != "proj_out.bias"}
     with pytest.raises(ValueError, match=r"that is not adopted, missing 1 of 141: \['proj_out.bias'\]"):
         engine.load_weights(left_out.items(), version=1)
-    with pytest.raises(ValueError, match=r"got proj_out.base_layer.bias .* have no such weight"):
-        engine.load_weights([("proj_out.base_layer.bias", weights["proj_out.bias"])], version=1)
+    with pytest.raises(ValueError, match=r"got proj_out.lora_A.bias .* have no such weight"):
+        engine.load_weights([("proj_out.lora_A.bias", weights["proj_out.bias"])], version=1)
     with pytest.raises(ValueError, match=r"got proj_out.bias \(3,\), have"):
         engine.load_weights([("proj_out.bias", torch.zeros(3))], version=1)
     assert engine.weight_version != 1

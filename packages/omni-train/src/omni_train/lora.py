@@ -4,24 +4,81 @@ A LoRA layer computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, i
 arXiv 2106.09685). The first adapter is the policy. Further adapters, such as "old", are frozen copies: `ema_update`
 writes them, `with adapter(module, "old")` uses them.
 
-peft sets `requires_grad` anew whenever it switches adapters. A sharded module that runs at such a moment would take
-over the wrong flags, so the functions here put them back at once: what is trained never changes.
+A and B are float32 whatever W is. In float32 a layer computes the formula as it stands. Below that it takes A and B
+rounded to the dtype of W and adds their product into the output of W: matrix products alone, no other pass over the
+activations. What is rounded is kept until A or B changes, which is once per optimizer step.
 """
 
 import math
 import re
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, get_args
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
 
+Pair = tuple[Tensor, Tensor]
 Init = Literal["default", "gaussian"]
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer with adapters. `add_lora` makes it of a linear layer, whose parameters keep their names.
+
+    lora_A, lora_B: A and B of each adapter, as the weights of layers. scaling: alpha / rank of each. active: the
+    adapter that takes part if the layer has it, "" for none. rounded: A and B in the dtype of W, and the versions that
+    they were made of.
+    """
+
+    lora_A: nn.ModuleDict  # noqa: N815 - the names in files
+    lora_B: nn.ModuleDict  # noqa: N815
+    scaling: dict[str, float]
+    active: str
+    rounded: dict[str, tuple[Pair, tuple[int, int]]]
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The output [..., out] for `input` [..., in]."""
+        name = self.active
+        if name not in self.lora_A:
+            return super().forward(input)
+        (down, up), scale = factors(self, name), self.scaling[name]
+        if input.dtype == torch.float32:
+            return super().forward(input) + linear(linear(input, down), up) * scale
+        kept = self.rounded.get(name) if input.dtype != down.dtype else None
+        pair = kept[0] if kept else (down.detach().to(input.dtype), up.detach().to(input.dtype))
+        output: Tensor = _LowRank.apply(input, (self.weight, self.bias), down, up, pair, scale)
+        return output
+
+
+class _LowRank(torch.autograd.Function):
+    """`W x + b + scale * B A x` with A and B rounded; gradients for x, and for A and B as they were before that."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layer: tuple[Tensor, Tensor | None], down: Tensor, up: Tensor, rounded: Pair, scale: float
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        inner = rows @ rounded[0].t()
+        ctx.save_for_backward(rows, inner, layer[0], *rounded)
+        ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
+        return linear(rows, *layer).addmm_(inner, rounded[1].t(), alpha=scale).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, inner, weight, down, up = ctx.saved_tensors
+        grad = grad.reshape(-1, grad.shape[-1])
+        grad_inner = grad @ up
+        grad_x = grad_down = grad_up = None
+        if ctx.needs_input_grad[0]:
+            grad_x = (grad @ weight).addmm_(grad_inner, down, alpha=ctx.scale).view(ctx.shape)
+        if ctx.needs_input_grad[2]:
+            grad_down = (grad_inner.t() @ rows).mul_(ctx.scale).to(ctx.dtype)
+            grad_up = (grad.t() @ inner).mul_(ctx.scale).to(ctx.dtype)
+        return grad_x, None, grad_down, grad_up, None, None
 
 
 def add_lora(
@@ -32,7 +89,6 @@ def add_lora(
     alpha: float,
     adapter: str = "default",
     seed: int,
-    dtype: torch.dtype = torch.float32,
     init: Init = "default",
 ) -> int:
     """Add an adapter to the linear layers that `targets` names; the number of those layers. Call it before `shard`.
@@ -48,12 +104,12 @@ def add_lora(
         alpha: scale; the adapter's product is multiplied by alpha / rank.
         adapter: the new adapter's name.
         seed: of A; the same on every rank.
-        dtype: of A and B, whatever that of W; the optimizer takes float32 alone.
         init: of A: uniform within sqrt(1 / in) ("default", the layer's own), or normal with standard deviation
             1 / rank ("gaussian").
 
     Raises:
-        ValueError: the module is sharded or has an adapter of that name, a target names no layer, or `rank` is below 1.
+        ValueError: the module is sharded or has an adapter of that name, a target names no layer or one that is not
+            linear, or `rank` is below 1.
     """
     if rank < 1:
         raise ValueError(f"rank must be >= 1, got {rank}")
@@ -64,33 +120,39 @@ def add_lora(
     before = lora_layers(module)
     if any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
-    active = next(iter(before.values())).active_adapters if before else [adapter]
-    _check_targets(module, targets)
-    targets = targets if isinstance(targets, str) else list(targets)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets)  # type: ignore[arg-type]
-    _inject(module, config, adapter)
-    _initialize(module, adapter, seed, dtype, init)
-    layers = lora_layers(module).values()
-    for layer in layers:
-        layer.set_adapter(active)
-    return len(adapter_layers(module, adapter))
+    active = next((layer.active for layer in before.values()), adapter)
+    named, generator = _named(module, targets), torch.Generator().manual_seed(seed)
+    if not before:
+        module.requires_grad_(False)
+    for layer in [_as_lora(each, active) for each in named]:
+        # Drawn in float32 on the CPU, so that the kind of device does not matter.
+        down, up = torch.empty(rank, layer.in_features), torch.zeros(layer.out_features, rank)
+        if init == "gaussian":
+            down.normal_(std=1 / rank, generator=generator)
+        else:
+            nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+        for side, factor in ((layer.lora_A, down), (layer.lora_B, up)):
+            weight = nn.Parameter(factor.to(layer.weight.device), requires_grad=not before)
+            side[adapter] = nn.ParameterDict({"weight": weight})
+        layer.scaling[adapter] = alpha / rank
+    module.register_forward_pre_hook(partial(_round, list(adapter_layers(module, adapter).values()), adapter))
+    return len(named)
 
 
-def lora_layers(module: nn.Module) -> dict[str, LoraLayer]:
+def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
     """The layers that carry adapters, by module name; empty without LoRA."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLayer)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, LoraLinear)}
 
 
 def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that count as they are, under the names they had before LoRA; all of them without LoRA.
+    """The parameters that count as they are; all of them without LoRA.
 
     Left out are the adapters and the weights below them, for which a receiver of weights needs the merged value.
     """
-    layers = lora_layers(module)
-    left_out = tuple(piece for name in layers for piece in (f"{name}.lora_", f"{name}.base_layer.weight"))
+    left_out = tuple(f"{name}.{piece}" for name in lora_layers(module) for piece in ("lora_", "weight"))
     for name, param in module.named_parameters():
         if not name.startswith(left_out):
-            yield name.replace(".base_layer.", "."), param
+            yield name, param
 
 
 @contextmanager
@@ -110,7 +172,7 @@ def reference(module: nn.Module) -> Iterator[None]:
     """
     if not lora_layers(module):
         raise ValueError("module must have adapters to be its own reference, got none")
-    with _switched(module, None):
+    with _switched(module, ""):
         yield
 
 
@@ -146,7 +208,7 @@ def adapter_params(module: nn.Module, name: str) -> list[nn.Parameter]:
     return [p for layer in adapter_layers(module, name).values() for p in factors(layer, name)]
 
 
-def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLayer]:
+def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLinear]:
     """The layers that carry one adapter, by module name.
 
     Raises:
@@ -160,67 +222,54 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLayer]:
     return found
 
 
-def factors(layer: LoraLayer, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+def factors(layer: LoraLinear, name: str) -> tuple[nn.Parameter, nn.Parameter]:
     """A [rank, in] and B [out, rank] of one layer's adapter."""
-    return layer.lora_A.get_parameter(f"{name}.weight"), layer.lora_B.get_parameter(f"{name}.weight")
+    return layer.lora_A[name].weight, layer.lora_B[name].weight  # type: ignore[return-value]
 
 
 @contextmanager
-def _switched(module: nn.Module, name: str | None) -> Iterator[None]:
-    """Within the `with` block adapter `name` runs, or none; afterwards what ran before."""
-    before = [(layer, layer.active_adapters, not layer.disable_adapters) for layer in lora_layers(module).values()]
-    flags = [(p, p.requires_grad) for p in module.parameters()]  # which peft's switches change
-    for layer, _, _ in before:
-        if name is None:
-            layer.enable_adapters(False)
-        else:
-            layer.set_adapter(name)
-    _set_trainable(flags)
+def _switched(module: nn.Module, name: str) -> Iterator[None]:
+    """Within the `with` block adapter `name` runs, or none with ""; afterwards what ran before."""
+    before = [(layer, layer.active) for layer in lora_layers(module).values()]
+    for layer, _ in before:
+        layer.active = name
     try:
         yield
     finally:
-        for layer, active, enabled in before:
-            layer.set_adapter(active)
-            layer.enable_adapters(enabled)
-        _set_trainable(flags)
+        for layer, active in before:
+            layer.active = active
 
 
-def _set_trainable(flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
-    for p, flag in flags:
-        p.requires_grad_(flag)
-
-
-def _check_targets(module: nn.Module, targets: Sequence[str] | str) -> None:
-    """Raises ValueError unless each target names a layer: peft is content when one of them does."""
-    names = [name for name, _ in module.named_modules()]
-    if isinstance(targets, str):
-        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    else:
-        missing = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in names)]
-    if missing or not targets:
+def _named(module: nn.Module, targets: Sequence[str] | str) -> list[nn.Linear]:
+    """The linear layers that `targets` names, in the module's order; raises ValueError unless each names one."""
+    patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
+    whole = re.compile("|".join(patterns.values()))
+    named = {n: layer for n, layer in module.named_modules() if whole.fullmatch(n) and ".lora_" not in n}
+    missing = [target for target, pattern in patterns.items() if not any(re.fullmatch(pattern, n) for n in named)]
+    if missing or not patterns:
         raise ValueError(f"targets must all name layers of {type(module).__name__}, found none named {missing}")
+    if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
+        raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
+    return [layer for layer in named.values() if isinstance(layer, nn.Linear)]
 
 
-def _inject(module: nn.Module, config: LoraConfig, adapter: str) -> None:
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():  # peft draws values that `_initialize` replaces
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # a second adapter is meant
-        add_adapter = getattr(module, "add_adapter", None)  # diffusers keeps its own record of adapters
-        if add_adapter is not None:
-            add_adapter(config, adapter_name=adapter)
-        else:
-            inject_adapter_in_model(config, module, adapter_name=adapter)
+def _as_lora(layer: nn.Linear, active: str) -> LoraLinear:
+    """The same object as a LoRA layer: whoever holds it, hooks included, need not know."""
+    if not isinstance(layer, LoraLinear):
+        layer.__class__ = LoraLinear
+        assert isinstance(layer, LoraLinear)
+        layer.lora_A, layer.lora_B, layer.scaling, layer.rounded = nn.ModuleDict(), nn.ModuleDict(), {}, {}
+        layer.active = active
+    return layer
 
 
-@torch.no_grad()
-def _initialize(module: nn.Module, adapter: str, seed: int, dtype: torch.dtype, init: Init) -> None:
-    """Draw A in float32 on the CPU, so that the kind of device does not matter."""
-    generator = torch.Generator().manual_seed(seed)
-    for layer in adapter_layers(module, adapter).values():
-        down, up = factors(layer, adapter)
-        drawn = torch.empty(down.shape)
-        if init == "gaussian":
-            drawn.normal_(std=1 / len(drawn), generator=generator)
-        else:
-            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-        down.data = drawn.to(down.device, dtype)
-        up.data = torch.zeros(up.shape, device=up.device, dtype=dtype)
+@torch.compiler.disable  # versions are no part of a graph; blocks, which lie below, compile whole
+def _round(layers: Sequence[LoraLinear], name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Before a forward, round anew what has changed of an active adapter; a sharded module gathers it rounded."""
+    if layers[0].active != name or isinstance(module, FSDPModule):
+        return
+    for layer in layers:
+        down, up = factors(layer, name)
+        versions, dtype = (down._version, up._version), layer.weight.dtype
+        if dtype != torch.float32 and layer.rounded.get(name, ((), ()))[1] != versions:
+            layer.rounded[name] = (down.detach().to(dtype), up.detach().to(dtype)), versions

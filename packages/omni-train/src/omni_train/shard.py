@@ -47,9 +47,9 @@ def shard(
         mode: see the head of this file.
         block_names: class names of the modules that `fsdp2` gathers one at a time, such as "QwenImageTransformerBlock".
         compute_dtype: dtype that `fsdp2` gathers parameters in; gradients are summed in float32 and parameters stay as
-            they are. Under adapters it is the dtype that frozen weights are kept in, and adapters are gathered as they
-            are, as in the other modes. None is the device's default. Inputs are never cast: a timestep rounded to
-            bfloat16 (999 becomes 1000) would give another log-probability than the rollout's.
+            they are, but for the frozen weights under adapters, which are kept in it. None is the device's default.
+            Inputs are never cast: a timestep rounded to bfloat16 (999 becomes 1000) would give another log-probability
+            than the rollout's.
 
     Raises:
         ValueError: mode and mesh do not fit, a block name occurs nowhere, or `compute_dtype` is given without `fsdp2`.
@@ -98,12 +98,9 @@ def _fully_shard(
 def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     """The dtypes of a sharded module's gathers and sums; under adapters frozen weights take theirs at once."""
     dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
-    layers, as_they_are = lora_layers(module), MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype == torch.float32 and compute_dtype is None:
-        return as_they_are
-    if not layers:
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    adapters = {p for layer in layers.values() for name in layer.lora_A for p in factors(layer, name)}
-    for p in module.parameters():
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    adapters = {p for layer in lora_layers(module).values() for name in layer.lora_A for p in factors(layer, name)}
+    for p in module.parameters() if adapters else ():
         p.data = p.data if p in adapters else p.data.to(dtype)
-    return as_they_are
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

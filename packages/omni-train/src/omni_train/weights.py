@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from omni_train.dist import Dist, same_error
 from omni_train.export import CARD_FILE, model_card
 from omni_train.files import write_folder_atomically
 from omni_train.load import check_files, read_shapes, read_tensors
-from omni_train.lora import adapter_layers, factors, lora_layers
+from omni_train.lora import LoraLinear, adapter_layers, factors, lora_layers
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
 
@@ -30,8 +29,8 @@ FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weig
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the module as (name, full tensor), under the names it had before LoRA and sharding.
 
-    Active adapters are merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver has
-    the policy and needs to know nothing of LoRA. Inside `omni_train.lora.reference` it comes as W.
+    The active adapter is merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver
+    has the policy and needs to know nothing of LoRA. Inside `omni_train.lora.reference` it comes as W.
 
     Every rank must run the iteration to its end. One gathered tensor is alive at a time if the receiver keeps none; an
     unsharded weight may be the parameter itself, so a receiver that keeps it copies it.
@@ -41,12 +40,12 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     layers = lora_layers(module)
     adapters = tuple(f"{name}.lora_" for name in layers)
-    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if _active(layer)}
-    for key, value in module.state_dict(keep_vars=True).items():
-        if key.startswith(adapters):
+    adapted = {f"{name}.weight": layer for name, layer in layers.items() if layer.active in layer.lora_A}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.startswith(adapters):
             continue
         full = _full(value)
-        yield key.replace(".base_layer.", "."), _merged(adapted[key], full) if key in adapted else full
+        yield name, _merged(adapted[name], full) if name in adapted else full
         del full  # before the next one is gathered
 
 
@@ -209,17 +208,10 @@ def _full(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value.detach()
 
 
-def _active(layer: LoraLayer) -> list[str]:
-    """The names of the adapters that take part in this layer's forward."""
-    return [] if layer.disable_adapters else [name for name in layer.active_adapters if name in layer.lora_A]
-
-
-def _merged(layer: LoraLayer, weight: Tensor) -> Tensor:
-    merged = weight.float()
-    for name in _active(layer):
-        down, up = map(_full, factors(layer, name))
-        merged = torch.addmm(merged, up.float(), down.float(), alpha=layer.scaling[name])
-    return merged.to(weight.dtype)
+def _merged(layer: LoraLinear, weight: Tensor) -> Tensor:
+    """The weight with the active adapter in it."""
+    down, up = map(_full, factors(layer, layer.active))
+    return torch.addmm(weight.float(), up, down, alpha=layer.scaling[layer.active]).to(weight.dtype)
 
 
 def _config(module: nn.Module) -> str:

@@ -1,0 +1,238 @@
+"""A layer with an adapter: what it computes, in which operations, and that it is peft's in float32."""
+
+from collections import Counter
+
+import pytest
+import torch
+from omni_train.lora import adapter, adapter_params, add_lora, ema_update, reference
+from omni_train.optim import build_adamw
+from torch import nn
+from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
+
+VIEWS = {"t", "view", "_unsafe_view", "detach", "empty_like", "alias", "transpose"}
+
+
+class Ops(TorchDispatchMode):
+    """The kernels that run, by name, each with the dtypes it reads, and the bytes that all of them read and write."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.bytes = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name not in VIEWS:
+            read = [arg for arg in args if isinstance(arg, torch.Tensor)]
+            self.seen.append((name, {arg.dtype for arg in read}))
+            self.bytes += sum(tensor.nbytes for tensor in [*read, out])
+        return out
+
+    def names(self):
+        return [name for name, _ in self.seen]
+
+
+class Block(nn.Module):
+    """Three layers that read the same input, as those of attention do, and one that reads what they give."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x):
+        return self.out(torch.tanh(self.q(x)) * self.k(x) + self.v(x))
+
+
+TARGETS = ["q", "k", "v", "out"]
+
+
+def make(dtype=torch.bfloat16, alpha=8, spread=0.3):
+    torch.manual_seed(0)
+    net = Block().to(dtype)
+    add_lora(net, TARGETS, rank=6, alpha=alpha, seed=1)
+    with torch.no_grad():
+        for p in adapter_params(net, "default"):
+            p.add_(spread * torch.randn_like(p))
+    return net
+
+
+def sample(dtype=torch.bfloat16):
+    return torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(2)).to(dtype).requires_grad_()
+
+
+@pytest.mark.parametrize("alpha", [6, 8], ids=["scale 1", "scale 4/3"])
+def test_in_float32_outputs_and_gradients_are_those_of_peft_to_the_bit(alpha):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    ours = make(torch.float32, alpha)
+    torch.manual_seed(0)
+    theirs = inject_adapter_in_model(LoraConfig(r=6, lora_alpha=alpha, target_modules=TARGETS), Block())
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    trained = {name: p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert list(mine) == list(trained)
+    results = []
+    for net, params in ((ours, mine), (theirs, trained)):
+        with torch.no_grad():
+            for name, p in params.items():
+                p.copy_(mine[name])
+        x = sample(torch.float32)
+        out = net(x)
+        out.square().sum().backward()
+        results.append([out, x.grad, *(p.grad for p in params.values())])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_gradients_are_those_of_the_formula(dtype):
+    """In float64, where nothing is rounded, to 12 digits; in bfloat16 as near as its 8 bits are."""
+    net, x = make(dtype), sample(dtype)
+    layer = net.q
+    if dtype == torch.float64:
+        layer.double()
+    down, up = adapter_params(net, "default")[:2]
+    upstream = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    layer(x).backward(upstream.to(dtype))
+    plain = [tensor.detach().double().requires_grad_() for tensor in (x, down, up)]
+    wide = linear(plain[0], layer.weight.double(), layer.bias.double())
+    (wide + 8 / 6 * plain[0] @ plain[1].T @ plain[2].T).backward(upstream)
+    tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 0.02, "atol": 0.1}
+    for got, expected in zip((x, down, up), plain, strict=True):
+        assert got.grad.dtype == got.dtype
+        torch.testing.assert_close(got.grad.double(), expected.grad, **tolerance)
+
+
+def test_in_bfloat16_the_output_is_rounded_twice_and_no_more():
+    """After the product of W, and after the sum; and before them A and B, and the inner vector."""
+    net, x = make(), sample()
+    down, up = (p.bfloat16().float() for p in adapter_params(net, "default")[:2])
+    inner = (x.float() @ down.T).bfloat16().float()
+    base = linear(x, net.q.weight, net.q.bias).float()
+    torch.testing.assert_close(net.q(x).float(), (base + 8 / 6 * inner @ up.T).bfloat16().float(), rtol=8e-3, atol=1e-6)
+
+
+def wide_linear():
+    """The size of a Qwen-Image layer and of 16 guided images: 34,816 tokens, 3072 to 3072."""
+    with torch.device("meta"):
+        net = nn.Sequential(nn.Linear(3072, 3072, dtype=torch.bfloat16))
+        return net, torch.empty(34816, 3072, dtype=torch.bfloat16, requires_grad=True)
+
+
+def in_float32(layer):
+    """peft's factors in float32, over a base that is not."""
+    if isinstance(layer, nn.Linear) and layer.weight.requires_grad:
+        layer.float()
+
+
+def run(net, x):
+    with torch.no_grad(), Ops() as ops:
+        net(x)
+    return ops
+
+
+def test_an_adapter_in_bfloat16_costs_two_kernels_and_none_in_float32():
+    from peft import LoraConfig, inject_adapter_in_model
+
+    net, x = wide_linear()
+    base = run(net, x)
+    config = LoraConfig(r=64, lora_alpha=128, target_modules=["0"])
+    theirs = run(inject_adapter_in_model(config, wide_linear()[0]).apply(in_float32), x)
+    add_lora(net, ["0"], rank=64, alpha=128, seed=0)
+    run(net, x)  # rounds A and B
+    ours = run(net, x)
+    assert base.names() == ["addmm"]
+    assert ours.names() == ["mm", "addmm", "addmm_"]
+    assert all(dtypes == {torch.bfloat16} for _, dtypes in ours.seen)
+    assert len(theirs.names()) == 7
+    gigabytes = [round(ops.bytes / 1e9, 2) for ops in (base, ours, theirs)]
+    assert gigabytes == [0.45, 1.1, 4.53]
+
+
+def test_a_backward_in_bfloat16_has_five_products_and_one_pass_for_the_gradient_of_x():
+    net, x = wide_linear()
+    add_lora(net, ["0"], rank=64, alpha=128, seed=0)
+    out = net(x)
+    with Ops() as ops:
+        out.backward(torch.empty_like(out))
+    products = [dtypes for name, dtypes in ops.seen if name in ("mm", "addmm_")]
+    assert products == [{torch.bfloat16}] * 5
+    small = Counter(ops.names()) - Counter({"mm": 4, "addmm_": 1})
+    assert small == {"mul_": 2, "_to_copy": 2}  # of A's and B's gradients
+
+
+def test_factors_are_rounded_once_after_each_change():
+    net, x = make(), sample()
+    optimizer = build_adamw(net, lr=0.1)
+
+    def rounded(change=None):
+        if change:
+            change()
+        with Ops() as ops, torch.no_grad():
+            out = net(x)
+        return ops.names().count("_to_copy"), out
+
+    assert rounded()[0] == 8  # A and B of four layers
+    num, first = rounded()
+    assert num == 0
+    net(x).float().sum().backward()
+    num, second = rounded(optimizer.step)
+    assert num == 8
+    assert not torch.equal(first, second)
+    assert rounded()[0] == 0
+    with reference(net):
+        assert rounded()[0] == 0
+    add_lora(net, TARGETS, rank=6, alpha=8, adapter="old", seed=1)
+    with adapter(net, "old"):
+        assert rounded()[0] == 8
+        num, now = rounded(lambda: ema_update(net, "default", "old", 0.0))
+        assert num == 8
+        assert torch.equal(now, second)
+    num, again = rounded()
+    assert num == 0
+    assert torch.equal(again, second)
+
+
+def test_a_layer_called_by_itself_computes_what_it_does_in_its_module():
+    net, x = make(), sample()
+    alone = net.q(x)
+    net(x)  # rounds A and B ahead
+    assert torch.equal(net.q(x), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["default", "old", None])
+def test_a_compiled_block_is_one_graph(dtype, name):
+    net, x = nn.Sequential(make(dtype)), sample(dtype)
+    add_lora(net, ["q", "v"], rank=6, alpha=8, adapter="old", seed=1)
+
+    def gradients():
+        net.zero_grad()
+        x.grad = None
+        out = net(x)
+        out.square().sum().backward()
+        return [out, x.grad, *(p.grad for p in adapter_params(net, "default") if p.grad is not None)]
+
+    with reference(net) if name is None else adapter(net, name):
+        expected = gradients()
+        torch._dynamo.reset()
+        net[0].compile(backend="aot_eager", fullgraph=True)
+        got = gradients()
+    assert len(got) == (10 if name == "default" else 2)
+    assert all(map(torch.equal, got, expected))
+
+
+def test_recomputed_blocks_have_the_same_gradients(tiny_qwen):
+    results = []
+    for checkpointing in (False, True):
+        net = tiny_qwen.build().bfloat16()
+        add_lora(net, tiny_qwen.targets, rank=4, alpha=8, seed=3)
+        with torch.no_grad():
+            for p in adapter_params(net, "default"):
+                p.add_(0.05)
+        if checkpointing:
+            net.enable_gradient_checkpointing()
+        tiny_qwen.run(net, dtype=torch.bfloat16).float().square().sum().backward()
+        results.append([p.grad for p in adapter_params(net, "default")])
+    assert all(map(torch.equal, *results))
+    assert any(grad.any() for grad in results[0])
