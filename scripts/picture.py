@@ -14,7 +14,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from omni_rl.report.folder import step_folders
 from omni_rl.report.sheet import contact_sheet, score_label
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 from PIL import Image, ImageDraw, ImageFont
 
 CURVES = {"reward/mean": ("reward of the training samples", "C7"), "eval/reward": ("held-out OCR score", "C1")}

@@ -19,7 +19,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.data import PromptSampler, load_prompts
 from omni_train.dist import Dist
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 
 torch.set_num_threads(1)  # as on every rank: sums in another order would be other numbers
 

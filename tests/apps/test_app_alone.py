@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from helpers import CHECKPOINT, REPO
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 
 APPS = sorted(path.stem for path in (REPO / "apps").glob("*.py"))
 PROMPTS = REPO / "data" / "tiny-signs" / "eval.txt"

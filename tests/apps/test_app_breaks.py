@@ -17,7 +17,7 @@ from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_losses import LossOutput
 from omni_rl.cli import to_toml
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 
 import train_flowgrpo as app

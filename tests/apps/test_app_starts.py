@@ -8,7 +8,7 @@ from omni_reward import RewardError
 from omni_rl.failures import BrokenRunError
 from omni_rl.run import Run
 from omni_rl.sampling import evaluate
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train, write_eval_prompts
 
 import train_dpo

@@ -16,7 +16,7 @@ from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
 from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
 from omni_rollout import Prompt, Samples, replay
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 from trainer_runs import (
     PROMPTS,
     assert_same_gradients,

@@ -20,7 +20,7 @@ def imported(*arguments: str) -> tuple[set[str], str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["omni_train", "omni_rl.cli", "omni_train.data", "omni_rl.report", "omni_rl.sinks", "omni_reward"],
+    ["omni_train", "omni_rl.cli", "omni_train.data", "omni_rl.report.process", "omni_rl.sinks", "omni_reward"],
 )
 def test_importing_costs_no_torch(module: str):
     names, _ = imported("-c", f"import {module}")

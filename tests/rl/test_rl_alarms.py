@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from omni_rl.alarms import MAX_ABSTAINED, MAX_CLIPPED, find_alarms, new_alarms
+from omni_rl.alarms import MAX_ABSTAINED, MAX_CLIPPED, Watch, find_alarms
 
 WINDOW = 5
 HEALTHY = {
@@ -21,13 +21,19 @@ def log(*lines):
     return [{"step": float(step)} | line for step, line in enumerate(lines)]
 
 
+def told(lines):
+    """(number of the line, alarm) of the alarms that are told as the lines come."""
+    watch = Watch()
+    return [(n, alarm) for n, line in enumerate(lines) for alarm in watch(line)]
+
+
 def titles(lines):
     return [alarm.title for alarm in find_alarms(lines)]
 
 
 @pytest.mark.parametrize("lines", [[], [HEALTHY], [HEALTHY] * 20, [{"eval/reward": 0.5}]])
 def test_a_healthy_run_has_none(lines):
-    assert find_alarms(log(*lines)) == new_alarms(log(*lines)) == []
+    assert find_alarms(log(*lines)) == told(log(*lines)) == []
 
 
 @pytest.mark.parametrize(
@@ -42,14 +48,14 @@ def test_a_healthy_run_has_none(lines):
 )
 def test_an_alarm_starts_after_a_window_of_steps_is_told_once_and_again_when_it_comes_back(line, title, window):
     lines = log(*[HEALTHY] * WINDOW, *[line] * (WINDOW + 3), *[HEALTHY] * WINDOW, *[line] * WINDOW)
-    told = [(n, alarm.title) for n in range(len(lines)) for alarm in new_alarms(lines[: n + 1])]
-    assert [name for _, name in told] == [title] * 2
+    places = [n for n, alarm in told(lines) if alarm.title == title]
+    assert len(places) == len(told(lines)) == 2
     if line is DEAD:  # the mean of a window rises above its bound before all of the window does
-        assert [n for n, _ in told] == [2 * WINDOW - 1, len(lines) - 1]
+        assert places == [2 * WINDOW - 1, len(lines) - 1]
     else:
-        assert WINDOW <= told[0][0] < WINDOW + window
+        assert WINDOW <= places[0] < WINDOW + window
     (alarm,) = find_alarms(lines)
-    assert (alarm.title, alarm.step, alarm.numbers["since"]) == (title, len(lines) - 1, told[0][0])
+    assert (alarm.title, alarm.step, alarm.numbers["since"]) == (title, len(lines) - 1, places[0])
 
 
 def test_one_group_that_differs_is_enough_to_learn_from():
@@ -60,7 +66,7 @@ def test_lines_of_evaluations_do_not_count_as_steps():
     assert titles(log(*[DEAD, {"eval/reward": 0.1}] * (WINDOW - 1))) == []
     lines = log(*[DEAD] * WINDOW, {"eval/reward": 0.1})
     assert titles(lines) == ["The reward tells nothing"]
-    assert new_alarms(lines) == []  # it was told a line ago
+    assert [n for n, _ in told(lines)] == [WINDOW - 1]  # not again a line later
 
 
 @pytest.mark.parametrize(
@@ -76,8 +82,15 @@ def test_lines_of_evaluations_do_not_count_as_steps():
 )
 def test_a_reward_that_rises_while_another_falls(rewards, watched, alarm):
     lines = log(*({"eval/reward": r, "eval/watch": w} for r, w in zip(rewards, watched, strict=True)))
-    found = [alarm for alarm in new_alarms(lines) if "second scorer" in alarm.title]
+    found = [alarm for n, alarm in told(lines) if n == len(lines) - 1 and "second scorer" in alarm.title]
     assert bool(found) == alarm
     if alarm:
         assert found[0].numbers["eval/reward, from"] == rewards[-3]
         assert found[0].numbers["eval/reward"] == rewards[-1]
+
+
+def test_a_watch_remembers_no_more_than_the_rules_look_at():
+    watch = Watch()
+    for line in log(*[CLIPPED] * 1000):
+        watch(line)
+    assert max(map(len, watch._rows.values())) == WINDOW

@@ -1,4 +1,4 @@
-"""Metrics reach every sink with their steps, offline; the report is written anew at a bounded cost."""
+"""Metrics reach every tracker with their steps, offline."""
 
 import json
 import math
@@ -6,14 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
 from helpers import REPO
 from omni_rl import sinks
 from omni_train.log import RunLog
-from rl.report_runs import write_run
 
 EXTRAS = ("tensorboard", "wandb", "trackio")
 
@@ -70,83 +68,6 @@ def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path
     with RunLog(tmp_path, is_main=True, total_steps=1, tty=False, sinks=[lambda *_: None, closable]) as log:
         log.log(1, {"loss": 0.5})
     assert seen == [1, "closed"]
-
-
-def test_the_report_is_there_after_the_first_step_and_complete_after_the_last(tmp_path):
-    with RunLog(tmp_path, is_main=True, total_steps=30, tty=False, sinks=[sinks.report(tmp_path)]) as log:
-        log.log(0, {"loss": 0.5})
-        assert (tmp_path / "report.html").is_file()
-        for step in range(1, 31):
-            log.log(step, {"loss": 1 / step})
-    assert '"step":30,' in (tmp_path / "report.html").read_text()
-
-
-def test_a_report_that_is_slow_to_write_is_written_less_often(tmp_path, monkeypatch):
-    now, written = [0.0], []
-
-    def write_report(folder):
-        written.append(now[0])
-        now[0] += 1.0
-
-    monkeypatch.setattr("omni_rl.report.write_report", write_report)
-    monkeypatch.setattr(sinks.time, "monotonic", lambda: now[0])
-    sink = sinks.report(tmp_path)
-    for _ in range(100):
-        sink(1, {})
-        now[0] += 1.0
-    assert written == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]  # one second of every twenty
-    sink.close()
-    assert len(written) == 7
-
-
-DAMAGED = [  # a file that only the report needs, what a power cut or a hand left in it, what the message says
-    ("eval/000012/rows.json", b"", "not valid JSON"),
-    ("eval/000012/rows.json", b"\0" * 64, "not valid JSON"),
-    ("eval/000012/rows.json", b"[" * 100_000, "not valid JSON"),
-    ("eval/000012/rows.json", b"{}", "must be a list, got dict"),
-    ("eval/000012/rows.json", b"[1]", "entry 1: must be an object, got int"),
-    ("eval/000012/rows.json", b'[{"prompt": 5}]', "entry 1: prompt is 5"),
-    ("samples/000012/groups.json", b"", "not valid JSON"),
-    ("samples/000012/groups.json", b'[{"prompt": "a", "rewards": [], "shown": [7]}]', "must be an object, got int"),
-    ("versions.jsonl", b'{"command": "a", "commit": ""}\nx\n', "line 2: not valid JSON"),
-    ("versions.jsonl", b'{"commit": ""}\n', "line 1: command is None"),
-    ("versions.jsonl", b"[]\n", "line 1: must be a JSON object, got list"),
-    ("config.toml", b"\xff", "not valid TOML"),
-]
-
-
-@pytest.mark.parametrize(("file", "content", "message"), DAMAGED)
-def test_a_damaged_file_that_only_the_report_needs_is_named_once_and_stops_nothing(tmp_path, file, content, message):
-    folder = write_run(tmp_path / "run")
-    (folder / file).write_bytes(content)
-    with (
-        warnings.catch_warnings(record=True) as told,
-        RunLog(folder, is_main=True, total_steps=14, tty=False, sinks=[sinks.report(folder)]) as log,
-    ):
-        warnings.simplefilter("always")
-        log.log(13, {"reward/mean": 0.5})
-        log.log(14, {"reward/mean": 0.5})
-    (warning,) = told
-    assert f"{file}" in str(warning.message)
-    assert message in str(warning.message)
-
-
-def test_an_error_of_the_run_is_not_replaced_by_one_of_its_report(tmp_path):
-    folder = write_run(tmp_path / "run")
-    (folder / "config.toml").write_bytes(b"\xff")
-    log = RunLog(folder, is_main=True, total_steps=14, tty=False, sinks=[sinks.report(folder)])
-    with pytest.warns(UserWarning, match=r"config\.toml"), pytest.raises(RuntimeError, match="of the run"), log:
-        raise RuntimeError("of the run")
-
-
-def test_a_report_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    def full(folder):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("omni_rl.report.write_report", full)
-    sink = sinks.report(tmp_path)
-    with pytest.warns(UserWarning, match="could not be written: no space left on device"):
-        sink(1, {})
 
 
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])

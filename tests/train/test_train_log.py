@@ -9,7 +9,8 @@ import warnings
 
 import pytest
 import torch
-from omni_train.log import RunLog, load_metrics
+from omni_train.files import load_metrics
+from omni_train.log import RunLog
 
 
 @pytest.fixture

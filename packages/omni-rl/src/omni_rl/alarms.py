@@ -4,7 +4,8 @@ A reward that tells nothing, one that is being gamed, updates that go wrong. Pur
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -69,18 +70,35 @@ ALARMS = (
 )  # fmt: skip
 
 
-def new_alarms(lines: Sequence[Line]) -> list[Alarm]:
-    """Return the alarms that the last of `lines` starts, for the terminal: each is told once, until it has gone.
+class Watch:
+    """The alarms of lines that come one after the other; it remembers no more of them than the rules look at."""
 
-    lines: in step order, each with its `step`.
-    """
-    found = []
-    for rule in _rules(lines[-1:]):
-        rows = _rows(lines, rule)
-        now, before = rows[-rule.window :], rows[-rule.window - 1 : -1]
-        if rows and rows[-1] is lines[-1] and _holds(rule, now) and not _holds(rule, before):
-            found.append(_alarm(rule, now))
-    return found
+    def __init__(self) -> None:
+        self._rows: dict[str, deque[Line]] = {}  # by the rule's title
+        self._holding: set[str] = set()
+        self._broken: set[str] = set()  # metrics that were not finite at least once
+
+    def __call__(self, line: Line) -> list[Alarm]:
+        """Return the alarms that this line starts, for the terminal: each is told once, until it has gone."""
+        return [_alarm(rule, rows) for rule, rows, is_new in self.see(line) if is_new]
+
+    def see(self, line: Line) -> list[tuple[Rule, list[Line], bool]]:
+        """Return the rules that hold with this line, each with the lines it saw and whether it did not hold before.
+
+        line: with its `step`, the next one in step order.
+        """
+        self._broken |= {name for name, value in line.items() if not math.isfinite(value)}
+        found = []
+        for rule in (*ALARMS, *map(_not_finite, sorted(self._broken))):
+            if all(name in line for name in rule.names):
+                rows = self._rows.setdefault(rule.title, deque(maxlen=rule.window))
+                rows.append(line)
+                if not _holds(rule, rows):
+                    self._holding.discard(rule.title)
+                    continue
+                found.append((rule, list(rows), rule.title not in self._holding))
+                self._holding.add(rule.title)
+        return found
 
 
 def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
@@ -88,29 +106,25 @@ def find_alarms(lines: Sequence[Line]) -> list[Alarm]:
 
     Its numbers are those of the last time, with `steps`, how often it held, and `since`, the first step of them.
     """
-    found = []
-    for rule in _rules(lines):
-        rows = _rows(lines, rule)
-        windows = (rows[i - rule.window : i] for i in range(rule.window, len(rows) + 1))
-        hits = [window for window in windows if _holds(rule, window)]
-        if hits:
-            alarm = _alarm(rule, hits[-1])
-            found.append(replace(alarm, numbers=alarm.numbers | {"steps": len(hits), "since": hits[0][-1]["step"]}))
-    return sorted(found, key=lambda alarm: alarm.step)
+    watch, last, since, counts = Watch(), dict[str, Alarm](), dict[str, float](), Counter[str]()
+    for line in lines:
+        for rule, rows, _ in watch.see(line):
+            last[rule.title] = _alarm(rule, rows)
+            since.setdefault(rule.title, line["step"])
+            counts[rule.title] += 1
+    found = [
+        replace(alarm, numbers=alarm.numbers | {"steps": counts[title], "since": since[title]})
+        for title, alarm in last.items()
+    ]
+    return sorted(found, key=lambda alarm: (alarm.step, alarm.title))
 
 
-def _rules(lines: Sequence[Line]) -> list[Rule]:
-    """The table, and for each metric of these lines that is not finite somewhere a rule of its own."""
-    broken = sorted({name for line in lines for name, value in line.items() if not math.isfinite(value)})
-    look = "Look at the steps before it."
-    return [*ALARMS, *(Rule(f"{n} is not finite", (n,), 1, lambda v: not math.isfinite(v[0]), look) for n in broken)]
+def _not_finite(name: str) -> Rule:
+    """The rule of a metric that must be finite."""
+    return Rule(f"{name} is not finite", (name,), 1, lambda v: not math.isfinite(v[0]), "Look at the steps before it.")
 
 
-def _rows(lines: Sequence[Line], rule: Rule) -> list[Line]:
-    return [line for line in lines if all(name in line for name in rule.names)]
-
-
-def _holds(rule: Rule, rows: Sequence[Line]) -> bool:
+def _holds(rule: Rule, rows: Collection[Line]) -> bool:
     return len(rows) == rule.window and rule.holds(*([row[name] for row in rows] for name in rule.names))
 
 

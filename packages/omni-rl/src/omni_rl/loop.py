@@ -18,11 +18,11 @@ from typing import Self
 
 from omni_reward import RewardError
 from omni_train.dist import gather_json
-from omni_train.log import load_metrics
+from omni_train.files import load_metrics
 from omni_train.signals import catch_stop, resume_command
 from omni_train.weights import save_weights
 
-from omni_rl.alarms import Alarm, new_alarms
+from omni_rl.alarms import Alarm, Watch
 from omni_rl.args import RunArgs, without_secrets
 from omni_rl.failures import BrokenRunError
 from omni_rl.report.folder import command_line
@@ -37,10 +37,12 @@ class Loop:
         self.run = run
         self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
         self._in_step = False  # whether the trainer's own lines run
+        self._alarms = Watch()
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        self._lines = load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []
+        for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
+            self._alarms(line)
         self._stop = self._open.enter_context(catch_stop())
         self._open.enter_context(self.run.log)
         return self
@@ -84,8 +86,7 @@ class Loop:
         run.log.log(done, step.metrics, num_images=num_drawn)
         self._done = done
         if run.dist.is_main:
-            self._lines.append({"step": done} | step.metrics)
-            _print_alarms(done, new_alarms(self._lines))
+            _print_alarms(done, self._alarms({"step": done} | step.metrics))
         stopping = self._stop.requested(run.dist)
         if stopping or done % args.save_every == 0 or done == args.train_steps:  # after the line: none must be lost
             with run.phase("save"):

@@ -46,8 +46,9 @@ from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, w
 from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
 from omni_rl.report import write_versions
+from omni_rl.report.process import ReportProcess
 from omni_rl.scoring import Scorer, connect
-from omni_rl.sinks import check_tracker, report, tracker
+from omni_rl.sinks import check_tracker
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
@@ -62,7 +63,7 @@ class Run(Generic[ArgsT]):
     trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
     reference_net: the frozen reference of such a run, if it has one. first_step: finished steps with which the loop
     begins. counts: samples that have passed the nets, as `forwards`, and that were `drawn`. version: of the weights
-    that the engine has.
+    that the engine has. report: what rank 0 shows its pictures to.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Run(Generic[ArgsT]):
         self.version = -1
         self.snapshot: Snapshot | None = None
         self.reference_net: nn.Module | None = None
+        self.report: ReportProcess | None = None
         self._start_files: list[Path] = []  # full weights in --init-weights
         self._adapter = ""  # --init-weights where it holds an adapter
         self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
@@ -424,14 +426,14 @@ class Run(Generic[ArgsT]):
         self.counts["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input of any model is a batch
 
     def _open_log(self) -> None:
-        """Open the log of the run, with its report and tracker as sinks; beside it the settings and all versions."""
-        args, dist, folder, sinks = self.args, self.dist, self.folder, []
+        """Open the log of the run, with its report and tracker as a sink; beside it the settings and all versions."""
+        args, dist, folder = self.args, self.dist, self.folder
         if dist.is_main:
             write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
             facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
-            sinks = [report(folder), *tracker(args.track, folder, args.project)]
+            self.report = ReportProcess(folder, args.track, args.project)
         self.log = RunLog(
             folder,
             is_main=dist.is_main,
@@ -440,7 +442,7 @@ class Run(Generic[ArgsT]):
             tty=None if dist.mesh is None else False,
             columns=COLUMNS,
             resume_step=self.first_step - 1,
-            sinks=sinks,
+            sinks=[self.report] if self.report else [],
         )
 
 

@@ -15,7 +15,7 @@ from omni_train.dist import Dist
 
 from omni_rl.args import RunArgs
 from omni_rl.pictures import read_picture
-from omni_rl.report import Sample, write_eval, write_samples
+from omni_rl.report import Sample
 from omni_rl.run import Run, Step
 from omni_rl.scoring import Pending, collect, gather_rewards, submit
 
@@ -82,8 +82,8 @@ def draw(
 
 def show(run: Run[RunArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
-    if run.dist.is_main:
-        write_samples(run.folder, step.number + 1, *_pictures(batches, scores))
+    if run.report:
+        run.report.show_samples(step.number + 1, *_pictures(batches, scores))
 
 
 def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
@@ -101,8 +101,8 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     if run.watch:
         seen = collect(run.dist, [submit(run.watch, batch) for batch in batches])
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
-    if run.dist.is_main:
-        write_eval(run.folder, step, *_pictures(batches, scores))
+    if run.report:
+        run.report.show_eval(step, *_pictures(batches, scores))
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
     return means | {"eval/abstained_ratio": rewards["eval/reward"].isnan().float().mean().item()}
 

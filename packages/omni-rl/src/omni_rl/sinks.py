@@ -1,16 +1,14 @@
-"""Places for metrics besides `metrics.jsonl`: the run's own report, TensorBoard, Weights & Biases, Trackio.
+"""Trackers, places for metrics besides `metrics.jsonl` and the report: TensorBoard, Weights & Biases, Trackio.
 
-    RunLog(folder, is_main=..., total_steps=..., sinks=[report(folder), *tracker("wandb", folder, "my-project")])
+    RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb", folder, "my-project"))
 
-A sink is called as `sink(step, metrics)` after each line of the log. The trackers also get the sheet of an evaluation's
+A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of an evaluation's
 pictures, which `omni_rl.report.write_eval` leaves in the run folder, and the settings of its config.toml. A library is
 imported when its sink is made; each is an extra of this package. Nothing leaves the machine unless a setting of the
 library, such as WANDB_MODE=online, says so.
 """
 
 import os
-import time
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -20,7 +18,6 @@ from typing import Any, Literal
 from omni_rl.report.data import read_config
 
 Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
-MAX_SHARE = 0.05  # of the run's time that goes into writing its report
 PICTURES = "eval/pictures"  # the name under which trackers show an evaluation's sheet
 
 
@@ -34,36 +31,6 @@ class Sink:
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass the metrics of a step on."""
         self.write(step, metrics)
-
-
-def report(folder: str | Path) -> Sink:
-    """Write `folder`/report.html anew after a step, and when the log is closed.
-
-    A step is left out where writing would take more than a twentieth of the time. A report that cannot be written, on a
-    full disk or with a damaged file, is told once: the run goes on.
-    """
-    from omni_rl.report import write_report
-
-    due, told = 0.0, set()
-
-    def write(*_: object) -> None:
-        nonlocal due
-        start = time.monotonic()
-        if start < due:
-            return
-        rewrite()
-        end = time.monotonic()
-        due = end + (end - start) * (1 / MAX_SHARE - 1)
-
-    def rewrite() -> None:
-        try:
-            write_report(folder)
-        except (OSError, ValueError) as exc:
-            if str(exc) not in told:
-                warnings.warn(f"the report of {folder} could not be written: {exc}", stacklevel=2)
-            told.add(str(exc))
-
-    return Sink(write, rewrite)
 
 
 def tracker(kind: Tracker, folder: str | Path, project: str) -> list[Sink]:

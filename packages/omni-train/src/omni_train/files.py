@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -103,6 +104,27 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
 def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
     """The error of a line that nobody has written so: where it is, what is wrong, what to do."""
     return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
+
+
+def load_metrics(path: str | Path) -> list[dict[str, float]]:
+    """The steps of a `metrics.jsonl`, in step order; null becomes NaN.
+
+    A step that was logged again after a resume counts once, as logged last. A last line torn by a crash is left out.
+
+    Raises:
+        ValueError: any other line is damaged; it is named.
+    """
+    steps = {entry["step"]: entry for entry in read_steps(path)}
+    return [steps[step] for step in sorted(steps)]
+
+
+def read_steps(path: str | Path) -> list[dict[str, float]]:
+    """Every line of a `metrics.jsonl`, as it stands in the file; null becomes NaN. Raises as `load_metrics`."""
+    entries = read_jsonl(path)
+    for number, entry in enumerate(entries, start=1):
+        if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
+            raise damaged_line(path, number, "must be numbers, one of them the step")
+    return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]
 
 
 def file_digest(path: str | Path) -> str:

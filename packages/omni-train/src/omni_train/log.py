@@ -16,7 +16,7 @@ from typing import Self
 from torch import Tensor
 
 from omni_train.dist import Dist, same_error, synchronize
-from omni_train.files import damaged_line, read_jsonl, write_atomically
+from omni_train.files import load_metrics, read_steps, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -239,31 +239,10 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
 
 
-def load_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The steps of a `metrics.jsonl`, in step order; null becomes NaN.
-
-    A step that was logged again after a resume counts once, as logged last. A last line torn by a crash is left out.
-
-    Raises:
-        ValueError: any other line is damaged; it is named.
-    """
-    steps = {entry["step"]: entry for entry in _read_lines(path)}
-    return [steps[step] for step in sorted(steps)]
-
-
-def _read_lines(path: str | Path) -> list[dict[str, float]]:
-    """Every line, as it stands in the file."""
-    entries = read_jsonl(path)
-    for number, entry in enumerate(entries, start=1):
-        if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
-            raise damaged_line(path, number, "must be numbers, one of them the step")
-    return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]
-
-
 def _keep_lines(path: Path, last_step: int | None) -> int:
     """Drop a last line torn by a crash, and the lines of steps after `last_step`; the last step kept, -1 for none."""
     data = path.read_bytes()
-    steps = [int(entry["step"]) for entry in _read_lines(path)]
+    steps = [int(entry["step"]) for entry in read_steps(path)]
     kept = [i for i, step in enumerate(steps) if last_step is None or step <= last_step]
     lines = data.split(b"\n")
     if (text := b"".join(lines[i] + b"\n" for i in kept)) != data:

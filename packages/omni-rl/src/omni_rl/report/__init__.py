@@ -1,6 +1,7 @@
 """Reports of runs: one HTML file a run, drawn from plain files that the trainer writes.
 
-    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     while it runs
+    ReportProcess(folder)                         draws it while the run goes on, in a process of its own
+    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     the files that it is drawn from
     write_report(folder)                          runs/NAME/report.html, of the files that are there
     python -m omni_rl.report runs/a runs/b     several runs in one page
 

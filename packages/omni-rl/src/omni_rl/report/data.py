@@ -16,6 +16,8 @@ from statistics import median
 from types import UnionType
 from typing import Any
 
+from omni_train.files import load_metrics
+
 from omni_rl.alarms import find_alarms
 from omni_rl.report.folder import read_lines, step_folders
 
@@ -72,18 +74,19 @@ CHARTS = (
 )  # fmt: skip
 
 
-def run_data(folder: Path, *, num_runs: int = 1) -> dict[str, Any]:
+def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None) -> dict[str, Any]:
     """All that the page needs of a run. The pictures of `num_runs` such runs fit into one page.
+
+    steps: the lines of its metrics, read if None.
 
     Raises:
         ValueError: `folder` has no metrics, or a file in it cannot be read.
     """
-    from omni_train.log import load_metrics
-
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps, config, starts = load_metrics(path), read_config(folder), _entries(folder / "versions.jsonl", START)
+    steps = load_metrics(path) if steps is None else steps
+    config, starts = read_config(folder), _entries(folder / "versions.jsonl", START)
     seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
     trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
     recent = seconds[-20:]

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
+    Images = Sequence[np.ndarray | Tensor] | Mapping[int, np.ndarray | Tensor] | np.ndarray | Tensor
+
 EXACT_SIDE = 128  # pixels; pictures no larger keep every bit, as PNG
 MAX_SIDE = 320  # pixels; larger pictures are reduced to this and stored as WebP
 MAX_SHEET = 64  # pictures on the sheet of an evaluation
@@ -72,7 +74,7 @@ class Sample:
 def write_eval(
     folder: str | Path,
     step: int,
-    images: "Sequence[np.ndarray | Tensor] | np.ndarray | Tensor",
+    images: "Images",
     samples: Sequence[Sample],
     *,
     limit: int = 16,
@@ -81,17 +83,18 @@ def write_eval(
     """Keep the first `limit` pictures of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
     images: RGB, one for each of `samples`: uint8 [N, H, W, 3], or N of uint8 [H, W, 3], arrays or tensors on any
-    device. keep: where there are more evaluations, those nearest to their neighbours go, never the first and the last.
+    device, of which only those that are kept are copied to the host; or a mapping of those alone, by their places.
+    keep: where there are more evaluations, those nearest to their neighbours go, never the first and the last.
 
     Raises:
         ValueError: images have another dtype or shape, or `keep` is below 2.
     """
     if keep < 2:
         raise ValueError(f"keep must be >= 2, got {keep}")
-    pictures = _pictures(images, len(samples))
+    pictures = host_pictures(images, samples, range(min(MAX_SHEET, len(samples))))
     rows, files = _rows(pictures, samples, range(min(limit, len(samples))))
     labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
-    sheet = contact_sheet(pictures[:MAX_SHEET], labels, max_side=SHEET_SIDE)
+    sheet = contact_sheet(list(pictures.values()), labels, max_side=SHEET_SIDE)
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
     write_atomically(home / f"{step:06}.png", _png(sheet))
@@ -106,7 +109,7 @@ def write_eval(
 def write_samples(
     folder: str | Path,
     step: int,
-    images: "Sequence[np.ndarray | Tensor] | np.ndarray | Tensor",
+    images: "Images",
     samples: Sequence[Sample],
     *,
     groups: int = 4,
@@ -121,14 +124,11 @@ def write_samples(
     """
     if keep < 1:
         raise ValueError(f"keep must be >= 1, got {keep}")
-    pictures = _pictures(images, len(samples))
-    members: dict[int, list[int]] = {}
-    for i, sample in enumerate(samples):
-        members.setdefault(sample.group, []).append(i)
     entries: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
-    for group, indices in list(members.items())[:groups]:
-        shown, drawn = _rows(pictures, samples, _best_and_worst(samples, indices))
+    for group, indices in first_groups(samples, groups).items():
+        best = best_and_worst(samples, indices)
+        shown, drawn = _rows(host_pictures(images, samples, best), samples, best)
         rewards = [samples[i].reward for i in indices]
         entries.append({"group": group, "prompt": samples[indices[0]].prompt, "rewards": rewards, "shown": shown})
         files |= drawn
@@ -222,19 +222,29 @@ def _json(document: object) -> str:
     return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
 
 
-def _pictures(images: "Iterable[np.ndarray | Tensor]", count: int) -> list[np.ndarray]:
-    """The images as arrays, uint8 [H, W, 3]."""
-    arrays = [image if isinstance(image, np.ndarray) else image.cpu().numpy() for image in images]
-    for array in arrays:
+def host_pictures(images: "Images", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, np.ndarray]:
+    """The images that are shown, by their places, as arrays uint8 [H, W, 3]; no other is copied to the host."""
+    chosen = {i: images[i] for i in shown}
+    arrays = {i: image if isinstance(image, np.ndarray) else image.cpu().numpy() for i, image in chosen.items()}
+    for array in arrays.values():
         if array.dtype != np.uint8:
             raise ValueError(f"images must be uint8, got {array.dtype}")
-    if len(arrays) != count or any(array.shape[2:] != (3,) for array in arrays):
-        got = f"{len(arrays)} of {sorted({array.shape for array in arrays})}"
-        raise ValueError(f"images must be {count} of shape (H, W, 3), one for each sample, got {got}")
+    is_each = isinstance(images, Mapping) or len(images) == len(samples)
+    if not is_each or any(array.shape[2:] != (3,) for array in arrays.values()):
+        got = f"{len(images)} of {sorted({array.shape for array in arrays.values()})}"
+        raise ValueError(f"images must be {len(samples)} of shape (H, W, 3), one for each sample, got {got}")
     return arrays
 
 
-def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
+def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
+    """The first `count` groups of a step, each with the places of its samples."""
+    members: dict[int, list[int]] = {}
+    for i, sample in enumerate(samples):
+        members.setdefault(sample.group, []).append(i)
+    return dict(list(members.items())[:count])
+
+
+def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
     """Best first; one index where both are the same, or where nothing has a score."""
     scored = [(reward, i) for i in indices if (reward := samples[i].reward) is not None and math.isfinite(reward)]
     if not scored:
@@ -244,20 +254,20 @@ def _best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[i
 
 
 def _rows(
-    pictures: Sequence[np.ndarray], samples: Sequence[Sample], indices: Iterable[int]
+    pictures: Mapping[int, np.ndarray], samples: Sequence[Sample], indices: Iterable[int]
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
     """The samples as JSON takes them, each with the name of its file, and the files."""
     rows, files = [], {}
     for i in indices:
         data, suffix = encode(pictures[i])
         height, width = pictures[i].shape[:2]
-        details = {str(name): _plain(value) for name, value in samples[i].details.items()}
+        details = {str(name): plain(value) for name, value in samples[i].details.items()}
         rows.append(vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]})
         files[f"{i:04}{suffix}"] = data
     return rows, files
 
 
-def _plain(value: object) -> object:
+def plain(value: object) -> object:
     """The value if it is a text or a number, or else a short text of it, however deeply it is nested."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 

@@ -1,0 +1,197 @@
+"""The process beside a run: what it is handed is on the disk at the end, it costs the run nothing, and may die."""
+
+import math
+import os
+import signal
+import time
+
+import pytest
+import torch
+from omni_rl.report import data, write_report, write_samples
+from omni_rl.report import process as process_module
+from omni_rl.report.process import ReportProcess
+from omni_train.log import RunLog
+from rl.report_runs import images, metrics, samples, write_metrics, write_run
+
+
+def tree(folder):
+    """The bytes of all pictures and of what is told of them."""
+    files = [path for home in ("eval", "samples") for path in folder.glob(f"{home}/**/*") if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def wait_for(holds):
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_the_folder_is_the_one_that_the_functions_write(tmp_path):
+    """Pictures, the sheet and the page; the samples' files alone are numbered within the groups that are shown."""
+    lines, rows = metrics(12), samples([0.1, 0.9, 0.5, 0.4, 0.2, 0.2, 0.2, 0.2], group_size=4)
+    direct = write_run(tmp_path / "direct")
+    write_metrics(direct, lines)
+    handed = tmp_path / "handed"
+    handed.mkdir()
+    (handed / "config.toml").write_text((direct / "config.toml").read_text())
+    (handed / "versions.jsonl").write_text((direct / "versions.jsonl").read_text())
+    with ReportProcess(handed) as report:
+        for line in lines:
+            step = line["step"]
+            if step % 4 == 0:
+                pictures = [torch.from_numpy(picture) for picture in images(3, seed=step)]
+                report.show_eval(step, pictures, samples([step / 50, step / 50 + 0.1, None], read=f"AT{step}"))
+            if step == 12:
+                report.show_samples(step, images(8), rows)
+            report(step, {name: value for name, value in line.items() if name != "step"})
+            write_metrics(handed, lines[: step + 1])
+    assert tree(handed) == tree(direct)
+    assert data.run_data(handed) | {"name": "", "logged_at": 0} == data.run_data(direct) | {"name": "", "logged_at": 0}
+    page = (handed / "report.html").read_bytes()
+    write_report(handed)
+    assert len(page) == len((handed / "report.html").read_bytes())
+
+
+def test_only_what_is_shown_is_copied_to_the_host(tmp_path):
+    class Picture(torch.Tensor):
+        copied = 0
+
+        def cpu(self):
+            Picture.copied += 1
+            return super().cpu()
+
+    pictures = [torch.zeros(8, 8, 3, dtype=torch.uint8).as_subclass(Picture) for _ in range(64)]
+    rows = samples([i / 64 for i in range(64)], group_size=8)
+    write_samples(tmp_path, 1, pictures, rows)
+    assert Picture.copied == 8  # best and worst of four groups
+    with ReportProcess(tmp_path) as report:
+        report.show_samples(1, pictures, rows)
+    assert Picture.copied == 16
+
+
+def test_lines_that_a_run_which_resumes_writes_anew_are_not_in_the_page(tmp_path):
+    write_metrics(tmp_path, metrics(9))
+    with RunLog(
+        tmp_path, is_main=True, total_steps=9, tty=False, resume_step=5, sinks=[ReportProcess(tmp_path)]
+    ) as log:
+        log.log(6, {"reward/mean": 0.5, "policy/kl": math.nan})
+    found = data.run_data(tmp_path)
+    assert found["curves"]["reward/mean"]["x"] == [1, 2, 3, 4, 5, 6]
+    page = (tmp_path / "report.html").read_text()
+    assert '"step":6,' in page
+    assert '"step":9,' not in page
+    assert "policy/kl is not finite" in page
+
+
+def test_the_page_follows_while_the_run_goes_on(tmp_path):
+    report, page = ReportProcess(tmp_path), tmp_path / "report.html"
+    with RunLog(tmp_path, is_main=True, total_steps=30, tty=False, sinks=[report]) as log:
+        for step in (0, 1):
+            log.log(step, {"loss": 0.5})
+            wait_for(lambda words=f'"step":{step},': page.is_file() and words in page.read_text())
+
+
+def test_a_step_does_not_wait_for_a_process_that_stands_still(tmp_path):
+    """It is stopped; samples of all but the last steps are dropped, lines and evaluations are not."""
+    report = ReportProcess(tmp_path)
+    os.kill(report._process.pid, signal.SIGSTOP)
+    rows = samples([0.5] * 8, group_size=2)
+    for step in range(50):
+        if step == 7:
+            report.show_eval(step, images(8), rows)
+        report.show_samples(step, images(8, 512, 512), rows)
+        report(step, {"loss": 1.0})
+        (tmp_path / "metrics.jsonl").touch()
+    kinds = [about["kind"] for about, _ in report._waiting]
+    assert kinds.count("samples") == process_module.MAX_WAITING
+    os.kill(report._process.pid, signal.SIGCONT)
+    report.close()
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["000047", "000048", "000049"]
+    assert (tmp_path / "eval" / "000007.png").is_file()
+
+
+def test_a_process_that_dies_is_said_once_and_the_run_goes_on(tmp_path, capfd):
+    report = ReportProcess(tmp_path)
+    with RunLog(tmp_path, is_main=True, total_steps=3, tty=False, sinks=[report]) as log:
+        os.kill(report._process.pid, signal.SIGKILL)
+        for step in range(4):
+            report.show_samples(step, images(8), samples([0.5] * 8))
+            log.log(step, {"loss": 1.0})
+            report._process.wait()
+    told = capfd.readouterr().err
+    assert told.count("has ended (exit code -9): training goes on without new pictures") == 1
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
+    assert not report._waiting
+
+
+def test_the_process_ends_at_once_with_a_run_that_dies(tmp_path):
+    """It has read half of a message, and waits for the other half; nobody tells it to end."""
+    report = ReportProcess(tmp_path)
+    report._process.stdin.write((100).to_bytes(8, "little") + b"half")
+    report._process.stdin.close()
+    assert report._process.wait(10) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_process_does_not_hear_what_a_terminal_says_to_the_run(tmp_path):
+    with ReportProcess(tmp_path) as report:
+        assert os.getsid(report._process.pid) == report._process.pid != os.getsid(0)
+
+
+def test_a_tracker_that_does_not_open_is_an_error_of_the_start(tmp_path, monkeypatch):
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "wandb.py").write_text("raise RuntimeError('no key')")
+    monkeypatch.setenv("PYTHONPATH", str(broken), prepend=os.pathsep)
+    with pytest.raises(ValueError, match="track must be a tracker that opens, got wandb: RuntimeError: no key"):
+        ReportProcess(tmp_path / "run", "wandb", "project")
+
+
+DAMAGED = [  # a file that only the report needs, what a power cut or a hand left in it, what is said
+    ("eval/000012/rows.json", b"", "not valid JSON"),
+    ("eval/000012/rows.json", b"\0" * 64, "not valid JSON"),
+    ("eval/000012/rows.json", b"[" * 100_000, "not valid JSON"),
+    ("eval/000012/rows.json", b"{}", "must be a list, got dict"),
+    ("eval/000012/rows.json", b"[1]", "entry 1: must be an object, got int"),
+    ("eval/000012/rows.json", b'[{"prompt": 5}]', "entry 1: prompt is 5"),
+    ("samples/000012/groups.json", b"", "not valid JSON"),
+    ("samples/000012/groups.json", b'[{"prompt": "a", "rewards": [], "shown": [7]}]', "must be an object, got int"),
+    ("versions.jsonl", b'{"command": "a", "commit": ""}\nx\n', "line 2: not valid JSON"),
+    ("versions.jsonl", b'{"commit": ""}\n', "line 1: command is None"),
+    ("versions.jsonl", b"[]\n", "line 1: must be a JSON object, got list"),
+    ("config.toml", b"\xff", "not valid TOML"),
+]
+
+
+@pytest.mark.parametrize(("file", "content", "message"), DAMAGED)
+def test_a_damaged_file_that_only_the_report_needs_is_named_once_and_stops_nothing(
+    tmp_path, capfd, file, content, message
+):
+    folder = write_run(tmp_path / "run")
+    (folder / file).write_bytes(content)
+    pages = process_module._Pages(folder, [])
+    for step in (13, 14):
+        pages.take({"kind": "log", "step": step, "metrics": {"reward/mean": 0.5}}, {})
+        pages.write()
+    told = capfd.readouterr().err
+    assert len(told.splitlines()) == 1
+    assert file in told
+    assert message in told
+
+
+def test_a_full_disk_is_told_once_and_the_tracker_still_gets_its_numbers(tmp_path, monkeypatch, capfd):
+    def full(*args, **options):
+        raise OSError("no space left on device")
+
+    seen = []
+    for name in ("write_report", "write_eval"):
+        monkeypatch.setattr(process_module, name, full)
+    pages = process_module._Pages(tmp_path, [lambda step, metrics: seen.append(step)])
+    write_metrics(tmp_path, metrics(1))
+    for step in (2, 3):
+        pages.take({"kind": "eval", "step": 2, "samples": []}, {})
+        pages.take({"kind": "log", "step": step, "metrics": {}}, {})
+        pages.write()
+    assert seen == [2, 3]
+    assert capfd.readouterr().err.count("no space left on device") == 2  # once for the pictures, once for the page
