@@ -228,7 +228,7 @@ ROWS = {
             guided=replace(FLUX2, guidance_scale=scale),
             stock=lambda params, negative: {"guidance_scale": params.guidance_scale},
             without_gradient=frozenset(),
-            lora_layers=2 * 8 + 2,
+            lora_layers=2 * 12 + 2,
             nearest=(({"height": 56}, 64),),
             refused=refused,
             images=images,

@@ -124,8 +124,35 @@ BAGEL_FILES = {
     },
     "tokenizer_config.json": {},
 }
+QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
+MISTRAL_24B = {
+    "text_config": {
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "vocab_size": 131072,
+    },
+    "vision_config": {"image_size": 1540, "patch_size": 14},
+}
+FLUX2_SCHEDULE = DYNAMIC | {"shift": 3.0}
+FLUX2 = {"channels": 128, "stride": 16}
+# The nets of FLUX.2 are as scripts/convert_flux2_to_diffusers.py of diffusers has them; dev's are its class's defaults.
+KLEIN_4B = {
+    "text_encoder": QWEN3_4B,
+    "transformer": {
+        "guidance_embeds": False,
+        "joint_attention_dim": 7680,
+        "num_attention_heads": 24,
+        "num_layers": 5,
+        "num_single_layers": 20,
+    },
+    "scheduler": FLUX2_SCHEDULE,
+}
 KLEIN_9B = {
-    "text_encoder": QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288},
+    "text_encoder": QWEN3_8B,
     "transformer": {
         "guidance_embeds": False,
         "joint_attention_dim": 12288,
@@ -133,7 +160,7 @@ KLEIN_9B = {
         "num_layers": 8,
         "num_single_layers": 24,
     },
-    "scheduler": DYNAMIC | {"shift": 3.0},
+    "scheduler": FLUX2_SCHEDULE,
 }
 RELEASES = {
     "ByteDance-Seed/BAGEL-7B-MoT": Release("BagelForConditionalGeneration", 14, 28 * 7, BAGEL_FILES),
@@ -154,10 +181,12 @@ RELEASES = {
     "black-forest-labs/FLUX.1-Kontext-dev": Release(
         "FluxKontextPipeline", 12, 19 * 12 + 38 * 3, FLUX_PARTS | {"transformer": {"guidance_embeds": True}}
     ),
+    "black-forest-labs/FLUX.2-dev": Release(
+        "Flux2Pipeline", 32, 8 * 12 + 48, {"text_encoder": MISTRAL_24B, "scheduler": FLUX2_SCHEDULE}, **FLUX2
+    ),
+    "black-forest-labs/FLUX.2-klein-base-4B": Release("Flux2KleinPipeline", 4, 5 * 12 + 20, KLEIN_4B, **FLUX2),
     **{
-        f"black-forest-labs/FLUX.2-{name}-9B": Release(
-            "Flux2KleinPipeline", 9, 8 * 8 + 24, KLEIN_9B, channels=128, stride=16
-        )
+        f"black-forest-labs/FLUX.2-{name}-9B": Release("Flux2KleinPipeline", 9, 8 * 12 + 24, KLEIN_9B, **FLUX2)
         for name in ("klein", "klein-base")
     },
 }

@@ -20,7 +20,7 @@ from trainer_runs import place, recipe
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "# Run here: no" in text]
 BAGEL = "train_flowgrpo bagel-pickscore-lora"
-PLANNED = sampled([case for case in ALL if case != BAGEL], 4)
+PLANNED = sampled([case for case in ALL if " bagel-" not in case], 4)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -62,7 +62,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
         assert sigmas[-1] == 0
     size = args.height // release.stride, args.width // release.stride
     assert model.latent_shape(run.base_params) == (release.channels, *size)
-    assert args.prompts.endswith(".jsonl") == bool(model.IMAGES.start), "references are columns of a .jsonl file"
+    assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 
 def test_every_released_model_has_a_recipe():

@@ -48,7 +48,7 @@ class Flux2Klein(DiffusersModel):
     }
     IMAGES: ClassVar[range] = range(11)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks the first layer alone
         "attn.to_q",
         "attn.to_k",
         "attn.to_v",
@@ -57,7 +57,11 @@ class Flux2Klein(DiffusersModel):
         "attn.add_k_proj",
         "attn.add_v_proj",
         "attn.to_add_out",
-        "attn.to_qkv_mlp_proj",  # of the single blocks, whose attn.to_out is a list in the others
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",
     )
     LAYERS: ClassVar[tuple[int, ...]] = (9, 18, 27)  # of the text encoder, whose states are the features
     CHAT: ClassVar[Mapping[str, bool]] = {"add_generation_prompt": True, "enable_thinking": False}
