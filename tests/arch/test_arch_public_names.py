@@ -82,7 +82,7 @@ SIGNATURES = {
     "omni_rollout.Model.sigmas": "self, params",
     "omni_rollout.Model.load": "self, *, device, dtype, net=None",
     "omni_rollout.Model.load_net": "self, *, device, dtype",
-    "omni_rollout.Model.empty_net": "self",
+    "omni_rollout.Model.empty_net": "self, *, buffers=False",
     "omni_rollout.Model.weight_files": "self, part='transformer'",
     "omni_rollout.Model.encode": "self, parts, prompt, *, negative=False",
     "omni_rollout.Model.condition": "self, parts, prompt, params",

@@ -411,7 +411,7 @@ class Run(Generic[ArgsT]):
         """
         is_sharded = self.mode == "fsdp2" and not self.args.lora_rank
         return load_sharded(
-            self.model.empty_net(),
+            self.model.empty_net(buffers=True),
             self._start_files or self.model.weight_files(self.model.NETS[0]),
             self.dist.mesh if is_sharded else None,
             device=self.dist.device,

@@ -55,8 +55,8 @@ class Model(Protocol):
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The net alone, as `load` has it."""
 
-    def empty_net(self) -> nn.Module:
-        """The net with its parameters on the meta device; buffers and other tensors are real."""
+    def empty_net(self, *, buffers: bool = False) -> nn.Module:
+        """The net on the meta device, for names and shapes. buffers: all but its parameters is real, to be filled."""
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """The safetensors files of a part."""

@@ -162,7 +162,7 @@ class Bagel(ImageModel):
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
         from diffusers.models.model_loading_utils import load_state_dict
 
-        module, weights = self._empty(part), load_state_dict(str(self.weight_files(part)[0]))
+        module, weights = self._empty(part, buffers=True), load_state_dict(str(self.weight_files(part)[0]))
         if part == "vae":
             weights = convert_ldm_vae_checkpoint(weights, module.config)
         own = {name: weights[name].to(dtype) for name in module.state_dict() if name in weights}

@@ -171,9 +171,9 @@ class DiffusersModel:
         net: nn.Module = self._load(self.NETS[0], device, dtype)
         return net
 
-    def empty_net(self) -> nn.Module:
-        """The net with its parameters on the meta device; buffers and other tensors are real."""
-        return self._empty(self.NETS[0])
+    def empty_net(self, *, buffers: bool = False) -> nn.Module:
+        """The net on the meta device, for names and shapes. buffers: all but its parameters is real, to be filled."""
+        return self._empty(self.NETS[0], buffers=buffers)
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """The safetensors files of a part; those of a hub id are fetched."""
@@ -212,14 +212,14 @@ class DiffusersModel:
         )
         return module, report["missing_keys"]
 
-    def _empty(self, part: str) -> nn.Module:
+    def _empty(self, part: str, *, buffers: bool = False) -> nn.Module:
         from accelerate import init_empty_weights
         from huggingface_hub.errors import StrictDataclassError
 
         cls, file = self._class(part), self.config_file(part)
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
         try:
-            with init_empty_weights(include_buffers=False):
+            with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
                 module = self._make(part)
         except (*UNUSABLE, StrictDataclassError) as exc:
             reason = " ".join(str(exc).split())
