@@ -314,3 +314,30 @@ def test_a_script_that_got_in_all_the_same_would_not_run(browser, tmp_path):
     page.wait_for_timeout(50)
     assert page.evaluate("window.hacked") is None
     page.close()
+
+
+def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp_path):
+    folder = write_run(tmp_path / "run")
+    plain = show(write_report(folder)).locator("main").inner_html()
+    assert "reference" not in plain.replace("to the reference", "")
+    first, second = images(2, 32, 96, seed=5)
+    rows = [Sample("a red sign", 0.3, 0, 0, {"read": "AB"}, references=(first,)),
+            Sample("a blue sign", 0.9, 1, 1, {"read": "CD"}, references=(first, second))]  # fmt: skip
+    for step in (0, 12):
+        write_eval(folder, step, images(2, seed=step), rows)
+    write_samples(folder, 12, images(2), rows)
+    page = show(write_report(folder))
+    one, two = page.locator(".card").nth(0), page.locator(".card").nth(1)
+    assert one.locator(".label").all_inner_texts() == ["reference", "step 0", "step 12"]
+    assert two.locator(".label").all_inner_texts() == ["reference 1", "reference 2", "step 0", "step 12"]
+    assert one.locator(".pane").first.inner_text().strip() == "reference"
+    assert one.locator("img").first.get_attribute("src") == two.locator("img").first.get_attribute("src")
+    page.get_by_role("slider", name="Evaluation").press("Home")
+    assert one.locator(".label").all_inner_texts() == ["reference", "step 0"]
+    group = page.locator("section", has=page.locator("h2", has_text="Recent groups")).locator(".card").nth(1)
+    assert group.locator(".label").all_inner_texts() == ["reference 1", "reference 2", "the only score"]
+    one.locator(".zoom").first.click()
+    assert page.locator("dialog").inner_text().split("\n")[0] == "a red sign"
+    page.keyboard.press("Escape")
+    both = show(write_comparison([folder, write_run(tmp_path / "other")], tmp_path / "both.html"))
+    assert both.locator(".card").first.locator(".label").all_inner_texts()[0] == "reference"

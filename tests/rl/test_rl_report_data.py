@@ -4,6 +4,7 @@ import json
 import math
 import re
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,3 +250,52 @@ def test_the_command_refuses_with_one_message(tmp_path, capsys, monkeypatch, arg
 def test_a_comparison_needs_several_runs(tmp_path):
     with pytest.raises(ValueError, match="two or more"):
         write_comparison([write_run(tmp_path / "a")], tmp_path / "x.html")
+
+
+def edits(count: int, height: int = 16) -> list:
+    """Samples of one prompt each, made from a picture of their own."""
+    pictures = images(count, height, 96, seed=9)
+    return [replace(sample, references=(pictures[i],)) for i, sample in enumerate(samples([0.5] * count))]
+
+
+def test_a_reference_stands_once_beside_the_pictures_of_all_evaluations(tmp_path):
+    write_metrics(tmp_path, metrics(8))
+    for step in (0, 4, 8):
+        write_eval(tmp_path, step, images(2, seed=step), edits(2))
+    write_samples(tmp_path, 8, images(2), edits(2))
+    found = run_data(tmp_path)
+    [one], [two] = (prompt["references"] for prompt in found["prompts"])
+    assert one["size"] == two["size"] == [96, 16]
+    assert one["src"].startswith("data:image/png;base64,")
+    assert embed(found["prompts"]).count(one["src"]) == 1
+    assert [group["references"] for group in found["groups"]] == [[one], [two]]
+
+
+def test_references_count_in_the_budget_of_the_page(tmp_path, monkeypatch):
+    write_metrics(tmp_path, metrics(4))
+    for step in (0, 4):
+        write_eval(tmp_path, step, images(3, 8, 8), edits(3, height=128))
+    size = max(path.stat().st_size for path in (tmp_path / "eval").rglob("reference-*")) * 4 // 3
+    monkeypatch.setattr("omni_rl.report.data.EVAL_BYTES", 5 * size // 2)
+    assert len(run_data(tmp_path)["prompts"]) == 2
+
+
+def test_a_folder_of_before_references_were_kept_is_read(tmp_path):
+    write_metrics(tmp_path, metrics(4))
+    write_eval(tmp_path, 4, images(1), samples([0.5]))
+    file = tmp_path / "eval" / "000004" / "rows.json"
+    [row] = json.loads(file.read_text())
+    assert row.pop("references") == []
+    file.write_text(json.dumps([row]))
+    assert run_data(tmp_path)["prompts"][0]["references"] == []
+
+
+@pytest.mark.parametrize("bad", [3, ["a.png"], [{"file": "a.png"}], [{"file": "a.exe", "size": [1, 1]}]], ids=str)
+def test_damaged_references_are_named(tmp_path, bad):
+    write_metrics(tmp_path, metrics(4))
+    write_eval(tmp_path, 4, images(1), samples([0.5]))
+    file = tmp_path / "eval" / "000004" / "rows.json"
+    [row] = json.loads(file.read_text())
+    file.write_text(json.dumps([row | {"references": bad}]))
+    with pytest.raises(ValueError, match="eval/000004"):
+        run_data(tmp_path)

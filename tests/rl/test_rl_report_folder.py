@@ -226,3 +226,27 @@ def test_a_sample_needs_only_a_prompt_and_a_reward(tmp_path):
     (row,) = rows_of(tmp_path / "eval" / "000000")
     assert row["details"] == {}
     assert row["seed"] is None
+
+
+def test_references_stay_beside_their_samples_and_a_shared_one_is_one_file(tmp_path):
+    small, wide = images(1, 8, 12)[0], torch.from_numpy(images(1, 400, 800)[0])
+    rows = [Sample("edit", reward, 0, i, references=(small, wide)) for i, reward in enumerate((0.1, 0.9))]
+    write_eval(tmp_path, 1, images(2), rows)
+    write_samples(tmp_path, 1, images(2), rows)
+    for folder, found in (
+        (tmp_path / "eval" / "000001", rows_of(tmp_path / "eval" / "000001")),
+        (tmp_path / "samples" / "000001", rows_of(tmp_path / "samples" / "000001", "groups.json")[0]["shown"]),
+    ):
+        assert [[each["size"] for each in row["references"]] for row in found] == [[[12, 8], [800, 400]]] * 2
+        names = {each["file"] for row in found for each in row["references"]}
+        assert sorted(path.name for path in folder.glob("reference-*")) == sorted(names)
+        assert len(names) == 2
+        exact, reduced = (folder / each["file"] for each in found[0]["references"])
+        np.testing.assert_array_equal(decoded(exact.read_bytes()), small)
+        assert decoded(reduced.read_bytes()).shape == (160, 320, 3)
+
+
+def test_a_reference_that_is_no_picture_is_refused(tmp_path):
+    rows = [Sample("edit", 0.5, references=(np.zeros((4, 4), np.uint8),))]
+    with pytest.raises(ValueError, match=r"references must be uint8 of shape \(H, W, 3\)"):
+        write_eval(tmp_path, 1, images(1), rows)

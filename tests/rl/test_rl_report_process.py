@@ -4,10 +4,11 @@ import math
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 import torch
-from omni_rl.report import data, write_report, write_samples
+from omni_rl.report import data, write_eval, write_report, write_samples
 from omni_rl.report import process as process_module
 from omni_rl.report.process import ReportProcess
 from omni_train.log import RunLog
@@ -195,3 +196,17 @@ def test_a_full_disk_is_told_once_and_the_tracker_still_gets_its_numbers(tmp_pat
         pages.write()
     assert seen == [2, 3]
     assert capfd.readouterr().err.count("no space left on device") == 2  # once for the pictures, once for the page
+
+
+def test_references_reach_the_process_and_a_shared_one_is_sent_once(tmp_path):
+    shared, own = (torch.from_numpy(images(1, 8, 12, seed=seed)[0]) for seed in (1, 2))
+    rows = [replace(s, references=(shared, own) if s.group else (shared,)) for s in samples([0.1, 0.9, 0.5, 0.4])]
+    about, sent = process_module._about("eval", 4, rows, dict(enumerate(images(4))))
+    assert [row["references"] for row in about["samples"]] == [[4], [4, 5], [4, 5], [4, 5]]
+    assert sorted(sent) == [0, 1, 2, 3, 4, 5]
+    with ReportProcess(tmp_path / "process") as report:
+        report.show_eval(4, images(4), rows)
+        report.show_samples(4, images(4), rows)
+    write_eval(tmp_path / "here", 4, images(4), rows)
+    write_samples(tmp_path / "here", 4, images(4), rows)
+    assert tree(tmp_path / "process") == tree(tmp_path / "here")

@@ -130,6 +130,7 @@ def _pictures(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list
     """This rank's images, each uint8 [H, W, 3], and what the report shows of them."""
     prompts = [prompt for batch in batches for prompt in batch.prompts]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained) for p, s in zip(prompts, scores, strict=True)
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images)
+        for p, s in zip(prompts, scores, strict=True)
     ]
     return [image for batch in batches for image in batch.media["image"]], rows

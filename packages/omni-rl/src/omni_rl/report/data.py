@@ -33,11 +33,13 @@ REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
 ROW: Kinds = {
     "prompt": str, "reward": int | float | None, "seed": int | None, "file": str, "size": list, "details": dict,
-    "abstained": str | None,
+    "abstained": str | None, "references": list | None,
 }  # fmt: skip
+REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
 START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
+Drawings = Sequence[tuple[Path, Mapping[str, Any]]]  # files of pictures, and what is known of them
 
 
 @dataclass(frozen=True)
@@ -161,18 +163,23 @@ def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
     Where all would exceed `budget` bytes, evaluations between the first and the last go, then prompts. What is of
     steps after `last` is left out: a resumed run has yet to come there again.
     """
-    stored = []
+    stored, references = [], {}
     for step, path in step_folders(folder / "eval", last):
         rows = _entries(path / "rows.json", ROW)
         stored.append((step, {(row["prompt"], row["seed"]): (_file(path, row), row) for row in rows}))
+        references = {(row["prompt"], row["seed"]): _references(path, row) for row in rows}
     keys = list(stored[-1][1]) if stored else []
     kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
-    kept, keys = _within(kept, keys, budget)
+    kept, keys = _within(kept, keys, references, budget)
     evals = [
         {"step": step, "pictures": [_picture(*rows[key]) if key in rows else None for key in keys]}
         for step, rows in kept
     ]
-    return {"prompts": [{"text": text[:MAX_TEXT], "seed": seed} for text, seed in keys], "evals": evals}
+    prompts = [
+        {"text": key[0][:MAX_TEXT], "seed": key[1], "references": [_drawing(*each) for each in references[key]]}
+        for key in keys
+    ]
+    return {"prompts": prompts, "evals": evals}
 
 
 def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
@@ -182,12 +189,14 @@ def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
         for group in _entries(path / "groups.json", GROUP):
             rows = [_checked(row, ROW, path / "groups.json") for row in group["shown"]]
             files = [_file(path, row) for row in rows]
-            budget -= sum(map(_size, files))
+            references = _references(path, rows[0]) if rows else []
+            budget -= sum(map(_size, [*files, *(file for file, _ in references)]))
             if budget < 0 or len(shown) == MAX_GROUPS:
                 return shown
             pictures = [_picture(file, row) for file, row in zip(files, rows, strict=True)]
             rewards = [_score(reward) for reward in group["rewards"]]
-            shown.append({"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures})
+            entry = {"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures}
+            shown.append(entry | {"references": [_drawing(*each) for each in references]})
     return shown
 
 
@@ -200,13 +209,16 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
-def _within(kept: list[Any], keys: list[Any], budget: int) -> tuple[list[Any], list[Any]]:
+def _within(
+    kept: list[Any], keys: list[Any], references: Mapping[Any, Drawings], budget: int
+) -> tuple[list[Any], list[Any]]:
     """Evaluations and prompts whose pictures fit: at least eight evaluations while there are four prompts or more."""
     sizes = {(step, key): _size(file) for step, rows in kept for key, (file, _) in rows.items()}
     every, least_evals, least_prompts = list(kept), 8, 4
 
     def total() -> int:
-        return sum(sizes.get((step, key), 0) for step, _ in kept for key in keys)
+        drawn = sum(sizes.get((step, key), 0) for step, _ in kept for key in keys)
+        return drawn + sum(_size(file) for key in keys for file, _ in references[key])
 
     while keys and total() > budget:
         if len(kept) > least_evals or (len(keys) <= least_prompts and len(kept) > 2):
@@ -229,13 +241,22 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
 
 def _picture(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
     details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
-    return {
-        "src": f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}",
-        "size": row["size"],
+    return _drawing(file, row) | {
         "reward": _score(row["reward"]),
         "details": dict(details),
         "abstained": row["abstained"] and _text(row["abstained"]),
     }
+
+
+def _drawing(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+    source = f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return {"src": source, "size": row["size"], "details": {}}
+
+
+def _references(folder: Path, row: Mapping[str, Any]) -> Drawings:
+    """The pictures that a sample was made from; none in a folder of an earlier release."""
+    entries = [_checked(entry, REFERENCE, folder) for entry in row.get("references") or ()]
+    return [(_file(folder, entry), entry) for entry in entries]
 
 
 def _text(value: object) -> str:

@@ -13,6 +13,7 @@ A folder of pictures appears whole or not at all, and a line torn by a crash is 
 Credentials in URLs are left out of every text.
 """
 
+import hashlib
 import io
 import json
 import math
@@ -61,6 +62,7 @@ class Sample:
         seed: of its noise.
         details: what the scorer adds to the score; `target` and `read` are the text that was wanted and that was read.
         abstained: why there is no score.
+        references: the pictures that it was made from, uint8 [H, W, 3] each, arrays or tensors.
     """
 
     prompt: str
@@ -69,6 +71,7 @@ class Sample:
     seed: int | None = None
     details: Mapping[str, object] = field(default_factory=dict)
     abstained: str | None = None
+    references: "Sequence[np.ndarray | Tensor]" = ()
 
 
 def write_eval(
@@ -236,6 +239,15 @@ def host_pictures(images: "Images", samples: Sequence[Sample], shown: Iterable[i
     return arrays
 
 
+def host_references(sample: Sample) -> list[np.ndarray]:
+    """The sample's references as arrays, uint8 [H, W, 3]."""
+    arrays = [image if isinstance(image, np.ndarray) else image.cpu().numpy() for image in sample.references]
+    for array in arrays:
+        if array.dtype != np.uint8 or array.shape[2:] != (3,):
+            raise ValueError(f"references must be uint8 of shape (H, W, 3), got {array.dtype} {array.shape}")
+    return arrays
+
+
 def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
     """The first `count` groups of a step, each with the places of its samples."""
     members: dict[int, list[int]] = {}
@@ -262,8 +274,15 @@ def _rows(
         data, suffix = encode(pictures[i])
         height, width = pictures[i].shape[:2]
         details = {str(name): plain(value) for name, value in samples[i].details.items()}
-        rows.append(vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]})
+        row = vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]}
         files[f"{i:04}{suffix}"] = data
+        references = []
+        for reference in host_references(samples[i]):
+            data, suffix = encode(reference)
+            name = f"reference-{hashlib.sha256(data).hexdigest()[:16]}{suffix}"  # samples that share one share the file
+            references.append({"file": name, "size": [reference.shape[1], reference.shape[0]]})
+            files[name] = data
+        rows.append(row | {"references": references})
     return rows, files
 
 

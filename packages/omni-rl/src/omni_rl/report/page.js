@@ -258,11 +258,17 @@ function pane(label, picture, prompt, mark = null) {
   if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
   const [width, height] = picture.size;
   const image = el("img", { src: picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), zoom(image, label, picture, prompt));
   const bar = el("div", { class: "bar-of-score", "aria-hidden": "true" }, el("i"));
   const share = picture.reward === null ? 0 : scoreShare(picture.reward);
   bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
   return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
     zoom(image, label, picture, prompt), bar, el("p", { class: "said" }, said(picture)));
+}
+
+// The pictures that a sample was made from, which no one scored.
+function referencePanes(references, prompt) {
+  return references.map((picture, i) => pane(references.length > 1 ? `reference ${i + 1}` : "reference", picture, prompt));
 }
 
 // A picture that fills the screen when it is clicked.
@@ -335,7 +341,7 @@ function pictureSection() {
     for (const { prompt, body, past } of cards) {
       const panes = panesAt(prompt, step);
       body.className = shape((panes.find((p) => p.picture) || {}).picture);
-      body.replaceChildren(...panes.map((p) => pane(p.label, p.picture, prompt.text, p.mark)));
+      body.replaceChildren(...referencePanes(prompt.references, prompt.text), ...panes.map((p) => pane(p.label, p.picture, prompt.text, p.mark)));
       past.replaceChildren(...[scoreHistory(prompt, step)].filter(Boolean));
     }
   });
@@ -386,7 +392,7 @@ function groupSection() {
   const cards = RUNS[0].groups.map((group) => {
     const known = group.rewards.filter((reward) => reward !== null).length;
     const names = group.shown.length > 1 ? ["best", "worst"] : [["first", "the only score"][known] || "all alike"];
-    const panes = group.shown.map((picture, i) => pane(names[i], picture, group.prompt));
+    const panes = [...referencePanes(group.references, group.prompt), ...group.shown.map((picture, i) => pane(names[i], picture, group.prompt))];
     return el("figure", { class: "card" }, caption(group.prompt), el("div", { class: shape(group.shown[0]) }, panes), strip(group),
       el("p", { class: "note" }, `group of ${group.rewards.length}, step ${show(group.step)}`));
   });

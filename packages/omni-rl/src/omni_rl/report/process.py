@@ -30,6 +30,7 @@ from omni_rl.report.folder import (
     best_and_worst,
     first_groups,
     host_pictures,
+    host_references,
     plain,
     write_eval,
     write_samples,
@@ -83,7 +84,7 @@ class ReportProcess:
     def show_eval(self, step: int, images: "Images", samples: Sequence[Sample]) -> None:
         """Hand on the pictures of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
         pictures = host_pictures(images, samples, range(min(MAX_SHEET, len(samples))))
-        self._put(_about("eval", step, samples[:MAX_SHEET]), pictures)
+        self._put(*_about("eval", step, samples[:MAX_SHEET], pictures))
 
     def show_samples(self, step: int, images: "Images", samples: Sequence[Sample]) -> None:
         """Hand on the samples of a step that `omni_rl.report.write_samples` shows."""
@@ -91,7 +92,7 @@ class ReportProcess:
         places = {i: place for place, i in enumerate(i for indices in groups for i in indices)}
         shown = host_pictures(images, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
         pictures = {places[i]: picture for i, picture in shown.items()}
-        self._put(_about("samples", step, [samples[i] for i in places]), pictures)
+        self._put(*_about("samples", step, [samples[i] for i in places], pictures))
 
     def close(self) -> None:
         """Wait until all is written and the process has ended."""
@@ -145,12 +146,17 @@ class ReportProcess:
                 )
 
 
-def _about(kind: str, step: int, samples: Sequence[Sample]) -> dict[str, Any]:
-    rows = [
-        vars(sample) | {"details": {str(name): plain(value) for name, value in sample.details.items()}}
-        for sample in samples
-    ]
-    return {"kind": kind, "step": step, "samples": rows}
+def _about(kind: str, step: int, samples: Sequence[Sample], pictures: Mapping[int, np.ndarray]) -> Message:
+    """The message: after the pictures, by their samples' places, come their references, each once."""
+    rows, sent, found = [], dict(pictures), dict[tuple[int, ...], int]()  # where a reference lies -> its place
+    for i, sample in enumerate(samples):
+        references = host_references(sample) if i in pictures else []
+        keys = [(array.ctypes.data, *array.shape, *array.strides) for array in references]
+        for key, array in zip(keys, references, strict=True):
+            sent[found.setdefault(key, len(samples) + len(found))] = array
+        details = {str(name): plain(value) for name, value in sample.details.items()}
+        rows.append(vars(sample) | {"details": details, "references": [found[key] for key in keys]})
+    return {"kind": kind, "step": step, "samples": rows}, sent
 
 
 def _send(stream: IO[bytes], about: dict[str, Any], pictures: Mapping[int, np.ndarray]) -> None:
@@ -204,7 +210,8 @@ class _Pages:
             return
         write = write_eval if kind == "eval" else write_samples
         with self._guarded(f"the pictures of step {step} could not be written"):
-            write(self._folder, step, pictures, [Sample(**row) for row in about["samples"]])
+            rows = [row | {"references": [pictures[i] for i in row["references"]]} for row in about["samples"]]
+            write(self._folder, step, pictures, [Sample(**row) for row in rows])
 
     def write(self) -> None:
         """Write the page."""
