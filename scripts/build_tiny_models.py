@@ -380,13 +380,13 @@ def build_qwen_image_edit(plus: bool) -> Any:
     )
 
 
-def build_qwen_processor(tokenizer: Any) -> Any:
+def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
     """A Qwen2VLProcessor of small pictures, without the half for videos, which needs torchvision."""
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
     processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
     processor.tokenizer = tokenizer
-    processor.image_processor = Qwen2VLImageProcessorPil(min_pixels=28**2, max_pixels=16 * 28**2)
+    processor.image_processor = Qwen2VLImageProcessorPil(min_pixels=28**2, max_pixels=max_tokens * 28**2)
     for kind in ("image", "video"):
         setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
         setattr(processor, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))

@@ -1,8 +1,10 @@
 """Draw the README's pictures of a run: the same prompts and seeds before and after, and the curve of the scores.
 
 python scripts/picture.py runs/tiny-signs docs/images [--other runs/tiny-signs-vllm-omni]
+python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
 
-With --other also engines.svg: the curves of both runs, the other one's wide and pale under the first one's.
+With --other also engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With
+--references, the prompts file of a run that edits signs, only edits.png: references, and their edits before and after.
 """
 
 import argparse
@@ -12,8 +14,10 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from omni_reward.scorers.text import target_text
 from omni_rl.report.folder import step_folders
 from omni_rl.report.sheet import contact_sheet, score_label
+from omni_train.data import load_prompts
 from omni_train.files import load_metrics
 from PIL import Image, ImageDraw, ImageFont
 
@@ -23,10 +27,7 @@ matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font
 
 def before_and_after(run: Path) -> Image.Image:
     """The pictures that the first and the last evaluation have kept, one sheet above the other."""
-    stored = step_folders(run / "eval")
-    if len(stored) < 2:
-        raise ValueError(f"{run} must hold two evaluations or more, it holds {len(stored)}")
-    sheets = [sheet_of(folder) for _, folder in (stored[0], stored[-1])]
+    sheets = [sheet_of(folder) for folder in ends(run)]
     title = 28
     picture = Image.new("RGB", (sheets[0].width, sum(sheet.height + title for sheet in sheets)), "white")
     draw, font, y = ImageDraw.Draw(picture), ImageFont.load_default(size=18), 0
@@ -35,6 +36,37 @@ def before_and_after(run: Path) -> Image.Image:
         picture.paste(sheet, (0, y + title))
         y += sheet.height + title
     return picture
+
+
+def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
+    """Triples of a reference and its edits by the first and the last evaluation; below, the word and both scores."""
+    first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
+    places = {record.text: record.images[0] for record in load_prompts(prompts)}
+    triples, labels = [], []
+    for before, after in zip(first, last, strict=True):
+        files = (places[before["prompt"]], ends(run)[0] / before["file"], ends(run)[1] / after["file"])
+        triples.append(np.concatenate([framed(np.asarray(Image.open(file).convert("RGB"))) for file in files], axis=1))
+        scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
+        labels.append(f"{target_text(before['prompt'])}   {scores}")
+    return contact_sheet(triples, labels, columns=2)
+
+
+def framed(image: np.ndarray, *, scale: int = 2, margin: int = 3) -> np.ndarray:
+    """An image, uint8 [H, W, 3], enlarged and with a white margin."""
+    large = image.repeat(scale, axis=0).repeat(scale, axis=1)
+    return np.pad(large, ((margin, margin), (margin, margin), (0, 0)), constant_values=255)
+
+
+def ends(run: Path) -> tuple[Path, Path]:
+    """The folders of the first and the last evaluation.
+
+    Raises:
+        ValueError: there are not two.
+    """
+    stored = step_folders(run / "eval")
+    if len(stored) < 2:
+        raise ValueError(f"{run} must hold two evaluations or more, it holds {len(stored)}")
+    return stored[0][1], stored[-1][1]
 
 
 def sheet_of(evaluation: Path) -> Image.Image:
@@ -70,12 +102,16 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--other", type=Path)
+    parser.add_argument("--references", type=Path)
     args = parser.parse_args()
     try:
-        picture = before_and_after(args.run)
+        picture = edits(args.run, args.references) if args.references else before_and_after(args.run)
     except ValueError as exc:
         parser.error(str(exc))
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.references:
+        picture.save(args.out / "edits.png", optimize=True)
+        return
     picture.save(args.out / "before_after.png", optimize=True)
     curve(args.run, args.out / "curve.svg")
     if args.other:

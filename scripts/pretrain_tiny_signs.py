@@ -17,6 +17,7 @@ import json
 import math
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from diffusers import (
 )
 from omni_rollout import Model, Params
 from omni_rollout.models import open_model, qwen_image
-from omni_rollout.types import join
+from omni_rollout.types import Cond, join
 from omni_sched import add_noise
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
@@ -52,8 +53,11 @@ MAX_LETTERS = 4
 EMPTY_PROMPT = " "
 
 
-def build_tokenizer() -> Qwen2Tokenizer:
-    """Byte-level BPE with Qwen2's pre-tokenizer in which each word of the template is one token."""
+def build_tokenizer(template: str, template_tokens: int, words: str) -> Qwen2Tokenizer:
+    """Byte-level BPE with Qwen2's pre-tokenizer in which each word of the template, and of `words`, is one token.
+
+    template_tokens: the tokens that the template has before the prompt.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -65,14 +69,13 @@ def build_tokenizer() -> Qwen2Tokenizer:
     )
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(vocab_size=1400, initial_alphabet=alphabet, show_progress=False)
-    words = "a " + " ".join(tiny_signs.COLORS) + " sign that says"
-    bpe.train_from_iterator([qwen_image.TEMPLATE, words], trainer)
+    bpe.train_from_iterator([template, words], trainer)
     model = json.loads(bpe.to_str())["model"]
     merges: Any = [tuple(m) if isinstance(m, list) else tuple(m.split(" ")) for m in model["merges"]]
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, padding_side="right")
     tokenizer.add_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS[1:]], special_tokens=True)
-    prefix = tokenizer(qwen_image.TEMPLATE.split("{}")[0]).input_ids
-    assert len(prefix) == qwen_image.TEMPLATE_TOKENS, len(prefix)
+    prefix = tokenizer(template.split("{}")[0]).input_ids
+    assert len(prefix) == template_tokens, len(prefix)
     return tokenizer
 
 
@@ -262,25 +265,20 @@ def encode_all(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list
 def train_flow(
     model: Model,
     transformer: nn.Module,
-    cond: dict[str, Tensor],
-    empty: dict[str, Tensor],
-    latents: Tensor,
+    draw: Callable[[int], tuple[Tensor, Cond]],
     *,
     steps: int,
     lr: float = 1e-3,
     batch: int = 64,
 ) -> None:
-    """Trains the transformer on pairs of features and latents, with the `empty` prompt's features for one in ten."""
-    cond, sampling = join([cond, empty], dim=1, what="cond"), Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
-    params = list(transformer.parameters())
+    """Trains the transformer on what `draw` draws: that many clean latents [B, C, h, w], and their conditioning."""
+    params, sampling = list(transformer.parameters()), Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
     start = time.time()
     for step in range(steps):
-        rows = torch.randint(len(latents), (batch,))
-        x0, texts = latents[rows], torch.where(torch.rand(batch) < 0.1, len(latents), rows)
+        x0, cond = draw(batch)
         noise, sigma = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
-        features = {name: tensor[texts] for name, tensor in cond.items()}
-        velocity = model.predict_velocity(transformer, add_noise(x0, noise, sigma), sigma, features, sampling)
+        velocity = model.predict_velocity(transformer, add_noise(x0, noise, sigma), sigma, cond, sampling)
         loss = (velocity - (noise - x0)).square().mean()
         descend(optimizer, params, loss, lr * cosine(step, steps))
         report("flow", step, steps, loss, start)
@@ -305,7 +303,8 @@ def main() -> None:
     else:
         vae = train_vae(images, latents, steps=args.vae_steps)
     torch.manual_seed(args.seed + 1)
-    tokenizer = build_tokenizer()
+    words = "a " + " ".join(tiny_signs.COLORS) + " sign that says"
+    tokenizer = build_tokenizer(qwen_image.TEMPLATE, qwen_image.TEMPLATE_TOKENS, words)
     text_encoder = build_text_encoder(tokenizer)
     train_text_encoder(text_encoder, tokenizer, prompts, steps=args.text_steps)
     torch.manual_seed(args.seed + 2)
@@ -323,7 +322,14 @@ def main() -> None:
     )
     pipe = QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
     pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
-    train_flow(open_model(args.out), transformer, cond, empty, latents, steps=args.steps)
+    features = join([cond, empty], dim=1, what="cond")
+
+    def draw(batch: int) -> tuple[Tensor, Cond]:
+        rows = torch.randint(len(latents), (batch,))
+        texts = torch.where(torch.rand(batch) < 0.1, len(latents), rows)
+        return latents[rows], {name: tensor[texts] for name, tensor in features.items()}
+
+    train_flow(open_model(args.out), transformer, draw, steps=args.steps)
     pipe.save_pretrained(args.out)
     print(f"saved {args.out}")
 

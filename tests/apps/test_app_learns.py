@@ -1,4 +1,4 @@
-"""Small models of random weights learn from a reward: each recipe raises the score of prompts that it holds out."""
+"""Small models learn from a reward: each recipe raises the score of prompts that it holds out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 from helpers import REPO
 from model_rows import ROWS
+from omni_reward.scorers import load_scorer
 from omni_reward.scorers.color import load_color, named_colors
+from omni_reward.scorers.ocr import load_ocr
 from omni_reward.testing import serving_here
 from trainer_runs import recipe, train
 
 import train_flowgrpo
+import train_nft
 
 PRESETS = {"tiny-sd35-medium": "sd35-medium", "tiny-z-image": "z-image", "tiny-flux-dev": "flux-dev"}
 PROMPTS = {"prompts": str(REPO / "data/red/train.txt"), "eval_prompts": str(REPO / "data/red/eval.txt")}
@@ -27,6 +30,25 @@ def test_a_small_model_learns_to_draw_in_red(preset, tmp_path, monkeypatch):
         lines = train(train_flowgrpo, args)
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_small_model_learns_to_change_a_word_and_still_keeps_the_board(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = {
+        "prompts": str(REPO / "data/tiny-edit/train.jsonl"),
+        "eval_prompts": str(REPO / "data/tiny-edit/eval.jsonl"),
+    }
+    reward = load_scorer("0.7*ocr + 0.3*likeness", options={"likeness.measure": "ground", "likeness.zero_at": "0.1"})
+    with serving_here(reward, name="edit") as url, serving_here(load_ocr(), name="ocr") as ocr_url:
+        args = replace(recipe(train_nft, "tiny-signs-edit"), scorer_url=url, watch_scorer_url=ocr_url, **data)
+        lines = train(train_nft, replace(args, model=str(REPO / args.model)))
+    rewards, ocr = ([line[name] for line in lines if name in line] for name in ("eval/reward", "eval/watch"))
+    likeness = [(total - 0.7 * read) / 0.3 for total, read in zip(rewards, ocr, strict=True)]
+    assert rewards[-1] - rewards[0] >= 0.1
+    assert ocr[-1] - ocr[0] >= 0.1
+    assert likeness[-1] >= likeness[0] - 0.02
 
 
 def test_things_to_draw_are_trained_on_or_held_out_and_all_are_red():

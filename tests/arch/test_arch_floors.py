@@ -63,7 +63,7 @@ MAY_NAME_DEVICES = ("omni_rollout/engines/vllm_omni/engine.py",)
 MAY_NAME_MODELS = (
     "omni_rollout/models/*",
     "omni_rollout/engines/vllm_omni/pipelines.py",  # what that engine samples a model with
-    "scripts/pretrain_tiny_signs.py",  # builders of the checkpoints that are shipped
+    "scripts/pretrain_tiny_*.py",  # builders of the checkpoints that are shipped
     "scripts/build_tiny_*.py",
     "scripts/record_*.py",  # what other implementations of a model draw
 )

@@ -42,8 +42,8 @@ def test_a_server_in_this_process_scores() -> None:
         assert client.submit(IMAGES, ["a", "b"]).result(10) == [Score(0.5)] * 2
 
 
-def beside(code: str, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "omni_reward.testing", "jpeg", "--", sys.executable, "-c", code, *words]
+def beside(code: str, *words: str, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "omni_reward.testing", "jpeg", *flags, "--", sys.executable, "-c", code, *words]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
 
@@ -55,7 +55,7 @@ own, *flags = sys.argv[1:]
 given = dict(zip(flags[::2], flags[1::2]))
 token = Path(given["--scorer-token-file"]).read_text()
 with RewardClient(given["--scorer-url"], token=token) as client:
-    print(own, client.info()["scorer"], flush=True)
+    print(own, client.info()["scorer"], client.info()["batch_size"], flush=True)
 sys.exit(3)
 """
 WAIT = """
@@ -67,10 +67,10 @@ time.sleep(60)
 """
 
 
-def test_a_command_beside_a_scorer_gets_its_flags_and_gives_its_exit_code() -> None:
-    process = beside(ASK, "mine")
+def test_a_command_beside_a_scorer_with_flags_gets_those_of_the_scorer_and_gives_its_exit_code() -> None:
+    process = beside(ASK, "mine", flags=("--batch-size", "7"))
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out.splitlines()[-1], err) == (3, "mine jpeg", "")
+    assert (process.returncode, out.splitlines()[-1], err) == (3, "mine jpeg 7", "")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])
@@ -92,4 +92,4 @@ def test_a_stopped_command_ends_as_it_likes_with_its_scorer_still_there(number: 
 @pytest.mark.parametrize("words", [[], ["jpeg"], ["jpeg", "--"], ["jpeg", "true", "--"]])
 def test_a_command_that_is_not_one_is_told_the_usage(words: list[str], tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "omni_reward.testing", *words], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (1, "usage: python -m omni_reward.testing SCORER -- COMMAND\n")
+    assert (done.returncode, done.stderr) == (1, "usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND\n")

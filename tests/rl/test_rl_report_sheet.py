@@ -10,7 +10,7 @@ from helpers import REPO
 from omni_rl.report import Sample, write_eval
 from omni_rl.report.sheet import contact_sheet, score_label
 from PIL import Image
-from rl.report_runs import images, samples, write_run
+from rl.report_runs import PROMPTS, images, samples, write_run
 
 MARGIN, LABEL = 4, 16
 
@@ -80,3 +80,17 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path / "new"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
+
+
+def test_the_picture_of_edits_has_each_reference_beside_the_edit_before_and_the_edit_after(tmp_path, monkeypatch):
+    run, reference = write_run(tmp_path / "run"), images(1, seed=99)[0]
+    Image.fromarray(reference).save(tmp_path / "reference.png")
+    lines = [{"prompt": prompt, "images": "reference.png"} for prompt in PROMPTS]
+    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    flags = ["--references", str(tmp_path / "eval.jsonl")]
+    monkeypatch.setattr(sys, "argv", ["picture.py", str(run), str(tmp_path / "out"), *flags])
+    runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
+    drawn, y, apart = np.asarray(Image.open(tmp_path / "out" / "edits.png")), MARGIN + 3, 2 * 96 + 6
+    for i, image in enumerate((reference, images(3, seed=0)[0], images(3, seed=12)[0])):
+        x = MARGIN + 3 + i * apart
+        np.testing.assert_array_equal(drawn[y : y + 64, x : x + 192], image.repeat(2, axis=0).repeat(2, axis=1))

@@ -67,7 +67,7 @@ COMMANDS = {" ".join(words): words for words in commands() if words}
 def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data/tiny-signs", "data/red", "checkpoints"):
+    for name in ("data/tiny-signs", "data/tiny-edit", "data/red", "checkpoints"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(REPO / name)
     for name in ("my_prompts.txt", "my_eval.txt"):
@@ -94,8 +94,9 @@ def check_server(words, place):
 
 def check_beside(words, place):
     """There is such a scorer, and the trainer beside it can start."""
-    assert words[3] in SCORERS
-    check_trainer([*words[5:], "--scorer-url", place.url], place)
+    end = words.index("--")
+    check_server(["python", "-m", "omni_reward.server", "--scorer", *words[3:end]], place)
+    check_trainer([*words[end + 1 :], "--scorer-url", place.url], place)
 
 
 def check_trainer(words, place):
@@ -171,7 +172,7 @@ def check_elsewhere(words, place):
 RULES = {  # how a command begins -> what runs it
     r"make \S+": check_make,
     r"python -m omni_reward\.server ": check_server,
-    r"python -m omni_reward\.testing \w+ -- ": check_beside,
+    r"python -m omni_reward\.testing .+ -- ": check_beside,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,

@@ -2,7 +2,8 @@
 
     python -m omni_reward.testing ocr -- python train.py ...
 
-runs a command with the flags of a scorer appended, and ends the scorer with it.
+runs a command with the flags of a scorer appended, and ends the scorer with it. Flags of `omni_reward.server` may stand
+before the two dashes.
 """
 
 import os
@@ -93,11 +94,12 @@ def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = N
 
 def main(argv: list[str]) -> int:
     """Run a command beside a scorer; its exit code."""
-    if len(argv) < 3 or argv[1] != "--":
-        raise SystemExit("usage: python -m omni_reward.testing SCORER -- COMMAND")
-    with serving(argv[0], token=secrets.token_urlsafe(32)) as server:
+    end = argv.index("--") if "--" in argv else 0
+    if not 0 < end < len(argv) - 1:
+        raise SystemExit("usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND")
+    with serving(*argv[:end], token=secrets.token_urlsafe(32)) as server:
         signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the command too, which decides
-        process = subprocess.Popen([*argv[2:], *server.flags])
+        process = subprocess.Popen([*argv[end + 1 :], *server.flags])
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()
     return 128 - code if code < 0 else code

@@ -55,7 +55,7 @@ class QwenImageEditPlus(QwenImage):
         (diffusers issue 14194).
         """
         text = (prompt.negative or " ") if negative else prompt.text
-        images = [_fit(image, self.SEEN_AREA) for image in prompt.images]
+        images = [fit(image, self.SEEN_AREA) for image in prompt.images]
         seen = parts.processor(images=images, return_tensors="pt")
         lengths = (seen.image_grid_thw.prod(-1) // parts.processor.merge_size**2).tolist()
         places = [
@@ -70,7 +70,7 @@ class QwenImageEditPlus(QwenImage):
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """The latents of the references, `reference_0` [C, h', w'] and so on."""
-        images = [_fit(image, self.option(params, "image_area")) for image in prompt.images]
+        images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
         return {
             f"reference_{i}": self.encode_media(parts, {"image": image[None]}, params)[0]
             for i, image in enumerate(images)
@@ -93,7 +93,7 @@ class QwenImageEdit(QwenImageEditPlus):
     CAPTION: ClassVar[str] = ""
 
 
-def _fit(image: Tensor, area: float) -> Tensor:
+def fit(image: Tensor, area: float) -> Tensor:
     """A picture, uint8 [H, W, 3], of about `area` pixels, its own aspect ratio, and sides of whole units."""
     ratio = image.shape[1] / image.shape[0]
     height, width = (max(1, round(math.sqrt(side) / UNIT)) * UNIT for side in (area / ratio, area * ratio))

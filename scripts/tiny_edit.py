@@ -1,0 +1,62 @@
+"""Edits of street signs: the picture of a sign, an instruction to change its word, and the same sign with that word.
+
+Signs and words are those of tiny_signs; the words of the evaluation's instructions and references are its own too.
+"""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import tiny_signs
+from PIL import Image
+
+REFERENCES = {"train": 6, "eval": 4}  # pictures of each color
+
+
+def instruction(word: str) -> str:
+    """What is asked of the model."""
+    return f'change the word on the sign to "{word}"'
+
+
+def draw_edit(rng: random.Random, *, evaluation: bool = False) -> tuple[str, np.ndarray, np.ndarray]:
+    """A random instruction, the sign before it and after it, both uint8 [HEIGHT, WIDTH, 3]; only the word differs."""
+    color, look = rng.choice(list(tiny_signs.COLORS)), rng.random()
+    words = [tiny_signs.draw_word(rng, evaluation=evaluation) for _ in range(2)]
+    before, after = (tiny_signs.render(random.Random(look), color, word) for word in words)
+    return instruction(words[1]), before, after
+
+
+def write_references(folder: Path, name: str, *, count: int, evaluation: bool) -> list[str]:
+    """Pictures of signs, `count` of each color; their paths relative to the folder, by the color and the word."""
+    rng = random.Random(f"tiny-edit references, {name}")
+    paths = []
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    for _ in range(count):
+        for color in tiny_signs.COLORS:
+            word = tiny_signs.draw_word(rng, evaluation=evaluation)
+            paths.append(f"{name}/{color}-{word}.png")
+            Image.fromarray(tiny_signs.render(rng, color, word)).save(folder / paths[-1], optimize=True)
+    return paths
+
+
+def write_prompts(folder: Path, name: str, references: list[str], *, count: int, evaluation: bool) -> None:
+    """A prompt file of `count` different words, each with one of the references, all equally often."""
+    rng = random.Random(f"tiny-edit words, {name}")
+    words: dict[str, None] = {}
+    while len(words) < count:
+        words.setdefault(tiny_signs.draw_word(rng, evaluation=evaluation))
+    lines = [{"prompt": instruction(word), "images": references[i % len(references)]} for i, word in enumerate(words)]
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def write_data(folder: Path) -> None:
+    """The prompt files and references that the repository ships."""
+    for name, count in (("train", 1024), ("eval", 192)):
+        evaluation = name == "eval"
+        references = write_references(folder, name, count=REFERENCES[name], evaluation=evaluation)
+        write_prompts(folder, name, references, count=count, evaluation=evaluation)
+
+
+if __name__ == "__main__":
+    write_data(Path(__file__).parent.parent / "data" / "tiny-edit")
