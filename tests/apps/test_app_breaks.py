@@ -79,10 +79,10 @@ def fill_the_disk(rank):
 
     write_file = omni_train.parts.write_file
 
-    def write(path, data):
+    def write(path, *data):
         if rank == 1 and path.parent.name == f"step-{BROKEN:08}.tmp":
             raise OSError(28, "No space left on device")
-        return write_file(path, data)
+        return write_file(path, *data)
 
     omni_train.parts.write_file = write
 

@@ -26,7 +26,7 @@ from records import record
 REPO = Path(__file__).parents[2]
 LOOP = "main"  # the function of a trainer that has the loop
 Function = tuple[str, str, int]
-STEP = {"train_steps": 1, "eval_every": 100, "num_inference_steps": 4, "batch_size": 4}
+STEP = {"train_steps": 1, "eval_every": 100, "num_inference_steps": 4, "batch_size": 4, "async_save": False}
 
 
 @dataclass(frozen=True)

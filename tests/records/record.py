@@ -228,8 +228,8 @@ def command_line(settings: Mapping[str, Any]) -> list[str]:
     """The settings as flags."""
     result = []
     for name, value in settings.items():
-        flag = "--" + name.replace("_", "-")
-        result += [flag] if value is True else [flag, str(value)]
+        flag = ("--no-" if value is False else "--") + name.replace("_", "-")
+        result += [flag] if isinstance(value, bool) else [flag, str(value)]
     return result
 
 

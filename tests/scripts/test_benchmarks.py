@@ -23,3 +23,23 @@ def test_fixed_cost_speaks_of_every_step(capfd):
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["3 to 6"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
+
+
+def test_checkpoint_tells_the_copy_from_the_save(capfd, monkeypatch):
+    import checkpoint
+
+    monkeypatch.setattr(checkpoint, "ROWS", 8)
+    checkpoint.main(["--gb", "1e-6", "--saves", "1", "--folder", "."])
+    rows = dict(table(capfd.readouterr().out))
+    assert {"save that training waits for, s", "copy, s", "until complete, s"} < rows.keys()
+    assert all(float(value) > 0 for value in rows.values())
+
+
+def test_framework_tax_is_a_step_over_the_model_in_it(capfd, monkeypatch):
+    import framework_tax
+
+    sizes = ["--prompts-per-step", "1", "--group-size", "2", "--batch-size", "2", "--num-inference-steps", "5"]
+    framework_tax.main([*sizes, "--steps", "1"])
+    ((step, forward, backward, tax),) = table(capfd.readouterr().out)
+    assert float(step) > float(forward) + float(backward) > float(backward) > 0
+    assert float(tax) > 1

@@ -53,8 +53,10 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
                 metrics = {"loss": loss, "grad_norm": result.grad_norm}
             log.log(step, metrics)
             sys.audit("life.logged")
-            checkpoints.save(step, net, optimizer, ema, config={})
+            checkpoints.poll()
+            checkpoints.async_save(step, net, optimizer, ema, config={})
             sys.audit("life.saved")
+        checkpoints.wait()
     save_file(train_state(net, optimizer, ema), folder / "final.safetensors")
 
 

@@ -31,6 +31,7 @@ class RunArgs:
     train_steps: int = 300  # Training steps; each is one rollout and its updates
     save_every: int = 10  # Training steps between two checkpoints
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep
+    async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
     eval_every: int = 50  # Training steps between two evaluations
     eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # Tracker that gets the metrics and images too
@@ -98,8 +99,8 @@ class ScoredArgs(RunArgs):
 SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for files that others may read
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
-    "keep_checkpoints", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project", "shard",
-    "engine_sleep", "dry_run", "text_cache", "text_cache_mb",
+    "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
+    "shard", "engine_sleep", "dry_run", "text_cache", "text_cache_mb",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,

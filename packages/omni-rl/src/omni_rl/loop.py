@@ -36,6 +36,7 @@ class Loop:
     def __init__(self, run: Run[RunArgs]) -> None:
         self.run = run
         self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
         self._open = ExitStack()
@@ -48,9 +49,13 @@ class Loop:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        checkpoints = self.run.checkpoints
         with self._open:
             if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
-                save(self.run, self._done)
+                self._save()
+                checkpoints.wait()
+            elif isinstance(error, Exception):
+                checkpoints.wait_alone()
         if isinstance(error, Exception):
             raise BrokenRunError(self.run.log.last_phase, error) from error
         if error is None:
@@ -76,6 +81,14 @@ class Loop:
         if run.dist.is_main and self._done == args.train_steps:
             print(_summary(run), flush=True)
 
+    def _save(self) -> None:
+        """Begin a checkpoint of the finished steps, unless there is one."""
+        run = self.run
+        if self._saved < self._done:
+            save = run.checkpoints.async_save if run.args.async_save else run.checkpoints.save
+            save(self._done, run.net, run.optimizer, run.averages(), config=run.config)
+            self._saved = self._done
+
     def _finish(self, step: Step) -> bool:
         """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
@@ -88,19 +101,18 @@ class Loop:
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))
         stopping = self._stop.requested(run.dist)
-        if stopping or done % args.save_every == 0 or done == args.train_steps:  # after the line: none must be lost
+        is_last = stopping or done == args.train_steps
+        is_time = is_last or done % args.save_every == 0
+        if is_time or run.checkpoints.is_saving:
             with run.phase("save"):
-                save(run, done)
+                run.checkpoints.poll()
+                if is_time:  # after the line: none must be lost
+                    self._save()
+                if is_last:
+                    run.checkpoints.wait()
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
         return stopping
-
-
-def save(run: Run[RunArgs], done: int) -> None:
-    """A checkpoint of `done` finished steps, unless there is one."""
-    newest = run.checkpoints.latest()
-    if newest is None or newest.step < done:
-        run.checkpoints.save(done, run.net, run.optimizer, run.averages(), config=run.config)
 
 
 def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:

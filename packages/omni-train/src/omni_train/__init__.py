@@ -11,7 +11,8 @@ Import from the modules, in reading order:
 - `omni_train.optim`: `reduce_gradients`, AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
 - `omni_train.log`: `metrics.jsonl`, phase timers, progress
-- `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (with `state`, `parts`, `files`)
+- `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (`state`, `parts`, `saving`,
+  `files`)
 - `omni_train.lock`: one writer per run folder
 - `omni_train.signals`: SIGTERM and Ctrl-C as a step that all ranks finish
 - `omni_train.export`: the model card beside exported weights

@@ -4,6 +4,9 @@ A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoin
 name and renamed when all of it is on the disk: a folder of that name is complete, and whatever else lies there is
 litter of a crash. No file is ever written twice.
 
+`async_save` copies the state to host memory and returns; threads write the copy while training goes on. No thread takes
+part in a collective: `omni_train.saving` says what they do, and `poll`, once a step, tells all ranks how it went.
+
 Every rank writes the rows that it holds, and the index says which rows of which tensor are where. So nothing is
 gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it. All
 ranks must see the same folder. Nothing is pickled.
@@ -18,17 +21,28 @@ import os
 import platform
 import shutil
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from omni_train.dist import Dist, gather_json, same_error
+from omni_train.dist import Dist, gather_json, same_error, synchronize
 from omni_train.files import check_file, check_size, sync_folder, write_file
-from omni_train.parts import check_fits, check_part, merge_parts, read_tensors, write_part
+from omni_train.parts import (
+    Index,
+    PartFile,
+    Row,
+    check_fits,
+    check_part,
+    host_memory,
+    num_bytes,
+    part_files,
+    read_tensors,
+)
+from omni_train.saving import NUM_THREADS, Saving
 from omni_train.snapshot import Snapshot
 from omni_train.state import allocate_optimizer, train_state
 
@@ -57,6 +71,8 @@ class Checkpoint:
         self.dist = dist
         self.keep = keep
         self._verified: Saved | None = None
+        self._saving: tuple[int, Saving] | None = None
+        self._memory: list[Tensor] = []  # of the copies that are written beside training, one a file
 
     def latest(self) -> Saved | None:
         """The newest checkpoint, of which only the index is read; None where there is none.
@@ -112,6 +128,8 @@ class Checkpoint:
     ) -> Path:
         """Write all that training has changed; the folder it is in. What was complete stays so, whatever happens.
 
+        A rank has one file's tensors in host memory at a time.
+
         Args:
             step: finished training steps.
             module: its trained parameters and the factors of all its adapters are saved; sharded or not.
@@ -123,25 +141,83 @@ class Checkpoint:
             OSError: some rank could not write. The unfinished folder is removed.
             ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
         """
-        about = {"step": step, "config": dict(config), "versions": _versions()}
-        json.dumps(about)  # what JSON cannot hold is an error before anything is written
-        final = self._path(step)
-        temporary = final.with_suffix(".tmp")
+        files = self._begin(step, module, optimizer, ema, config)
+        memory = torch.empty(max(map(num_bytes, files.values()), default=0), dtype=torch.uint8)
+        self._start(step, (PartFile(name, rows, memory) for name, rows in files.items()), config, num_threads=1)
+        self.wait()
+        return self._path(step)
+
+    def async_save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
+        *,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Copy all that training has changed to host memory, and write the copy while training goes on.
+
+        It waits for the save before. The memory stays for the next save, pinned where the device copies faster so.
+        Until `poll` or `wait` has told that the save went well, it may still fail.
+
+        Args:
+            step: finished training steps.
+            module: as `save` takes it, and so the others.
+            optimizer: its state is copied.
+            ema: the averages or snapshots.
+            config: the run's settings.
+
+        Raises:
+            OSError, ValueError: as `save`, of this save or the one before.
+        """
+        files = self._begin(step, module, optimizer, ema, config)
         try:
             with same_error(self.dist):
-                if self.dist.is_main:
-                    self._make_room(final, temporary)
-            with same_error(self.dist):
-                part = write_part(temporary, self.dist, train_state(module, optimizer, ema))
-            parts = gather_json(self.dist, part)
-            with same_error(self.dist):
-                if self.dist.is_main:
-                    self._finish(temporary, final, about | merge_parts(parts))
-        except (OSError, ValueError):
-            if self.dist.is_main:
-                shutil.rmtree(temporary, ignore_errors=True)  # gives the space back; the next save clears what stays
+                copies = self._copy(files)
+        except (OSError, ValueError, RuntimeError):
+            self._remove(step)
             raise
-        return final
+        self._start(step, copies, config, num_threads=NUM_THREADS)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, or has ended but no rank was told yet; the same on every rank."""
+        return self._saving is not None
+
+    def poll(self) -> None:
+        """Look after the save that is under way, if any: nothing while it goes well.
+
+        Raises:
+            OSError, ValueError: as `save`, on every rank. The unfinished folder is removed.
+        """
+        if self._saving:
+            states = set(gather_json(self.dist, self._saving[1].state))
+            if states != {"writing"} and (states == {"done"} or "failed" in states):
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way, if any, is complete. Raises as `poll`."""
+        if not self._saving:
+            return
+        (step, saving), self._saving = self._saving, None
+        try:
+            with same_error(self.dist):
+                saving.wait_written()
+            with same_error(self.dist):
+                saving.wait_finished()
+        except (OSError, ValueError, RuntimeError):
+            saving.give_up()
+            self._remove(step)
+            raise
+
+    def wait_alone(self) -> None:
+        """After an error that other ranks may not have: leave them this rank's part of the save that is under way.
+
+        The checkpoint is complete afterwards if all ranks come that far. No collective.
+        """
+        if self._saving:
+            self._saving[1].wait_alone()
 
     def load(
         self,
@@ -203,13 +279,57 @@ class Checkpoint:
             return ValueError(f"{message} Move it away to continue from {self._path(older)}, which has all its files")
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
-    def _make_room(self, final: Path, temporary: Path) -> None:
+    def _begin(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ema: Snapshot | Sequence[Snapshot] | None,
+        config: Mapping[str, Any],
+    ) -> dict[str, list[Row]]:
+        """Wait for the save before, and make the folder of a new one; this rank's files by their names."""
+        json.dumps(dict(config))  # what JSON cannot hold is an error before anything is written
+        self.wait()
+        with same_error(self.dist):
+            files = part_files(self.dist, train_state(module, optimizer, ema))
+            if self.dist.is_main:
+                self._make_room(self._path(step))
+        return files
+
+    def _make_room(self, final: Path) -> None:
         if final.exists():
             raise ValueError(f"step must be new, but {final} exists")
         self.folder.mkdir(parents=True, exist_ok=True)
         for litter in self.folder.glob("step-*.tmp"):
             shutil.rmtree(litter)
-        temporary.mkdir()
+        final.with_suffix(".tmp").mkdir()
+
+    def _copy(self, files: Mapping[str, Sequence[Row]]) -> list[PartFile]:
+        """The files in host memory, that of the save before where it is large enough."""
+        for i, size in enumerate(map(num_bytes, files.values())):
+            if i == len(self._memory):
+                self._memory.append(host_memory(size, self.dist.device))
+            elif len(self._memory[i]) < size:
+                self._memory[i] = host_memory(size, self.dist.device)
+        copies = [
+            PartFile(name, rows, memory) for (name, rows), memory in zip(files.items(), self._memory, strict=False)
+        ]
+        synchronize()  # before training changes what is copied
+        return copies
+
+    def _start(self, step: int, files: Iterable[PartFile], config: Mapping[str, Any], *, num_threads: int) -> None:
+        about = {"step": step, "config": dict(config), "versions": _versions()}
+        temporary, final = self._path(step).with_suffix(".tmp"), self._path(step)
+
+        def finish(index: Index) -> None:
+            self._finish(temporary, final, about | index)
+
+        self._saving = step, Saving(temporary, self.dist, files, finish, num_threads=num_threads)
+
+    def _remove(self, step: int) -> None:
+        """Give the space of an unfinished save back; the next one clears what stays."""
+        if self.dist.is_main:
+            shutil.rmtree(self._path(step).with_suffix(".tmp"), ignore_errors=True)
 
     def _finish(self, temporary: Path, final: Path, index: dict[str, Any]) -> None:
         """Write the index and give the folder its name; then delete what is too old."""

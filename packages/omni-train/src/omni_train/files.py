@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 
-def write_file(path: Path, data: bytes) -> dict[str, int | str]:
+def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
     """Write a new file and wait until the disk has it; its size in bytes and its SHA-256, for whoever reads it.
 
     Raises:
         OSError: the file exists, or could not be written completely.
     """
     with path.open("xb") as file:
-        file.write(data)
+        for part in parts:
+            file.write(part)
         file.flush()
         os.fsync(file.fileno())
-    return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return {"bytes": sum(map(len, parts)), "sha256": digest.hexdigest()}
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:

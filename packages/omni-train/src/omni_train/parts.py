@@ -4,14 +4,16 @@ A part is the rows that one rank holds; a tensor that is whole on every rank is 
 tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -19,27 +21,103 @@ from omni_train.dist import Dist
 from omni_train.files import write_file
 from omni_train.state import in_batches, local_rows
 
-FILE_BYTES = 2**29  # a rank has one file's tensors in host memory at a time, and twice more while they are packed
+FILE_BYTES = 2**29  # of a file, but for a tensor that is larger
+DTYPES = {  # as safetensors names them
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 Index = dict[str, dict[str, Any]]  # {"files": {name: ...}, "tensors": {name: ...}}
 
 
-def write_part(folder: Path, dist: Dist, state: Mapping[str, Tensor]) -> Index:
-    """Write this rank's rows of `state`; the index of what it wrote.
+@dataclass(frozen=True)
+class Row:
+    """What a rank holds of one tensor: the rows from number `first` on, of `shape` in all; a single number is a row."""
+
+    name: str
+    local: Tensor
+    first: int
+    shape: list[int]
+
+
+class PartFile:
+    """A file of a part, as it stands in host memory: the bytes of its rows, the widest numbers first."""
+
+    def __init__(self, name: str, rows: Sequence[Row], memory: Tensor) -> None:
+        """Copy the rows, of any device, into the memory; into pinned memory they are on their way until `synchronize`.
+
+        memory: uint8, at least as many as the rows have bytes.
+        """
+        self.name = name
+        # The widest first, so that each number lies at a multiple of its size.
+        self.rows = sorted(rows, key=lambda row: (-row.local.itemsize, str(row.local.dtype)))
+        self._places = list(pairwise(accumulate((row.local.nbytes for row in self.rows), initial=0)))
+        self._memory = memory[: self._places[-1][1]]
+        for row, place in zip(self.rows, self._places, strict=True):
+            target = self._memory[slice(*place)].view(row.local.dtype).view(row.local.shape)
+            target.copy_(row.local.detach(), non_blocking=memory.is_pinned())
+
+    def write(self, folder: Path) -> dict[str, int | str]:
+        """Write the file and wait until the disk has it; its size and SHA-256.
+
+        Raises:
+            OSError: it could not be written.
+            ValueError: a tensor is not finite; buffers may be, as masks are.
+        """
+        self._check_finite()
+        header = json.dumps({
+            row.name: {"dtype": DTYPES[row.local.dtype], "shape": list(row.local.shape), "data_offsets": place}
+            for row, place in zip(self.rows, self._places, strict=True)
+        }).encode()  # fmt: skip
+        header += b" " * (-len(header) % 8)
+        return write_file(folder / self.name, len(header).to_bytes(8, "little") + header, self._memory.numpy().data)
+
+    def index(self) -> dict[str, dict[str, Any]]:
+        """The entries of its tensors in the index."""
+        return {
+            row.name: {"dtype": str(row.local.dtype), "shape": row.shape, "pieces": [[self.name, row.first]]}
+            for row in self.rows
+        }
+
+    def _check_finite(self) -> None:
+        """Raise ValueError for NaN or infinity; a sum that is finite has none, and is faster than a look at each."""
+        placed = zip(self.rows, self._places, strict=True)
+        for dtype, same in groupby(placed, key=lambda pair: pair[0].local.dtype):
+            run = list(same)
+            numbers = self._memory[run[0][1][0] : run[-1][1][1]].view(dtype)
+            if dtype.is_floating_point and not numbers.sum().isfinite():
+                for row, place in run:
+                    check_finite(row.name, self._memory[slice(*place)].view(dtype))
+
+
+def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
+    """The files that this rank has to write, by name, with their rows, which share memory with `state`.
 
     Raises:
-        OSError: a file could not be written.
-        ValueError: a tensor of `state` is not finite; buffers may be, as masks are.
+        ValueError: a tensor has a dtype that safetensors has not.
     """
-    index: Index = {"files": {}, "tensors": {}}
-    for number, rows in enumerate(in_batches(_own_rows(dist, state), FILE_BYTES, num_bytes=lambda row: row[1].nbytes)):
-        file = f"rank-{dist.rank:05}-{number:03}.safetensors"
-        index["files"][file] = write_file(folder / file, save({name: local for name, local, _ in rows}))
-        for name, _, first in rows:
-            about = {"dtype": str(state[name].dtype), "shape": list(state[name].shape), "pieces": [[file, first]]}
-            index["tensors"][name] = about
-        del rows  # before the next ones come to the host
-    return index
+    rows = []
+    for name, tensor in state.items():
+        local, first = local_rows(tensor)
+        if local.dtype not in DTYPES:
+            raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
+        if len(local) and (dist.is_main or isinstance(tensor, DTensor)):
+            rows.append(Row(name, local, first, list(tensor.shape)))
+    batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
+    return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
+
+
+def num_bytes(rows: Sequence[Row]) -> int:
+    """Of all the rows together."""
+    return sum(row.local.nbytes for row in rows)
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that `device` can copy to, uint8; pinned where it can be."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # of a device that pins nothing, or a host that has no more to pin
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def merge_parts(parts: Sequence[Index]) -> Index:
@@ -71,7 +149,7 @@ def read_tensors(folder: Path, index: Mapping[str, Mapping[str, Any]], targets: 
             local, first = local_rows(target)
             if _copy_rows(local, first, pieces) != len(local):
                 raise ValueError(f"{name} lacks rows in {folder}")
-            _check_finite(name, local)
+            check_finite(name, local)
 
 
 def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> None:
@@ -88,7 +166,7 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
 
 
 def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError unless a file of `write_part` holds what the index says, all finite; buffers need not be."""
+    """Raises ValueError unless a part's file holds what the index says, all finite; buffers need not be."""
     said = {name: first for name, entry in index.items() for file, first in entry["pieces"] if file == path.name}
     try:
         with safe_open(path, framework="pt") as file:
@@ -99,18 +177,9 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
                 found = [str(local.dtype), *local.shape[1:]]
                 if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
                     raise ValueError(f"{path.name} does not hold {name} as the index says")
-                _check_finite(name, local)
+                check_finite(name, local)
     except SafetensorError as exc:
         raise ValueError(f"{path.name} is no safetensors file: {exc}") from exc
-
-
-def _own_rows(dist: Dist, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor, int]]:
-    """(name, rows on the host, number of the first row) of all that this rank has to write."""
-    for name, tensor in state.items():
-        local, first = local_rows(tensor)
-        if len(local) and (dist.is_main or isinstance(tensor, DTensor)):
-            _check_finite(name, local)
-            yield name, local.detach().cpu().contiguous(), first
 
 
 def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:
@@ -124,6 +193,7 @@ def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> 
     return copied
 
 
-def _check_finite(name: str, local: Tensor) -> None:
+def check_finite(name: str, local: Tensor) -> None:
+    """Raises ValueError for NaN or infinity, but in buffers."""
     if local.is_floating_point() and not name.startswith("buffer/") and not local.isfinite().all():
         raise ValueError(f"a checkpoint must be finite, got NaN or infinity in {name}")

@@ -1,0 +1,117 @@
+"""A FlowGRPO step over the transformer's forwards and backwards inside it: what the framework around the model costs.
+
+python benchmarks/framework_tax.py
+python benchmarks/framework_tax.py --random 6 --random-heads 4 --height 256 --width 256 --group-size 2 --batch-size 2
+
+The trainer runs as it is; the scorer is one in its process that looks at a few pixels. On a CPU the seconds are those
+of this process's work, which others may share; on an accelerator those of the clock, the device waited for at both
+ends of each forward and backward. `--random` trains LoRA on a random transformer with guidance instead of the preset's
+weights.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import engines
+import numpy as np
+import omni_rl.run
+from fixed_cost import quiet
+from omni_reward import Score
+from omni_rl.cli import from_toml, parse_cli, recipes
+from omni_rl.scoring import LocalScorer
+from omni_train.dist import default_compute_dtype, local_device
+from omni_train.log import RunLog
+from torch import Tensor, nn
+
+REPO = Path(__file__).resolve().parents[1]
+LORA = {"lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0, "algo": "flowgrpo", "noise_level": 1.2,
+        "window_size": 2, "window_low": 0, "window_high": 5, "dtype": "float32"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Args(engines.Args):
+    """What is trained."""
+
+    group_size: int = 8  # Samples of each of the prompts
+    prompts_per_step: int = 2  # Prompts of a step
+    steps: int = 2  # Steps that count, after one that does not
+
+
+def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+    """Scores that differ, at no cost."""
+    return [Score(float(image[::8, ::8].mean()) / 255) for image in media["image"]]
+
+
+def measure(args: Args) -> dict[str, float]:
+    """Seconds of a step, and in it of forwards and backwards, by name."""
+    sys.path.append(str(REPO / "apps"))
+    import train_flowgrpo as app
+
+    device = local_device()
+    spent, marks, started = Counter[str](), list[dict[str, float]](), list[float]()
+
+    def log(self: RunLog, *arguments: Any, **options: Any) -> None:
+        logged(self, *arguments, **options)
+        marks.append({"step": engines.now(device), **spent})
+
+    def before(module: nn.Module, inputs: object) -> None:
+        if type(module).__name__.removeprefix("FSDP") == net_class:
+            started.append(engines.now(device))
+
+    def after(module: nn.Module, inputs: object, output: object) -> None:
+        if type(module).__name__.removeprefix("FSDP") == net_class:
+            spent["forward"] += engines.now(device) - started.pop()
+
+    def backward(self: Tensor, *arguments: Any, **options: Any) -> None:
+        start = engines.now(device)
+        went_back(self, *arguments, **options)
+        spent["backward"] += engines.now(device) - start
+
+    with engines.checkpoint(args, device, default_compute_dtype(device)) as model:
+        settings = from_toml(recipes("train_flowgrpo")["tiny-signs"], app.Args, "tiny-signs") | {
+            "model": str(Path(model).resolve()), "scorer_url": "http://127.0.0.1:1",
+            "prompts": str(REPO / "data/tiny-signs/train.txt"), "eval_prompts": "eval.txt",
+            "train_steps": args.steps + 2, "eval_every": 1000, "save_every": 1000, "height": args.height,
+            "width": args.width, "prompts_per_step": args.prompts_per_step, "group_size": args.group_size,
+            "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "shard": "auto",
+        }  # fmt: skip
+        settings |= LORA if args.random else {}
+        net_class = engines.config(model, "transformer")["_class_name"]
+        logged, went_back, connect = RunLog.log, Tensor.backward, omni_rl.run.connect
+        hooks = [
+            nn.modules.module.register_module_forward_pre_hook(before),
+            nn.modules.module.register_module_forward_hook(after),
+        ]
+        RunLog.log, Tensor.backward = log, backward  # type: ignore[method-assign, assignment]
+        omni_rl.run.connect = lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore[assignment, return-value]
+        try:
+            with quiet():
+                Path("eval.txt").write_text(f"{engines.TEXT}\n")
+                app.main(replace(app.Args(), **settings))
+        finally:
+            RunLog.log, Tensor.backward = logged, went_back  # type: ignore[method-assign]
+            omni_rl.run.connect = connect
+            for hook in hooks:
+                hook.remove()
+    first, last = marks[1], marks[1 + args.steps]  # line 0 evaluates, as the last step does
+    return {name: (value - first.get(name, 0.0)) / args.steps for name, value in last.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a table."""
+    words = sys.argv[1:] if argv is None else argv
+    args = parse_cli(Args, lambda args: None, words, app="framework_tax", description=__doc__)
+    found = measure(args)
+    inside = found["forward"] + found["backward"]
+    print(f"{date.today()}, {local_device().type}, {args}")
+    print("| step, s | forward, s | backward, s | step / (forward + backward) |", "| --- | --- | --- | --- |", sep="\n")
+    print(f"| {found['step']:.3f} | {found['forward']:.3f} | {found['backward']:.3f} | {found['step'] / inside:.3f} |")
+
+
+if __name__ == "__main__":
+    main()
