@@ -62,8 +62,9 @@ def train(net, optimizer, ema, step):
     ema.update(step)
 
 
-def test_it_holds_what_was_there_although_training_goes_on(checkpoints, tmp_path, gate):
+def test_it_holds_what_was_there_although_training_goes_on(checkpoints, tmp_path, monkeypatch, gate):
     """The same bytes as of a save that training waited for, twice, the second in the memory of the first."""
+    monkeypatch.setattr("omni_train.parts.FILE_BYTES", 30)  # several files
     net = filled(1.0)
     optimizer, ema = build_adamw(net, lr=0.1), Ema(list(net.parameters()), decay=0.5)
     beside, waited = checkpoints, Checkpoint(tmp_path / "waited", init_distributed())

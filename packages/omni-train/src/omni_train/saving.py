@@ -96,16 +96,13 @@ class Saving:
     def _write(self) -> Index:
         index: Index = {"files": {}, "tensors": {}}
 
-        def write(file: PartFile) -> None:
-            index["files"][file.name] = file.write(self._folder)
-            index["tensors"] |= file.index()
+        def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
+            return file, file.write(self._folder)
 
-        if self._num_threads == 1:
-            for file in self._files:
-                write(file)
-        else:
-            with ThreadPoolExecutor(self._num_threads) as pool:
-                list(pool.map(write, self._files))
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
+                index["files"][file.name] = about
+                index["tensors"] |= file.index()
         if not self._dist.is_main:
             write_atomically(self._part(self._dist.rank), json.dumps(index))
         return index
