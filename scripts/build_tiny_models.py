@@ -56,10 +56,11 @@ class BagelFolder:
     """BAGEL as it is released: weights in two files and their configurations, which no class of a library writes."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the folder; what reads images and writes text is there in name only."""
+        """Writes the folder; what writes text is there in name only."""
         import torch
         from diffusers import AutoencoderKL
         from omni_rollout.models.bagel_net import BagelTransformer
+        from omni_rollout.models.bagel_vision import BagelVision
         from safetensors.torch import save_file
 
         build_qwen_tokenizer().save_pretrained(folder)
@@ -71,13 +72,22 @@ class BagelFolder:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(weight, std=0.1)
-        others = ("language_model.lm_head.weight", "vit_model.vision_model.post_layernorm.weight", "connector.fc1.bias")
-        save_file(net.state_dict() | {name: torch.zeros(1) for name in others}, folder / "ema.safetensors")
         vae = AutoencoderKL(block_out_channels=(32,) * 4, **VAE)  # its norms have 32 groups
         save_file({ldm_name(n): ldm_weight(n, w) for n, w in vae.state_dict().items()}, folder / "ae.safetensors")
+        seen = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 3}
+        vision = BagelVision(**seen, width=sizes["hidden_size"])
+        for name, weight in vision.named_parameters():
+            if "norm" in name and "weight" in name:
+                torch.nn.init.uniform_(weight, 0.5, 1.5)
+            else:
+                torch.nn.init.normal_(weight, std=0.1)
+        others = {"language_model.lm_head.weight": torch.zeros(1)}
+        save_file(net.state_dict() | vision.state_dict() | others, folder / "ema.safetensors")
         index = {"architectures": ["BagelForConditionalGeneration"], "max_latent_size": 32, "timestep_shift": 1.0}
         (folder / "config.json").write_text(json.dumps(index), encoding="utf-8")
         (folder / "llm_config.json").write_text(json.dumps(config | {"hidden_act": "silu"}), encoding="utf-8")
+        seen |= {"image_size": 980, "patch_size": 14}
+        (folder / "vit_config.json").write_text(json.dumps(seen), encoding="utf-8")
 
 
 LDM_NAMES = {  # diffusers' AutoencoderKL -> latent diffusion

@@ -4,11 +4,15 @@
 
 The port computes in bfloat16 whatever its weights are, and some of its kernels are an accelerator's alone. Here its
 casts keep float32, and torch stands in for the kernels; all else, cache, packing, guidance and schedule, is the port's.
+Of references its pipeline takes one, in sizes that are not the release's, and draws the VAE's code at random: here they
+are read one after the other, as by the release's evaluation, in its sizes, and the code is its mean. Its vision
+transformer leaves out the last norm of the release's and reads its patches in another order: both are mended.
 """
 
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +21,7 @@ import torch
 from build_tiny_models import tiny_checkpoint
 from omni_rollout.engines.vllm_omni import worker  # sets vLLM up for a machine without an accelerator
 from omni_sched import INITIAL_NOISE, step_noise
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Tokenizer
 
@@ -24,7 +29,11 @@ ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "rollout" / "bagel_of_vllm_omni.safetensors"
 SIZE, STEPS = (48, 32), 6  # height and width; Euler steps
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
-CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, and the negative prompt
+REFERENCES = ((40, 90), (70, 50))  # height and width
+# What the release makes of them with at most 64 pixels for the VAE and 56 for the vision transformer.
+READ = (((32, 64), (28, 56)), ((64, 48), (56, 42)))
+EDIT = {"cfg_text_scale": 4.0, "cfg_img_scale": 2.0, "cfg_interval": (0.0, 1.0), "cfg_renorm_type": "text_channel"}
+CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, the negative prompt, how many references
     "unguided": {},
     "guided": {"cfg_text_scale": 4.0, "cfg_interval": (0.4, 1.0)},
     "negative": {"cfg_text_scale": 4.0, "cfg_interval": (0.4, 1.0), "negative": "bad and blurry"},
@@ -32,6 +41,17 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, 
     "at middle levels": {"cfg_text_scale": 4.0, "cfg_interval": (0.4, 0.9)},
     "hardly shortened": {"cfg_text_scale": 4.0, "cfg_interval": (0.4, 1.0), "cfg_renorm_min": 0.95},
     "not shifted": {"timestep_shift": 1.0},
+    "a scale of no images": {"cfg_text_scale": 4.0, "cfg_img_scale": 1.5, "cfg_interval": (0.4, 1.0)},
+    "one reference": {"references": 1},
+    "two references": {"references": 2},
+    "edited": {"references": 1, **EDIT},
+    "edited from two": {"references": 2, **EDIT},
+    "edited, negative": {"references": 2, **EDIT, "negative": "bad and blurry"},
+    "edited, by text alone": {"references": 1, **EDIT, "cfg_img_scale": 1.0},
+    "edited, channel": {"references": 1, **EDIT, "cfg_renorm_type": "channel"},
+    "edited, global": {"references": 1, **EDIT, "cfg_renorm_type": "global"},
+    "edited, less shortened": {"references": 1, **EDIT, "cfg_renorm_min": 0.5},
+    "edited, at high levels": {"references": 1, **EDIT, "cfg_interval": (0.4, 1.0)},
 }
 
 
@@ -56,17 +76,24 @@ def _silu_and_mul(out: torch.Tensor, gate_and_up: torch.Tensor) -> None:
 
 def load_port(folder: Path) -> Any:
     """The port's net with the weights of a released folder."""
+    from transformers import SiglipVisionConfig, SiglipVisionModel
     from vllm.transformers_utils.configs.bagel import BagelConfig
     from vllm_omni.diffusion.models.bagel import bagel_transformer
+    from vllm_omni.diffusion.models.bagel.pipeline_bagel import SiglipNaViTWrapper
 
     bagel_transformer.torch = SimpleNamespace(**{**vars(torch), "bfloat16": torch.float32})
     config = bagel_transformer.Qwen2MoTConfig(**json.loads((folder / "llm_config.json").read_text("utf-8")))
     language_model = bagel_transformer.Qwen2MoTForCausalLM(config)
-    vae, vit = SimpleNamespace(z_channels=16, downsample=8), SimpleNamespace(patch_size=14, hidden_size=32)
+    vae = SimpleNamespace(z_channels=16, downsample=8)
+    vit = SiglipVisionConfig.from_json_file(folder / "vit_config.json")
+    vit.num_hidden_layers, vit.vision_use_head = vit.num_hidden_layers - 1, False
+    vision = SiglipNaViTWrapper(SiglipVisionModel(vit)).eval()
+    last = vision.vision_model.post_layernorm
+    vision.register_forward_hook(lambda module, args, states: last(states))
     port = bagel_transformer.Bagel(
         language_model,
-        None,
-        BagelConfig(visual_und=False, llm_config=config, vae_config=vae, vit_config=vit, max_latent_size=64),
+        vision,
+        BagelConfig(llm_config=config, vae_config=vae, vit_config=vit, max_latent_size=64),
     )
     weights = load_file(folder / "ema.safetensors")
     inner = {name.removeprefix("language_model."): w for name, w in weights.items() if name.startswith("language_")}
@@ -74,6 +101,8 @@ def load_port(folder: Path) -> Any:
     wanted = {name for name, _ in language_model.named_parameters()}
     if unread := wanted - language_model.load_weights(inner.items()):
         sys.exit(f"weights of the port that the folder lacks: {sorted(unread)}")
+    patch = "vit_model.vision_model.embeddings.patch_embedding.weight"
+    weights[patch] = weights[patch].unflatten(1, (vit.patch_size, vit.patch_size, 3)).permute(0, 3, 1, 2)
     for name, parameter in port.named_parameters():
         if not name.startswith("language_model."):
             parameter.data.copy_(weights[name])
@@ -83,24 +112,70 @@ def load_port(folder: Path) -> Any:
     return port
 
 
-def draw(port: Any, tokenizer: Any, text: str, seed: int, *, negative: str = "", **options: Any) -> torch.Tensor:
+def load_vae(folder: Path) -> Any:
+    """The port's VAE with the weights of a released folder, which encodes pictures as the mean of their code."""
+    from vllm_omni.diffusion.models.bagel.autoencoder import AutoEncoder, AutoEncoderParams
+
+    sizes = {"resolution": 256, "in_channels": 3, "downsample": 8, "ch": 32, "out_ch": 3, "ch_mult": [1] * 4}
+    vae = AutoEncoder(
+        AutoEncoderParams(**sizes, num_res_blocks=1, z_channels=16, scale_factor=0.3611, shift_factor=0.1159)
+    )
+    vae.load_state_dict(load_file(folder / "ae.safetensors"))
+    vae.reg.sample = False
+    return vae.eval()
+
+
+def make_references() -> list[torch.Tensor]:
+    """Pictures, uint8 [H, W, 3]: noise in large squares."""
+    generator = torch.Generator().manual_seed(0)
+    squares = [torch.randint(0, 256, (-(-h // 8), -(-w // 8), 3), generator=generator) for h, w in REFERENCES]
+    whole = [image.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1).to(torch.uint8) for image in squares]
+    return [image[:h, :w].contiguous() for image, (h, w) in zip(whole, REFERENCES, strict=True)]
+
+
+def draw(
+    port: Any,
+    vae: Any,
+    tokenizer: Any,
+    text: str,
+    seed: int,
+    *,
+    negative: str = "",
+    references: int = 0,
+    **options: Any,
+) -> torch.Tensor:
     """Clean latents [16, h, w] of one text, with the cache of its keys and values, as the port's pipeline has it."""
+    from torchvision.transforms import InterpolationMode, functional
     from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
     names = {"bos_token_id": "im_start", "eos_token_id": "im_end"}
     names |= {"start_of_image": "vision_start", "end_of_image": "vision_end"}
     ids = {name: tokenizer.convert_tokens_to_ids(f"<|{token}|>") for name, token in names.items()}
 
-    def read(words: str) -> tuple[Any, dict[str, Any]]:
-        """The cache after a text, which may be none, and where the image goes after it."""
+    def resized(image: Any, size: Sequence[int]) -> Any:
+        return functional.resize(image, size, InterpolationMode.BICUBIC, antialias=True)
+
+    def normalised(image: Any) -> torch.Tensor:
+        return functional.normalize(functional.to_tensor(image), [0.5] * 3, [0.5] * 3)
+
+    def read(words: str, count: int) -> tuple[Any, dict[str, Any]]:
+        """The cache after references and a text, which may be none, and where the image goes after it."""
         cache, length, place = NaiveCache(port.config.llm_config.num_hidden_layers), [0], [0]
+        for picture, (size, seen) in list(zip(make_references(), READ, strict=True))[:count]:
+            image = resized(Image.fromarray(picture.numpy()), size)
+            given, length, place = port.prepare_vae_images(length, place, [image], normalised, ids)
+            cache = port.forward_cache_update_vae(vae, cache, **given)
+            image = resized(image, seen)
+            given, length, place = port.prepare_vit_images(length, place, [image], normalised, ids)
+            cache = port.forward_cache_update_vit(cache, **given)
         if words:
-            given, length, place = port.prepare_prompts([0], [0], [words], tokenizer, ids)
+            given, length, place = port.prepare_prompts(length, place, [words], tokenizer, ids)
             cache = port.forward_cache_update_text(cache, **given)
         return cache, port.prepare_vae_latent(length, place, [SIZE], ids)
 
-    cache, given = read(text)
-    empty, without = read(negative)
+    cache, given = read(text, references)
+    empty, without = read(negative, references)
+    blind, unseen = read(text, 0)
     h, w = SIZE[0] // 16, SIZE[1] // 16
     noise = step_noise([seed], INITIAL_NOISE, (16, 2 * h, 2 * w))[0]
     given["packed_init_noises"] = noise.view(16, h, 2, w, 2).permute(1, 3, 2, 4, 0).reshape(h * w, 64)
@@ -109,22 +184,17 @@ def draw(port: Any, tokenizer: Any, text: str, seed: int, *, negative: str = "",
         past_key_values=cache,
         cfg_text_packed_position_ids=without["packed_position_ids"],
         cfg_text_past_key_values=empty,
+        cfg_img_packed_position_ids=unseen["packed_position_ids"],
+        cfg_img_past_key_values=blind,
         num_timesteps=STEPS + 1,  # it counts levels
         **{"timestep_shift": 3.0, **options},
     )[0][0]
     return latents.view(h, w, 2, 2, 16).permute(4, 0, 2, 1, 3).reshape(16, 2 * h, 2 * w)
 
 
-def decode(folder: Path, latents: torch.Tensor) -> torch.Tensor:
+def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
     """Images [B, 3, H, W] in [0, 1] by the port's own VAE."""
-    from vllm_omni.diffusion.models.bagel.autoencoder import AutoEncoder, AutoEncoderParams
-
-    sizes = {"resolution": 256, "in_channels": 3, "downsample": 8, "ch": 32, "out_ch": 3, "ch_mult": [1] * 4}
-    vae = AutoEncoder(
-        AutoEncoderParams(**sizes, num_res_blocks=1, z_channels=16, scale_factor=0.3611, shift_factor=0.1159)
-    )
-    vae.load_state_dict(load_file(folder / "ae.safetensors"))
-    return (vae.eval().decode(latents) * 0.5 + 0.5).clamp(0, 1)
+    return (vae.decode(latents) * 0.5 + 0.5).clamp(0, 1)
 
 
 @torch.no_grad()
@@ -143,10 +213,12 @@ def main() -> None:
         set_current_vllm_config(config),
         set_forward_context(vllm_config=config, omni_diffusion_config=diffusion),
     ):
-        port, tokenizer = load_port(folder), Qwen2Tokenizer.from_pretrained(folder)
+        port, vae, tokenizer = load_port(folder), load_vae(folder), Qwen2Tokenizer.from_pretrained(folder)
         for case, options in CASES.items():
-            tensors[case] = torch.stack([draw(port, tokenizer, text, i, **options) for i, text in enumerate(TEXTS)])
-    tensors["images"] = decode(folder, tensors["guided"][:1])
+            drawn = [draw(port, vae, tokenizer, text, i, **options) for i, text in enumerate(TEXTS)]
+            tensors[case] = torch.stack(drawn)
+    tensors["images"] = decode(vae, tensors["guided"][:1])
+    tensors |= {f"reference_{i}": picture for i, picture in enumerate(make_references())}
     facts = {"height": SIZE[0], "width": SIZE[1], "steps": STEPS, "texts": TEXTS, "cases": CASES}
     made = f"vLLM-Omni {worker.VERSION}, in float32"
     file = sys.argv[1] if len(sys.argv) > 1 else RECORD

@@ -37,7 +37,8 @@ class Row:
     sizes the model lacks, and those it names. refused: changes of `unguided` that the model refuses, and the rule it
     names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures,
     in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with, where the
-    default takes long. pipe: makes the stock pipeline one to compare with.
+    default takes long. idle: options that only references have a use for, which the row has none of. pipe: makes the
+    stock pipeline one to compare with.
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
     """
 
@@ -55,6 +56,7 @@ class Row:
     guided_tolerance: float = 1e-5
     images: tuple[tuple[int, int], ...] = ()
     instead: Mapping[str, float] = field(default_factory=dict)
+    idle: frozenset[str] = frozenset()
     pipe: Callable[[Any], None] = lambda pipe: None
     never_guided: bool = False
 
@@ -139,6 +141,7 @@ NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
+BAGEL_SIZES = {"vae_max_size": 64.0, "vit_max_size": 56.0}
 ROWS = {
     "qwen-image": Row(
         checkpoint=lambda: CHECKPOINT,
@@ -162,37 +165,54 @@ ROWS = {
         statistics={"latents_mean": [0.5] * 16, "latents_std": [2.0] * 16},
         guided_tolerance=3e-5,  # its rescaling divides by the length of a difference, ours in float32
     ),
-    "bagel": Row(
-        checkpoint=built("bagel"),
-        unguided=Params(6, 48, 80),
-        guided=Params(6, 48, 80, guidance_scale=4.0),
-        more=(
-            Params(6, 48, 80, guidance_scale=4.0, guidance={"cfg_interval_low": 0.0, "timestep_shift": 1.0}),
-            Params(6, 48, 80, guidance_scale=4.0, guidance={"cfg_interval_high": 0.9, "cfg_renorm_min": 0.95}),
-        ),
-        stock=None,
-        without_gradient=frozenset(  # of the last layer what is for text, which ends there; and a fixed table
-            [
-                "latent_pos_embed.pos_embed",
-                "language_model.model.norm.weight",
-                *(
-                    f"language_model.model.layers.2.{name}"
-                    for name in (
-                        *("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight"),
-                        *("self_attn.o_proj.weight", "post_attention_layernorm.weight"),
-                        *("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
-                    )
-                ),
-            ]
-        ),
-        lora_layers=3 * 7,
-        nearest=(({"height": 56}, 64), ({"width": 1040}, 1024)),
-        refused=(
-            ({"guidance": {"cfg_interval_low": 1.0}}, "cfg_interval_low must be < cfg_interval_high"),
-            ({"guidance": {"cfg_renorm_min": 1.5}}, r"cfg_renorm_min must be in \[0, 1\]"),
-            ({"guidance": {"timestep_shift": 0.0}}, "timestep_shift must be > 0"),
-        ),
-    ),
+    **{
+        name: Row(
+            checkpoint=built("bagel"),
+            unguided=Params(6, 48, 80, guidance=sizes),
+            guided=Params(6, 48, 80, guidance_scale=4.0, guidance=sizes),
+            more=tuple(
+                Params(6, 48, 80, guidance_scale=4.0, guidance=sizes | knobs)
+                for knobs in (
+                    {"cfg_interval_low": 0.0, "timestep_shift": 1.0, "cfg_renorm_type": 1},
+                    {"cfg_interval_high": 0.9, "cfg_renorm_min": 0.95, "cfg_renorm_type": 2, "cfg_img_scale": 3.0},
+                )
+            ),
+            stock=None,
+            without_gradient=frozenset(  # of the last layer what is for text, which ends there; and a fixed table
+                [
+                    "latent_pos_embed.pos_embed",
+                    "language_model.model.norm.weight",
+                    *(
+                        f"language_model.model.layers.2.{name}"
+                        for name in (
+                            *("self_attn.q_proj.weight", "self_attn.q_proj.bias", "self_attn.q_norm.weight"),
+                            *("self_attn.o_proj.weight", "post_attention_layernorm.weight"),
+                            *("mlp.gate_proj.weight", "mlp.up_proj.weight", "mlp.down_proj.weight"),
+                        )
+                    ),
+                ]
+            ),
+            lora_layers=3 * 7,
+            nearest=(({"height": 56}, 64), ({"width": 1040}, 1024)),
+            refused=(
+                ({"guidance": {"cfg_img_scale": 0.5}}, r"cfg_img_scale must be in \[1, inf\], got 0.5"),
+                ({"guidance": {"cfg_interval_low": 1.0}}, "cfg_interval_low must be < cfg_interval_high"),
+                ({"guidance": {"cfg_renorm_type": 3.0}}, "cfg_renorm_type must be 0 .*, 1 .* or 2 .*, got 3"),
+                ({"guidance": {"cfg_renorm_min": 1.5}}, r"cfg_renorm_min must be in \[0, 1\]"),
+                ({"guidance": {"timestep_shift": 0.0}}, "timestep_shift must be > 0"),
+                ({"guidance": {"vae_max_size": 1040.0}}, r"vae_max_size must be in \[16, 1024\], got 1040"),
+                ({"guidance": {"vit_max_size": 13.0}}, r"vit_max_size must be in \[14, 980\], got 13"),
+            ),
+            images=images,
+            instead={"vae_max_size": 96.0, "vit_max_size": 84.0},
+            idle=frozenset() if images else frozenset(BAGEL_SIZES),
+        )
+        for name, sizes, images in (
+            ("bagel", {}, ()),
+            ("bagel-edit", BAGEL_SIZES, ((40, 90),)),
+            ("bagel-edit-two", BAGEL_SIZES, ((40, 90), (70, 50))),
+        )
+    },
     **{
         name: Row(
             checkpoint=built(name),

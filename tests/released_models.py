@@ -122,6 +122,15 @@ BAGEL_FILES = {
         "rope_theta": 1e6,
         "vocab_size": 152064,
     },
+    "vit_config.json": {
+        "hidden_size": 1152,
+        "image_size": 980,
+        "intermediate_size": 4304,
+        "model_type": "siglip_vision_model",
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+        "patch_size": 14,
+    },
     "tokenizer_config.json": {},
 }
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}

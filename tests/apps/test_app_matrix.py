@@ -65,7 +65,7 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_url, re
     (app, changes), row = ALGORITHMS[algorithm], ROWS[name]
     model = open_model(row.checkpoint())
     monkeypatch.chdir(tmp_path)
-    write_inputs(tmp_path, model.IMAGES.start)
+    write_inputs(tmp_path, len(row.images))
     places = {"model": model.path, "prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
     scorer = {} if app is train_srpo else {"scorer_url": bright_url}
     knobs = ",".join(f"{knob}={value}" for knob, value in row.guided.guidance.items())

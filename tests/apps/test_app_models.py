@@ -43,6 +43,7 @@ APPS = {app.__name__: app for app in CHANGES}
 SCORED = (train_flowgrpo, train_nft, train_dpo)
 MODELS = [name for name in ROWS if name != "qwen-image"]
 TRAINED = [case for app in APPS for case in sampled([f"{app} {model}" for model in MODELS], 1)]
+BAGELS = [name for name in MODELS if name.startswith("bagel")]
 WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 2)
 STOCK = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS if ROWS[model].stock], 2)
 
@@ -157,15 +158,17 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
     assert np.abs(trained - ours).max() < change / 100
 
 
-@pytest.mark.parametrize("kind", sampled(["full", "lora"], 1))
-def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_image_there(here, bright_url, kind):
-    folder, row = here / "model", ROWS["bagel"]
+@pytest.mark.parametrize("case", sampled([f"{kind} {name}" for kind in ("full", "lora") for name in BAGELS], 1))
+def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_image_there(here, bright_url, case):
+    kind, name = case.split()
+    folder, row = here / "model", ROWS[name]
     shutil.copytree(row.checkpoint(), folder)
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, "bagel", bright_url, lr=1e-2, save_every=1, **changes)
+    args = settings(train_flowgrpo, name, bright_url, lr=1e-2, save_every=1, **changes)
     args = replace(args, model=str(folder), train_steps=1)
     train(train_flowgrpo, args)
-    weights, prompt = here / "runs" / args.name / "weights", Prompt('a blue sign that says "AB"', 0, 0, seed=5)
+    weights = here / "runs" / args.name / "weights"
+    prompt = Prompt('a blue sign that says "AB"', 0, 0, seed=5, images=row.references(0))
 
     def draw(trained=None):
         model = open_model(folder)

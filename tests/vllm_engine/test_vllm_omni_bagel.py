@@ -18,6 +18,6 @@ def test_the_record_is_what_the_port_draws(tmp_path):
     kept, drawn = load_file(record), load_file(again)
     assert kept.keys() == drawn.keys()
     for name, tensor in kept.items():
-        torch.testing.assert_close(drawn[name], tensor, rtol=0, atol=1e-5, msg=name)
+        torch.testing.assert_close(drawn[name], tensor, rtol=0, atol=3e-5, msg=name)
     with safe_open(record, "pt") as old, safe_open(again, "pt") as new:
         assert old.metadata() == new.metadata()

@@ -12,16 +12,23 @@ from omni_rollout.types import Engine, Params, Prompt, Trajectory
 
 
 def check_engine(
-    engine: Engine, model: Model, params: Params, *, net: nn.Module | None = None, tolerance: float = 0.0
+    engine: Engine,
+    model: Model,
+    params: Params,
+    *,
+    net: nn.Module | None = None,
+    tolerance: float = 0.0,
+    num_images: int | None = None,
 ) -> None:
     """Raises AssertionError unless `engine` keeps the contract.
 
     params: at least two kept steps in a row. net: the trainer's, with the weights that the engine has; by default the
     engine's own. tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit
-    for bit.
+    for bit. num_images: references of each prompt; the fewest that the model takes by default.
     """
     words = ["A", "B", "C", "D"]
-    images = tuple(torch.full((48, 64, 3), 120 + i, dtype=torch.uint8) for i in range(model.IMAGES[0]))
+    num_images = model.IMAGES[0] if num_images is None else num_images
+    images = tuple(torch.full((64, 80, 3), 120 + i, dtype=torch.uint8) for i in range(num_images))
     prompts = [
         Prompt(f'a red sign that says "{word}"', i // 2, i, 100 + i, images=images) for i, word in enumerate(words)
     ]

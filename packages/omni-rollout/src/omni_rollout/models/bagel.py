@@ -1,13 +1,16 @@
-"""BAGEL (arXiv 2505.14683): text to image by a language model that is trained with the image, not before it.
+"""BAGEL (arXiv 2505.14683): images from text and references, by a language model that is trained with the image.
 
-A checkpoint is the released folder: config.json, llm_config.json, ema.safetensors, ae.safetensors and a tokenizer. The
-transformer is `bagel_net`'s; the VAE is FLUX.1's, under the names of its first release.
+A checkpoint is the released folder: config.json, llm_config.json, vit_config.json, ema.safetensors, ae.safetensors and
+a tokenizer. The transformer is `bagel_net`'s, what sees references `bagel_vision`'s; the VAE is FLUX.1's, under the
+names of its first release.
 
-Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens.
+Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image; h' x w' of a reference), T text
+tokens, n tokens of a reference as it is seen, D width of the language model.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,27 +19,49 @@ from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_shapes
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, local_folder
+from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, local_folder, pixels
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 MAX_TOKENS_PER_SIDE = 64  # along a side, as the weights have it; the released config.json says 32
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")  # around the text, around the image
-FILES = {"tokenizer": "tokenizer_config.json", "transformer": "llm_config.json", "vae": "ae.safetensors"}
-WEIGHTS = {"transformer": "ema.safetensors", "vae": "ae.safetensors"}
+FILES = {
+    "tokenizer": "tokenizer_config.json",
+    "transformer": "llm_config.json",
+    "vit": "vit_config.json",
+    "vae": "ae.safetensors",
+}
+WEIGHTS = {"transformer": "ema.safetensors", "vit": "ema.safetensors", "vae": "ae.safetensors"}
+KNOWN = (  # values that are built in
+    ("transformer", "hidden_act", "silu"),
+    ("transformer", "rope_scaling", None),
+    ("vit", "hidden_act", "gelu_pytorch_tanh"),
+)
+VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, where its longer one permits it
+RANGES = {
+    "cfg_img_scale": (1.0, math.inf),  # 1 is no guidance
+    "cfg_renorm_min": (0.0, 1.0),
+    "vae_max_size": (PIXELS_PER_TOKEN, MAX_TOKENS_PER_SIDE * PIXELS_PER_TOKEN),
+    "vit_max_size": (14, 980),
+}
+EDITING = {"cfg_img_scale": 2.0, "cfg_interval_low": 0.0, "cfg_renorm_type": TEXT_CHANNEL}  # with references
+TEXT = ("ids", "ids_mask", "marks")  # what `encode` returns
 BLOCKS = 4  # of the VAE's encoder, and of its decoder
 
 
 class Bagel(ImageModel):
     """BAGEL for one checkpoint. Its guidance is `guidance_scale`, which released code calls cfg_text_scale.
 
-    OPTIONS are those of released code: guidance acts on noise levels above cfg_interval_low up to cfg_interval_high;
-    the guided velocity is shortened to the length of the unguided one, to no less than its cfg_renorm_min-th part.
+    OPTIONS are those of released code; with references their defaults are those of its editing. Guidance, of which
+    `bagel_guidance` says how, acts on noise levels above cfg_interval_low up to cfg_interval_high. The sides of
+    references have at most vae_max_size pixels for the VAE, and vit_max_size for the vision transformer.
     """
 
     PIPELINE = "BagelForConditionalGeneration"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
         "tokenizer": ("transformers", "Qwen2Tokenizer"),
         "transformer": ("omni_rollout", "BagelTransformer"),
+        "vit": ("omni_rollout", "BagelVision"),
         "vae": ("diffusers", "AutoencoderKL"),
     }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("BagelBlock",)
@@ -50,22 +75,28 @@ class Bagel(ImageModel):
         "mlp_moe_gen.down_proj",
     )
     OPTIONS: ClassVar[Mapping[str, float]] = {
+        "cfg_img_scale": 1.0,
         "cfg_interval_low": 0.4,
         "cfg_interval_high": 1.0,
+        "cfg_renorm_type": GLOBAL,
         "cfg_renorm_min": 0.0,
         "timestep_shift": 3.0,
+        "vae_max_size": 1024,
+        "vit_max_size": 980,
     }
+    IMAGES: ClassVar[range] = range(11)
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.folder = str(path), local_folder(path)
         self.config: dict[str, Any] = {"_class_name": self.PIPELINE} | read_json(self.folder / "config.json")
-        for part in ("tokenizer", "transformer"):
+        for part in ("tokenizer", "transformer", "vit"):
             self.config[part] = read_json(self.config_file(part))
         # No file says so: this is what released code does.
         self.config["vae"] = {"latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
-        for name, known in (("hidden_act", "silu"), ("rope_scaling", None)):
-            if (value := self.config["transformer"].get(name, known)) != known:
-                raise ValueError(f"{name} of {self.config_file('transformer')} must be {known!r}, got {value!r:.80}")
+        self.config["vit"]["width"] = self.config["transformer"].get("hidden_size", 3584)
+        for part, name, known in KNOWN:
+            if (value := self.config[part].get(name, known)) != known:
+                raise ValueError(f"{name} of {self.config_file(part)} must be {known!r}, got {value!r:.80}")
 
     def config_file(self, part: str) -> Path:
         """Where the configuration of a part lies."""
@@ -82,13 +113,17 @@ class Bagel(ImageModel):
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN, most=MAX_TOKENS_PER_SIDE)
-        low, high, least, shift = (self.option(params, name) for name in self.OPTIONS)
+        knobs = self._knobs(params, edits=False)
+        low, high = knobs["cfg_interval_low"], knobs["cfg_interval_high"]
         if not low < high:
             raise ValueError(f"cfg_interval_low must be < cfg_interval_high, got {low} and {high}")
-        if not 0 <= least <= 1:
-            raise ValueError(f"cfg_renorm_min must be in [0, 1], got {least}")
-        if not shift > 0:
+        if (kind := knobs["cfg_renorm_type"]) not in (GLOBAL, CHANNEL, TEXT_CHANNEL):
+            raise ValueError(f"cfg_renorm_type must be 0 (global), 1 (channel) or 2 (text_channel), got {kind}")
+        if not (shift := knobs["timestep_shift"]) > 0:
             raise ValueError(f"timestep_shift must be > 0, got {shift}")
+        for name, (least, most) in RANGES.items():
+            if not least <= knobs[name] <= most:
+                raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {knobs[name]:g}")
 
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0, evenly spaced and shifted, whatever the size.
@@ -110,44 +145,53 @@ class Bagel(ImageModel):
             "marks": torch.tensor(marks, device=device),
         }
 
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """Of the references the latents, `reference_0` [C, h', w'] and so on, and what is seen, `seen_0` [n, D].
+
+        The latents are the mean of the VAE's code, of which released code draws a sample.
+        """
+        from omni_rollout.models.bagel_vision import fit
+
+        cond: Cond = {}
+        for i, image in enumerate(prompt.images):
+            clean = fit(image, unit=PIXELS_PER_TOKEN, least=VAE_LEAST, most=self.option(params, "vae_max_size"))
+            seen = fit(clean, unit=parts.vit.patch_size, least=VIT_LEAST, most=self.option(params, "vit_max_size"))
+            cond[f"reference_{i}"] = self.encode_media(parts, {"image": clean[None]}, params)[0]
+            cond[f"seen_{i}"] = parts.vit(pixels(seen).to(parts.vae.device))
+        return cond
+
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: as `encode` has it, with an axis B; with guidance also the negatives. Both halves of classifier-free
-        guidance run as one batch at every level, those where it is off included: ranks that differ in their levels
-        have equally much to do.
+        cond: as `encode` and `condition` have it, with an axis B; with guidance also the negatives of `encode`. Where
+        guidance is on, its forwards run at every level, those outside of its interval included: ranks that differ in
+        their levels have equally much to do.
         """
-        inputs = {name: cond[name] for name in ("ids", "ids_mask", "marks")}
-        latents, levels = x, sigma
-        guided = self.is_guided(params)
-        if guided:
-            inputs = {name: both(cond, name) for name in inputs}
-            latents, levels = torch.cat([x, x]), torch.cat([sigma, sigma])
-        velocity = net(
-            hidden_states=latents,
-            timestep=levels.float(),
-            input_ids=inputs["ids"],
-            attention_mask=inputs["ids_mask"],
-            marks=inputs["marks"],
-        ).float()
-        if not guided:
-            return velocity
-        positive, negative = velocity.chunk(2)
-        return self._guide(positive, negative, sigma, params)
+        text = [cond[name] for name in TEXT]
+        references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]
+        if not self.is_guided(params):
+            return _velocity(net, x, sigma, text, references)
+        knobs = self._knobs(params, edits=bool(references[0]))
+        texts = [both(cond, name) for name in TEXT]
+        twice = [[torch.cat([t, t]) for t in each] for each in references]
+        positive, negative = _velocity(net, torch.cat([x, x]), torch.cat([sigma, sigma]), texts, twice).chunk(2)
+        blind = positive
+        if references[0] and knobs["cfg_img_scale"] > 1:
+            blind = _velocity(net, x, sigma, text, ((), ()))
+        guided = guide(positive, negative, blind, params.guidance_scale, knobs)
+        inside = (sigma > knobs["cfg_interval_low"]) & (sigma <= knobs["cfg_interval_high"])
+        return torch.where(inside[:, None, None, None], guided, positive)
 
-    def _guide(self, positive: Tensor, negative: Tensor, sigma: Tensor, params: Params) -> Tensor:
-        """Classifier-free guidance within its interval, no longer than the unguided velocity, sample by sample."""
-        low, high, least, _ = (self.option(params, name) for name in self.OPTIONS)
-        guided = negative + params.guidance_scale * (positive - negative)
-        lengths = [velocity.flatten(1).norm(dim=1) for velocity in (positive, guided)]
-        scale = (lengths[0] / (lengths[1] + 1e-8)).clamp(least, 1)
-        inside = (sigma > low) & (sigma <= high)
-        return torch.where(inside[:, None, None, None], guided * scale[:, None, None, None], positive)
+    def _knobs(self, params: Params, *, edits: bool) -> dict[str, float]:
+        """All options; edits: of prompts with references."""
+        return {**self.OPTIONS, **(EDITING if edits else {}), **params.guidance}
 
     def _class(self, part: str) -> Any:
         from omni_rollout.models.bagel_net import BagelTransformer
+        from omni_rollout.models.bagel_vision import BagelVision
 
-        return BagelTransformer if part == "transformer" else super()._class(part)
+        own = {"transformer": BagelTransformer, "vit": BagelVision}
+        return own[part] if part in own else super()._class(part)
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "tokenizer":
@@ -169,10 +213,10 @@ class Bagel(ImageModel):
         return module, module.load_state_dict(own, strict=False, assign=True).missing_keys
 
     def _make(self, part: str) -> nn.Module:
-        if part == "transformer":
+        if part != "vae":
             cls, config = self._class(part), self.config[part]
             known = inspect.signature(cls.__init__).parameters
-            return cls(**{name: config[name] for name in known if name in config})  # a language model's file has more
+            return cls(**{name: config[name] for name in known if name in config})  # the files have more
         shapes = safetensors_shapes(self.weight_files("vae"))  # no file says its widths but that of its weights
         widths = [shapes[f"encoder.down.{i}.block.0.conv2.weight"][0] for i in range(BLOCKS)]
         layers = sum(name.startswith("encoder.down.0.block.") and name.endswith(".conv2.weight") for name in shapes)
@@ -185,3 +229,21 @@ class Bagel(ImageModel):
             use_post_quant_conv=False,
             **self.config["vae"],
         )
+
+
+def _velocity(
+    net: nn.Module, x: Tensor, sigma: Tensor, text: Sequence[Tensor], references: Sequence[Sequence[Tensor]]
+) -> Tensor:
+    """The velocity [B, C, h, w], float32, by one forward: of text the TEXT, of references latents and what is seen."""
+    ids, mask, marks = text
+    clean, seen = references
+    velocity: Tensor = net(
+        hidden_states=x,
+        timestep=sigma.float(),
+        input_ids=ids,
+        attention_mask=mask,
+        marks=marks,
+        references=clean,
+        seen=seen,
+    ).float()
+    return velocity

@@ -1,19 +1,13 @@
 """BAGEL's transformer (arXiv 2505.14683) on the blocks of transformers' Qwen2: two sets of weights, one sequence.
 
-Every layer has its weights twice. NAME are for the text and the two marks around the image, NAME_moe_gen for the image.
-The text is causal, and image and marks see everything; they share one position, the next after the text:
+Every layer has its weights twice: NAME_moe_gen for latents, NAME for all else. References, text and image are one
+forward, as `bagel_sequence` lays them out. Released code keeps the keys and values of all but the image; here nothing
+is kept between calls, so that every weight that leads to the image can be trained. Names are those of ema.safetensors.
 
-    token      text 0 .. T-1     <|vision_start|>  <|vision_end|>     image 0 .. N-1
-    position   0 .. T-1          T                 T                  T .. T
-    weights    NAME              NAME              NAME               NAME_moe_gen
-
-Released code keeps the keys and values of the text. Here text and image are one forward, so that nothing is kept
-between calls and every weight that leads to the image can be trained. Names are those of ema.safetensors.
-
-Shapes: B samples, T text tokens, U = T + 2 with the marks, N image tokens, L = U + N, D width, C latent channels.
+Shapes: B samples, T text tokens, U tokens with NAME, G with NAME_moe_gen, L = U + G, D width, C latent channels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from diffusers import ModelMixin
@@ -21,7 +15,6 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2MLP,
@@ -32,6 +25,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
 )
 
 from omni_rollout.models.bagel import MAX_TOKENS_PER_SIDE
+from omni_rollout.models.bagel_sequence import Segment, attend, join, lay_out, part
 
 PATCH = 2  # latent pixels of a token, along each side
 LATENT_CHANNELS = 16
@@ -39,7 +33,7 @@ TIME_FREQUENCIES = 256
 
 
 class Twofold(nn.Module):
-    """A module whose children come in pairs: NAME for text and marks, NAME_moe_gen for the image."""
+    """A module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
 
     def add_pair(self, name: str, make: Callable[[], nn.Module]) -> None:
         """Adds NAME and NAME_moe_gen."""
@@ -47,7 +41,7 @@ class Twofold(nn.Module):
         self.add_module(f"{name}_moe_gen", make())
 
     def pair(self, name: str, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        """NAME of the text, and NAME_moe_gen of the image."""
+        """NAME of one stream, and NAME_moe_gen of the other."""
         return self.get_submodule(name)(text), self.get_submodule(f"{name}_moe_gen")(image)
 
 
@@ -67,20 +61,17 @@ class BagelAttention(Twofold):
             self.add_pair(name, lambda: Qwen2RMSNorm(self.head_dim, config.rms_norm_eps))
 
     def forward(
-        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor
+        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], segments: Sequence[Segment]
     ) -> tuple[Tensor, Tensor]:
-        """Both streams [B, U, D] and [B, N, D], attended; rope: cos and sin [B, L, head_dim]; visible: [B, 1, 1, L]."""
+        """Both streams [B, U, D] and [B, G, D], attended; rope: cos and sin [B, L, head_dim]."""
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
         exact = torch.promote_types(text.dtype, torch.float32)  # of norms and rotations, as released
-        q = torch.cat(self.pair("q_norm", *(heads.to(exact) for heads in query)), dim=2)
-        k = torch.cat(self.pair("k_norm", *(heads.to(exact) for heads in key)), dim=2)
+        q = join(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
+        k = join(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
         q, k = (heads.to(text.dtype) for heads in apply_rotary_pos_emb(q, k, *rope))
-        k, v = repeat_kv(k, self.num_groups), repeat_kv(torch.cat(value, dim=2), self.num_groups)
-        T = text.shape[1] - 2
-        words = scaled_dot_product_attention(q[:, :, :T], k[:, :, :T], v[:, :, :T], is_causal=True)
-        others = scaled_dot_product_attention(q[:, :, T:], k, v, attn_mask=visible)
-        out = torch.cat([words, others], dim=2).transpose(1, 2).flatten(2)
-        return self.pair("o_proj", *out.split([text.shape[1], image.shape[1]], dim=1))
+        k, v = repeat_kv(k, self.num_groups), repeat_kv(join(value[0], value[1], segments), self.num_groups)
+        out = attend(q, k, v, segments).transpose(1, 2).flatten(2)
+        return self.pair("o_proj", *part(out, segments))
 
     def _heads(self, name: str, text: Tensor, image: Tensor) -> list[Tensor]:
         """A projection of both streams, [B, heads, tokens, head_dim]."""
@@ -98,10 +89,10 @@ class BagelBlock(Twofold):
             self.add_pair(name, lambda: Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def forward(
-        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], visible: Tensor
+        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], segments: Sequence[Segment]
     ) -> tuple[Tensor, Tensor]:
         """Both streams after the layer; arguments as for BagelAttention."""
-        words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, visible)
+        words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, segments)
         text, image = text + words, image + patches
         words, patches = self.pair("mlp", *self.pair("post_attention_layernorm", text, image))
         return text + words, image + patches
@@ -120,29 +111,41 @@ class BagelLayers(Twofold):
         self.add_pair("norm", lambda: Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.rotary_emb = Qwen2RotaryEmbedding(config)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, marks: Tensor, image: Tensor) -> Tensor:
-        """The image's tokens [B, N, D] after all layers; the other arguments are BagelTransformer's."""
-        text = self.embed_tokens(torch.cat([input_ids, marks], dim=1))
-        (B, T), around, device = input_ids.shape, image.shape[1] + 2, image.device
-        after = attention_mask.sum(dim=1, keepdim=True).expand(B, around)
-        positions = torch.cat([torch.arange(T, device=device).expand(B, T), after], dim=1)
-        visible = torch.cat([attention_mask, attention_mask.new_ones(B, around)], dim=1)[:, None, None]
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        marks: Tensor,
+        image: Tensor,
+        references: Sequence[Tensor],
+        seen: Sequence[Tensor],
+    ) -> Tensor:
+        """The image's tokens [B, N, D] after all layers.
+
+        references: tokens [B, N_i, D] of the references' latents. The other arguments are BagelTransformer's.
+        """
+        N, around = image.shape[1], self.embed_tokens(marks)
+        before = [tokens for each in seen for tokens in (around, around, each)]
+        text = torch.cat([*before, self.embed_tokens(input_ids), around], dim=1)
+        image = torch.cat([*references, image], dim=1)
+        counts = [(clean.shape[1], each.shape[1]) for clean, each in zip(references, seen, strict=True)]
+        segments, positions = lay_out(attention_mask, counts, N)
         rope = self.rotary_emb(text, positions)
         for layer in self.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
-                text, image = self._gradient_checkpointing_func(layer, text, image, rope, visible)
+                text, image = self._gradient_checkpointing_func(layer, text, image, rope, segments)
             else:
-                text, image = layer(text, image, rope, visible)
-        normalised: Tensor = self.get_submodule("norm_moe_gen")(image)
+                text, image = layer(text, image, rope, segments)
+        normalised: Tensor = self.get_submodule("norm_moe_gen")(image[:, -N:])
         return normalised
 
 
 class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """All of BAGEL that draws from text. Arguments are those of llm_config.json, and defaults the released model's."""
+    """All of BAGEL that draws. Arguments are those of llm_config.json, and defaults the released model's."""
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("BagelBlock",)
-    # What reads images and what writes text.
+    # What sees references, which is a part of its own, and what writes text.
     _keys_to_ignore_on_load_unexpected = (r"^vit_", r"^connector\.", r"^language_model\.lm_head\.")
 
     @register_to_config
@@ -177,22 +180,34 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         self.latent_pos_embed = nn.ParameterDict({"pos_embed": places})
 
     def forward(
-        self, hidden_states: Tensor, timestep: Tensor, input_ids: Tensor, attention_mask: Tensor, marks: Tensor
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        marks: Tensor,
+        references: Sequence[Tensor] = (),
+        seen: Sequence[Tensor] = (),
     ) -> Tensor:
         """The velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
         input_ids, attention_mask: the text [B, T], padded at its end, and what of it is none. marks: the ids [B, 2] of
-        the tokens around the image.
+        the tokens around a picture. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens
+        [B, n, D] of each.
         """
         image = self._embed(hidden_states, timestep)
-        image = self.language_model["model"](input_ids, attention_mask, marks, image)
+        clean = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
+        dtype = image.dtype
+        image = self.language_model["model"](
+            input_ids, attention_mask, marks, image, clean, [tokens.to(dtype) for tokens in seen]
+        )
         grid = [side // PATCH for side in hidden_states.shape[-2:]]
         patches = self.llm2vae(image).unflatten(1, grid).unflatten(-1, (PATCH, PATCH, -1))
         velocity: Tensor = patches.permute(0, 5, 1, 3, 2, 4).reshape(hidden_states.shape)
         return velocity
 
     def _embed(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """The image's tokens [B, N, D]: patches of latents [B, C, h, w], their noise level and their places."""
+        """The tokens [B, N, D] of a picture: patches of latents [B, C, h, w], their noise level and their places."""
         dtype = self.vae2llm.weight.dtype
         patches = latents.unflatten(-1, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
         rows, columns = (torch.arange(count, device=latents.device) for count in patches.shape[1:3])

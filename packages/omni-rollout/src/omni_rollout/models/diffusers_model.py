@@ -303,11 +303,11 @@ def pixels(media: Tensor) -> Tensor:
     return (values - 1).movedim(-1, -3)
 
 
-def resized(image: Tensor, height: int, width: int) -> Tensor:
-    """A picture, uint8 [H, W, 3], of another size, as PIL's Lanczos filter has it."""
+def resized(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
+    """A picture, uint8 [H, W, 3], of another size, as PIL's filter of that name has it."""
     from transformers.image_transforms import PILImageResampling, resize
 
-    return torch.tensor(resize(image.cpu().numpy(), (height, width), resample=PILImageResampling.LANCZOS))
+    return torch.tensor(resize(image.cpu().numpy(), (height, width), resample=getattr(PILImageResampling, resample)))
 
 
 def pack(x: Tensor) -> Tensor:

@@ -1,0 +1,40 @@
+"""BAGEL's guidance, by text and by references: three velocities, and a length that the guided one does not exceed.
+
+With scales s and i and the velocities v of text and references, v_t without the text and v_r without references:
+
+    guided = v_r + i (w - v_r),   w = v_t + s (v - v_t)
+
+cfg_renorm_type says what is shortened to the length of v, if it is longer, to no less than its cfg_renorm_min-th part:
+`guided` over the whole sample (GLOBAL) or token by token (CHANNEL), or w token by token (TEXT_CHANNEL).
+"""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from omni_rollout.models.diffusers_model import pack, unpack
+
+GLOBAL, CHANNEL, TEXT_CHANNEL = 0, 1, 2
+
+
+def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float, knobs: Mapping[str, float]) -> Tensor:
+    """The guided velocity [B, C, h, w] of v, v_t and v_r. scale: s. knobs: BAGEL's options, cfg_img_scale is i."""
+    image_scale, kind = knobs["cfg_img_scale"], knobs["cfg_renorm_type"]
+    guided = no_text + scale * (velocity - no_text)
+    if kind == TEXT_CHANNEL:
+        guided = _shorten(guided, velocity, knobs["cfg_renorm_min"], by_token=True)
+    if image_scale > 1:
+        guided = no_references + image_scale * (guided - no_references)
+    if kind != TEXT_CHANNEL:
+        guided = _shorten(guided, velocity, knobs["cfg_renorm_min"], by_token=kind == CHANNEL)
+    return guided
+
+
+def _shorten(guided: Tensor, velocity: Tensor, least: float, *, by_token: bool) -> Tensor:
+    """`guided` of at most the length of `velocity`, over each sample or each token, times `least` or more."""
+    if by_token:
+        tokens = pack(guided)
+        lengths = [each.norm(dim=2, keepdim=True) for each in (pack(velocity), tokens)]
+        return unpack(tokens * (lengths[0] / (lengths[1] + 1e-8)).clamp(least, 1), guided.shape)
+    lengths = [each.flatten(1).norm(dim=1)[:, None, None, None] for each in (velocity, guided)]
+    return guided * (lengths[0] / (lengths[1] + 1e-8)).clamp(least, 1)
