@@ -17,7 +17,7 @@ from typing import Literal
 
 from omni_rl.args import parse_numbers
 from omni_rl.cli import check_finite, check_least, flag, parse_cli, refuse, require
-from omni_rl.pictures import SameSizes
+from omni_rl.pictures import reference_sizes
 from omni_train.data import PromptRecord, RecordCheck, load_prompts
 
 
@@ -55,7 +55,7 @@ def check_args(args: Args) -> None:
         (Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
     )  # fmt: skip
-    read_prompts(args, SameSizes())
+    read_prompts(args, reference_sizes)
 
 
 def listed(text: str) -> tuple[Path, ...]:
@@ -77,8 +77,9 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
             records = load_prompts(args.prompts, check=check)
     images = listed(args.images)
     with flag("--images: "):
-        SameSizes()(PromptRecord(0, args.prompts, images=images))
-        require((not images or not records[0].images, f"must be left out, as {args.prompts} names images"))
+        reference_sizes(PromptRecord(0, args.prompts, images=images))
+        named = any(record.images for record in records)
+        require((not images or not named, f"must be left out, as {args.prompts} names images"))
     return [replace(r, images=images or r.images, negative=r.negative or args.negative_prompt) for r in records]
 
 
@@ -90,13 +91,12 @@ def main(args: Args) -> None:
     """
     import numpy as np
     import torch
-    from omni_rl.pictures import read_picture
     from omni_rl.report.sheet import contact_sheet
-    from omni_rollout import Params, Prompt
+    from omni_rl.sampling import by_shapes, expand_groups
+    from omni_rollout import Params
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
-    from omni_train.data import sample_seed
     from omni_train.dist import local_device
     from omni_train.weights import check_weights, load_weights, saved_files
 
@@ -116,7 +116,8 @@ def main(args: Args) -> None:
     records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
     part = model.NETS[0]
     with flag("--images: "):
-        check_images(model, len(records[0].images))
+        for record in records:
+            check_images(model, reference_sizes(record))
     folders = listed(args.weights)
     with flag("--weights: "):
         for folder in folders:
@@ -129,24 +130,12 @@ def main(args: Args) -> None:
     for folder in folders:
         load_weights(parts.net, folder, part=part)
     engine = DiffusersEngine(model, parts)
-    prompts = [
-        Prompt(
-            record.text,
-            group=i,
-            index=i,
-            seed=sample_seed(args.seed, 0, i, 0),
-            negative=record.negative,
-            images=tuple(map(read_picture, record.images)),
-            size=record.size,
-        )
-        for i in range(args.num_images)
-        for record in [records[i % len(records)]]
-    ]
+    drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
+    prompts = expand_groups(drawn, 1, seed=args.seed, step=0)
     images: dict[int, np.ndarray] = {}
-    for size in dict.fromkeys(prompt.size for prompt in prompts):
-        same = [prompt for prompt in prompts if prompt.size == size]
+    for same in by_shapes(prompts):
         for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
-            pictures = engine.generate(batch, params.of_size(size)).media["image"].cpu().numpy()
+            pictures = engine.generate(batch, params.of_size(batch[0].size)).media["image"].cpu().numpy()
             images |= zip([prompt.index for prompt in batch], pictures, strict=True)
     contact_sheet([images[i] for i in range(len(prompts))], [prompt.text for prompt in prompts]).save(args.out)
     print(f"{len(images)} images in {args.out}")

@@ -83,12 +83,10 @@ from omni_reward import Score
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import draw, expand_groups, prompts_of, show
+from omni_rl.sampling import by_shapes, draw, expand_groups, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, by_size, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
-from omni_rollout.types import join
 from omni_sched import add_noise, shift_sigmas, step_noise
-from omni_train.data import PromptRecord
 from omni_train.dist import gather_json
 from omni_train.optim import StepResult
 from torch import Tensor, nn
@@ -154,26 +152,23 @@ def choose(
 def read_pairs(run: Run[Args], step: Step) -> list[Pairs]:
     """This rank's pairs of the step from the preference file, by size."""
     dist, records = run.dist, run.prompts.at(step.number)
-    places: dict[tuple[int, int] | None, list[int]] = {}
-    for place in range(dist.rank, len(records), dist.world_size):
-        places.setdefault(records[place].size, []).append(place)
-    own = [read_rows(run, step, [records[i] for i in same], same) for same in places.values()]
-    return own or [read_rows(run, step, records[:1], [])]
+    places = range(dist.rank, len(records), dist.world_size)
+    prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
+    return [read_rows(run, same, [places[p.index] for p in same] if places else []) for same in by_shapes(prompts)]
 
 
 @torch.no_grad()
-def read_rows(run: Run[Args], step: Step, rows: Sequence[PromptRecord], places: Sequence[int]) -> Pairs:
+def read_rows(run: Run[Args], prompts: Sequence[Prompt], places: Sequence[int]) -> Pairs:
     """Pairs of one size, and their places in the step."""
-    args, dist, model, parts = run.args, run.dist, run.model, run.engine.parts
-    params = run.base_params.of_size(rows[0].size)
-    folder = Path(args.preferences).parent
+    model, parts, params = run.model, run.engine.parts, run.base_params.of_size(prompts[0].size)
+    folder = Path(run.args.preferences).parent
     win, lose = (
-        torch.stack([read_latent(model, parts, folder / str(row.meta[side]), params) for row in rows]).to(dist.device)
+        torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in prompts]).to(
+            run.dist.device
+        )
         for side in ("win", "lose")
     )
-    prompts = expand_groups(rows, 1, seed=args.seed, step=step.number)
-    inputs = [model.encode(parts, prompt) | model.condition(parts, prompt, params) for prompt in prompts]
-    cond = join(inputs, dim=0, what="cond")
+    cond = run.engine.condition(prompts, model.unguided(params))
     return Pairs(win, lose, cond, params, [prompt.seed for prompt in prompts], places)
 
 

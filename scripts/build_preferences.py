@@ -18,12 +18,13 @@ import torch
 from omni_losses import best_worst_pairs
 from omni_reward import RewardClient
 from omni_rl.args import parse_numbers
-from omni_rl.pictures import SameSizes, read_picture
+from omni_rl.pictures import reference_sizes
+from omni_rl.sampling import expand_groups
 from omni_rl.scoring import submit
-from omni_rollout import Params, Prompt, Trajectory
+from omni_rollout import Params, Trajectory
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import PromptRecord, load_prompts, sample_seed
+from omni_train.data import PromptRecord, load_prompts
 from omni_train.dist import local_device
 from omni_train.weights import load_weights
 from PIL import Image
@@ -41,19 +42,7 @@ def draw_groups(
         args.num_inference_steps, args.height, args.width, guidance_scale=args.guidance_scale, guidance=guidance
     )
     for record in records:
-        prompts = [
-            Prompt(
-                record.text,
-                group=record.index,
-                index=i,
-                seed=sample_seed(args.seed, 0, record.index, i),
-                negative=record.negative,
-                images=tuple(map(read_picture, record.images)),
-                meta=dict(record.meta),
-                size=record.size,
-            )
-            for i in range(args.group_size)
-        ]
+        prompts = expand_groups([record], args.group_size, seed=args.seed, step=0)
         chunks = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
         group = Trajectory.cat([engine.generate(chunk, params.of_size(record.size)) for chunk in chunks])
         scores = submit(client, group).result()
@@ -72,7 +61,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 def build(args: Any) -> tuple[int, int]:
     """Writes the file; returns the number of pairs and of prompts that were drawn."""
-    records = load_prompts(args.prompts, check=SameSizes())[: args.num_prompts]
+    records = load_prompts(args.prompts, check=reference_sizes)[: args.num_prompts]
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
     samples = args.out / "samples"
     samples.mkdir(parents=True)  # a folder that exists holds other pairs

@@ -6,11 +6,13 @@ from dataclasses import replace
 import build_preferences
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
 from omni_rl.sampling import fill_batches
 from omni_rollout import Prompt
+from omni_rollout.models.qwen_image_edit import QwenImageEditPlus
 from PIL import Image
 from trainer_runs import lone_run, recipe, rollout, tiny, train, train_on_ranks
 
@@ -36,6 +38,24 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "sizes.jsonl").write_text("\n".join(lines))
     (tmp_path / "held-out.jsonl").write_text("\n".join(lines[1:]))
     return tmp_path
+
+
+EDITS = [[(40, 72)], [(64, 48), (50, 60)], [(40, 72)], [(48, 48)]]  # height and width of the prompts' references
+
+
+@pytest.fixture
+def edits(here):
+    """The same prompts, each with references of its own."""
+    for name in ("sizes.jsonl", "held-out.jsonl"):
+        lines = []
+        for i, line in enumerate((here / name).read_text().splitlines()):
+            images = [f"{name}-{i}-{j}.png" for j in range(len(EDITS[i]))]
+            for image, (height, width) in zip(images, EDITS[i], strict=True):
+                colors = np.random.default_rng(i).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3), dtype=np.uint8)
+                Image.fromarray(colors.repeat(8, axis=0).repeat(8, axis=1)[:height, :width]).save(here / image)
+            lines.append(json.dumps(json.loads(line) | {"images": images}))
+        (here / name).write_text("\n".join(lines))
+    return here
 
 
 def settings(app, model, url, **changes):
@@ -106,6 +126,41 @@ def test_pairs_of_several_sizes_are_trained_on_alike_on_one_rank_and_two(here, b
         train_dpo.check_args(args)
 
 
+@pytest.mark.timeout(600)
+def test_references_of_several_sizes_and_numbers_are_trained_on_alike_on_one_rank_and_two(edits, bright_url):
+    """Two prompts of one number and sizes of references, and of other sizes of their own."""
+    changes = FLOWGRPO | {"group_size": 8, "best_worst_n": 4, "guidance": "image_area=4096"}
+    args = settings(train_flowgrpo, "qwen-image-edit-plus", bright_url, **changes)
+    one = train(train_flowgrpo, replace(args, name="one"))
+    assert_alike(one, train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2")))
+    assert all(0 <= line["policy/first_ratio_max_dev"] <= 1e-5 for line in one[1:])
+    lines = (json.loads(line) for line in (edits / "sizes.jsonl").read_text().splitlines())
+    (edits / "alike.jsonl").write_text("\n".join(json.dumps(line | {"height": 32, "width": 96}) for line in lines))
+    with pytest.raises(
+        ValueError, match=r'\(height, width\) of "images" must be those of the first prompt, \[\(40, 72\)\]'
+    ):
+        train_flowgrpo.check_args(replace(args, prompts="alike.jsonl", batch_size=16))
+
+
+@pytest.mark.timeout(600)
+def test_pairs_of_several_sizes_of_references_share_the_encoded_texts_of_a_folder(edits, bright_url, monkeypatch):
+    """Offline, on one rank and two: the first run encodes each text once, later ones none."""
+    lines = [json.loads(line) for line in (edits / "sizes.jsonl").read_text().splitlines()]
+    for i, line in enumerate(lines):
+        for side in ("win", "lose"):
+            height, width = line.setdefault("height", 32), line.setdefault("width", 96)
+            Image.new("RGB", (width, height), (60 * i, 255 * (side == "win"), 0)).save(f"{i}-{side}.png")
+            line[side] = f"{i}-{side}.png"
+    (edits / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    changes = {"preferences": "pairs.jsonl", "group_size": 2, "guidance": "image_area=4096", "text_cache": "texts"}
+    args = settings(train_dpo, "qwen-image-edit-plus", bright_url, **changes)
+    one = train(train_dpo, replace(args, name="one"))
+    assert one[1]["policy/pairs"] == 4
+    assert len(list((edits / "texts").rglob("*.safetensors"))) == 4 + 3  # of the pairs, and of the evaluation
+    monkeypatch.setattr(QwenImageEditPlus, "encode", lambda *_, **__: pytest.fail("encoded a text again"))
+    assert_alike(one, train_on_ranks(train_dpo, replace(args, name="two", shard="fsdp2")))
+
+
 def test_a_sample_is_the_one_that_a_run_of_its_size_draws(here, bright_url):
     """Sizes change neither seeds nor parameters but their own."""
     args = settings(train_flowgrpo, "sd35-medium", bright_url)
@@ -130,18 +185,25 @@ def test_an_engine_refuses_a_prompt_of_another_size_than_the_batch_s(here, brigh
 
 @given(
     sizes=st.lists(st.sampled_from([None, (16, 16), (16, 32)]), min_size=1, max_size=20),
+    seen=st.lists(st.integers(0, 2), min_size=20, max_size=20),
     batch_size=st.integers(1, 5),
     num_ranks=st.integers(1, 3),
 )
-def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its_index(sizes, batch_size, num_ranks):
-    prompts = [Prompt(str(i), group=i, index=i, seed=i, size=size) for i, size in enumerate(sizes)]
+def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its_index(
+    sizes, seen, batch_size, num_ranks
+):
+    references = [(), (torch.zeros(8, 8, 3),), (torch.zeros(8, 16, 3),)]
+    shapes = enumerate(zip(sizes, seen, strict=False))
+    prompts = [Prompt(str(i), i, i, seed=i, size=size, images=references[j]) for i, (size, j) in shapes]
     filled = fill_batches(prompts, batch_size, num_ranks)
     assert len(filled) % (batch_size * num_ranks) == 0
     assert sorted(prompt.index for prompt in filled) == list(range(len(filled)))
     assert sorted((p for p in filled if p.index < len(prompts)), key=lambda p: p.index) == prompts
     batches = [filled[i : i + batch_size] for i in range(0, len(filled), batch_size)]
-    assert all(len({prompt.size for prompt in batch}) == 1 for batch in batches)
-    assert len(filled) < len(prompts) + len(set(sizes)) * batch_size + batch_size * num_ranks  # and no more than needed
+    assert all(len({prompt.shapes for prompt in batch}) == 1 for batch in batches)
+    assert (
+        len(filled) < len(prompts) + len({p.shapes for p in prompts}) * batch_size + batch_size * num_ranks
+    )  # and no more than needed
 
 
 def test_a_sheet_has_pictures_of_the_sizes_that_its_prompts_say(here):

@@ -1,12 +1,11 @@
 """References and pairs: whole picture files of one size, or an error before anything is loaded."""
 
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from omni_rl.pictures import SameSizes, picture_size, read_picture
+from omni_rl.pictures import AllOrNone, picture_size, read_picture, reference_sizes
 from omni_train.data import load_prompts
 from PIL import Image
 
@@ -82,16 +81,13 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path, name):
         picture_size(tmp_path / name)
 
 
-@pytest.mark.parametrize(
-    ("images", "got"), [("[]", "[]"), ('["small.png"]', "[(8, 8)]"), ('["a.png", "a.png"]', "[(24, 16), (24, 16)]")]
-)
-def test_prompts_of_a_file_share_the_number_and_the_sizes_of_their_references(picture, tmp_path, images, got):
-    picture("a.png"), picture("other.png"), picture("small.png", 8, 8)
+def test_prompts_of_a_file_have_references_of_any_number_and_size_or_none_has_any(picture, tmp_path):
+    picture("a.png"), picture("small.png", 8, 8)
     prompts = tmp_path / "prompts.jsonl"
-    fine = '{"prompt": "x", "images": "a.png"}\n{"prompt": "y", "images": ["other.png"]}\n'
+    fine = '{"prompt": "x", "images": "a.png"}\n{"prompt": "y", "images": ["small.png", "a.png"]}\n'
     prompts.write_text(fine)
-    assert len(load_prompts(prompts, check=SameSizes())) == 2
-    prompts.write_text(f'{fine}{{"prompt": "z", "images": {images}}}\n')
-    rule = 'line 3: "images" must have the sizes (width, height) of those of the first prompt, [(24, 16)], since'
-    with pytest.raises(ValueError, match=f"{re.escape(rule)}.*got {re.escape(got)}"):
-        load_prompts(prompts, check=SameSizes())
+    assert [reference_sizes(r) for r in load_prompts(prompts, check=AllOrNone())] == [[(16, 24)], [(8, 8), (16, 24)]]
+    prompts.write_text(f'{fine}{{"prompt": "z"}}\n')
+    rule = 'line 3: "images" must be in all lines of a file or in none, the first has 1, got 0'
+    with pytest.raises(ValueError, match=rule):
+        load_prompts(prompts, check=AllOrNone())

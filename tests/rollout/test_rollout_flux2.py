@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from model_rows import ROWS
-from omni_rollout import Params, Prompt
+from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import pixels
 from omni_rollout.models.flux2 import _fit
+from omni_rollout.sampler import check_images
 from PIL import Image
 
 
@@ -46,6 +47,6 @@ def test_references_are_reduced_and_cut_as_in_the_stock_pipeline(size):
 
 @pytest.mark.parametrize("size", [(63, 64), (64, 513)])
 def test_a_reference_that_the_stock_pipeline_refuses_is_refused(model, size):
-    prompt = Prompt("x", 0, 0, seed=0, images=(torch.zeros(*size, 3, dtype=torch.uint8),))
     with pytest.raises(ValueError, match=f"images must have sides of 64 .*, got height {size[0]} and width {size[1]}"):
-        model.condition(None, prompt, Params(4, 64, 64))
+        check_images(model, [size])
+    check_images(model, [(64, 512)] * 10)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from omni_train.data import PromptRecord, PromptSampler, RecordCheck, load_prompts
 
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
-from omni_rl.pictures import SameSizes
+from omni_rl.pictures import AllOrNone, reference_sizes
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
@@ -152,30 +152,33 @@ def check_run(args: RunArgs, world_size: int) -> None:
     parse_numbers(args.guidance, "--guidance")
     check_urls(args.watch_scorer_url, "--watch-scorer-url")
     with flag("--prompts: "):
-        check = check_sizes(args)
+        check = check_shapes(args)
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=check)
     with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts, check=SameSizes())
+        load_prompts(args.eval_prompts, check=AllOrNone())
 
 
-def check_sizes(args: RunArgs) -> RecordCheck:
-    """A check of one training prompt after the other: the samples of a batch will share their sizes.
+def check_shapes(args: RunArgs) -> RecordCheck:
+    """A check of one training prompt after the other: the samples of a batch will share their shapes.
 
-    A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes of their own.
+    A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes and references
+    of their own.
     """
-    check_references = SameSizes()
-    first: tuple[int, int] | None = None
+    first: dict[str, object] = {}
+    check_references = AllOrNone()
 
     def check(record: PromptRecord) -> None:
-        nonlocal first
         check_references(record)
-        size = record.size or (args.height, args.width)
-        first = first or size
-        require(
-            (size == first or args.group_size % args.batch_size == 0,
-             f'"height" and "width" must be those of the first prompt, {first}, unless --batch-size '
-             f"({args.batch_size}) divides --group-size ({args.group_size}), got {size}"),
-        )  # fmt: skip
+        shapes = {
+            '"height" and "width"': record.size or (args.height, args.width),
+            '(height, width) of "images"': reference_sizes(record),
+        }
+        for name, shape in shapes.items():
+            require(
+                (first.setdefault(name, shape) == shape or args.group_size % args.batch_size == 0,
+                 f"{name} must be those of the first prompt, {first[name]}, unless --batch-size ({args.batch_size}) "
+                 f"divides --group-size ({args.group_size}), got {shape}"),
+            )  # fmt: skip
 
     return check
 

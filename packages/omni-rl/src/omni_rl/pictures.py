@@ -50,20 +50,30 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
     return torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB")))
 
 
-class SameSizes:
-    """A check of the references of one prompt after the other: all have as many as the first one, of its sizes.
+def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
+    """(height, width) of a prompt's references.
 
-    Samples that are drawn or trained in one batch must share them.
+    Raises:
+        ValueError: a file is missing, or no whole picture.
+    """
+    return [picture_size(path)[::-1] for path in record.images]
+
+
+class AllOrNone:
+    """A check of one prompt after the other: all have references, in any number and of any sizes, or none has.
+
+    Models call their net more often for some, and ranks whose weights are sharded must all call it equally often.
     """
 
     def __init__(self) -> None:
-        self.first: list[tuple[int, int]] | None = None
+        self.first: int | None = None
 
     def __call__(self, record: PromptRecord) -> None:
-        """Raises ValueError for a file that is no whole picture, and for other numbers or sizes than the first's."""
-        sizes = [picture_size(path) for path in record.images]
+        """Raises ValueError for a prompt unlike the first, and for a file that is no whole picture."""
+        num = len(reference_sizes(record))
         if self.first is None:
-            self.first = sizes
-        if sizes != self.first:
-            rule = f'"images" must have the sizes (width, height) of those of the first prompt, {self.first}'
-            raise ValueError(f"{rule}, since the samples of a batch share them, got {sizes}")
+            self.first = num
+        if bool(num) != bool(self.first):
+            raise ValueError(
+                f'"images" must be in all lines of a file or in none, the first has {self.first}, got {num}'
+            )

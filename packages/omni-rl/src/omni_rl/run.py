@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, without_secrets
 from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
+from omni_rl.pictures import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.scoring import Scorer, connect
@@ -247,13 +248,15 @@ class Run(Generic[ArgsT]):
         digest = probe_digest([*sorted(model.folder.rglob("*.safetensors")), *start])
         self.config: dict[str, object] = asdict(without_secrets(args))
         self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
-        images = sorted({image for record in load_prompts(args.prompts) for image in record.images})
+        records = load_prompts(args.prompts)
+        self.canary = min([*self.eval_records, *records], key=lambda record: len(record.images))
+        images = sorted({image for record in records for image in record.images})
         if images:
             self.config["images_digest"] = probe_digest(images, num_blocks=1)
 
     def _check_record(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt with another number of references, or of another size, than the model takes."""
-        check_images(self.model, len(record.images))
+        check_images(self.model, reference_sizes(record))
         size = record.size or (self.args.height, self.args.width)
         if size not in self.sizes:
             self.model.check(self.base_params.of_size(size))
@@ -317,7 +320,7 @@ class Run(Generic[ArgsT]):
     def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
         """Open what scores samples, and what else evaluations ask."""
         args, version, name = self.args, "", "--watch-scorer-url"
-        canary = replace(self.eval_records[0], size=max(self.sizes, key=math.prod))
+        canary = replace(self.canary, size=max(self.sizes, key=math.prod))
         media = self.model.MEDIA
         self.watch: Scorer | None = None
         if args.watch_scorer_url:

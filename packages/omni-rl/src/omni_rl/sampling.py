@@ -44,6 +44,14 @@ def expand_groups(
     ]
 
 
+def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """The prompts whose samples can be of one batch, together."""
+    together: dict[object, list[Prompt]] = {}
+    for prompt in prompts:
+        together.setdefault(prompt.shapes, []).append(prompt)
+    return list(together.values())
+
+
 def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
     """This rank's batches: runs of `batch_size` prompts, or of `unit` where that is more, go to the ranks in turn.
 
@@ -109,10 +117,7 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
     """Full batches of one size each, equally many for every rank: the prompts, and some again under further indices."""
-    sizes: dict[tuple[int, int] | None, list[Prompt]] = {}
-    for prompt in prompts:
-        sizes.setdefault(prompt.size, []).append(prompt)
-    full = [prompt for same in sizes.values() for prompt in _repeated(same, batch_size)]
+    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, batch_size)]
     copies, seen = count(len(prompts)), set[int]()
     filled = []
     for prompt in _repeated(full, batch_size * num_ranks):

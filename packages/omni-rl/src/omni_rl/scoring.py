@@ -255,9 +255,9 @@ def repack(
 ) -> list[TrainBatch]:
     """The kept samples in the fewest full batches, equally many on every rank and in every minibatch.
 
-    A minibatch keeps to its own consecutive share of the rank's batches, a batch to one height and width. Places that
-    are left over are filled with samples of weight 0, spread evenly over the batches of a size. The weights make a
-    minibatch's mean over all places that over its kept samples of all ranks.
+    A minibatch keeps to its own consecutive share of the rank's batches, a batch to one size. Places that are left over
+    are filled with samples of weight 0, spread evenly over the batches of a size. The weights make a minibatch's mean
+    over all places that over its kept samples of all ranks.
     """
     size, share = len(batches[0]), len(batches) // num_minibatches
     parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
@@ -279,10 +279,11 @@ def repack(
 
 
 def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The batches of each height and width."""
-    together: dict[tuple[int, int], list[Trajectory]] = {}
+    """The batches of each height and width, and of each number and shapes of references."""
+    together: dict[object, list[Trajectory]] = {}
     for batch in batches:
-        together.setdefault((batch.params.height, batch.params.width), []).append(batch)
+        _, references = batch.prompts[0].shapes
+        together.setdefault((batch.params.height, batch.params.width, references), []).append(batch)
     return list(together.values())
 
 

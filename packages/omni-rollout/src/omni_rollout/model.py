@@ -40,6 +40,9 @@ class Model(Protocol):
     def check(self, params: Params) -> None:
         """Raises ValueError for a size, number of frames or option that the model lacks; names the nearest it has."""
 
+    def check_image(self, height: int, width: int) -> None:
+        """Raises ValueError for a reference of a size, in pixels, that the model does not take."""
+
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
 

@@ -65,7 +65,7 @@ class Sampler:
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
         if params.compress_ratio is not None:
             sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
-        cond = self._condition(prompts, params)
+        cond = self.condition(prompts, params)
         x, kept = self._denoise(prompts, params, sigmas, cond, shape)
         media, rates = self.model.decode(self.parts, x, cond, params)
         B, K, device = len(prompts), len(kept), x.device
@@ -113,7 +113,8 @@ class Sampler:
                 x = euler_step(velocity, x, sigma, sigma_next)
         return x, kept
 
-    def _condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+    @torch.no_grad()
+    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The batch's conditioning: each distinct text is encoded once and remembered, its other inputs once."""
         cond = join([self._encode(prompt) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
@@ -148,23 +149,24 @@ def to_wire(media: Media) -> Media:
     }
 
 
-def check_images(model: Model, num: int) -> None:
-    """Raises ValueError unless a prompt of the model may have that many references."""
-    if num not in model.IMAGES:
+def check_images(model: Model, sizes: Sequence[tuple[int, int]]) -> None:
+    """Raises ValueError unless a prompt of the model may have references of these heights and widths."""
+    if len(sizes) not in model.IMAGES:
         fewest, most = model.IMAGES[0], model.IMAGES[-1]
         span = f"{fewest} to {most}" if most > fewest else fewest or "no"
-        raise ValueError(f"prompts of a {model.config['_class_name']} must have {span} images, got {num}")
+        raise ValueError(f"prompts of a {model.config['_class_name']} must have {span} images, got {len(sizes)}")
+    for height, width in sizes:
+        model.check_image(height, width)
 
 
 def _check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> None:
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
-    sizes = sorted({tuple(tuple(image.shape) for image in prompt.images) for prompt in prompts})
-    if len(sizes) > 1:
-        raise ValueError(f"prompts of one batch must have equally many images of equal sizes, got {sizes}")
+    if len(references := {prompt.shapes[1] for prompt in prompts}) > 1:
+        raise ValueError(f"prompts of one batch must have equally many images of equal sizes, got {references}")
     if others := {prompt.size for prompt in prompts} - {None, (params.height, params.width)}:
         raise ValueError(f"prompts of one batch must have its size, {params.height} x {params.width}, got {others}")
-    check_images(model, len(prompts[0].images))
+    check_images(model, [(len(image), image.shape[1]) for image in prompts[0].images])
     if any(prompt.audio is not None for prompt in prompts):
         raise ValueError(f"prompts of a {model.config['_class_name']} must have no audio, got some")
 

@@ -52,6 +52,11 @@ class Prompt:
     initial_seed: int | None = None
     size: tuple[int, int] | None = None
 
+    @property
+    def shapes(self) -> tuple[tuple[int, int] | None, tuple[tuple[int, ...], ...]]:
+        """What the samples of a batch share: the size, where a prompt has its own, and the shapes of its references."""
+        return self.size, tuple(tuple(image.shape) for image in self.images)
+
 
 @dataclass(frozen=True)
 class Params:
@@ -237,6 +242,9 @@ class Engine(Protocol):
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order."""
+
+    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Moves a trainer's parameters into the engine's storage where they can be; the bytes that exist once less."""

@@ -35,7 +35,7 @@ class PromptRecord:
     size: tuple[int, int] | None = None
 
 
-RecordCheck = Callable[[PromptRecord], None]  # raises ValueError for what cannot be used
+RecordCheck = Callable[[PromptRecord], object]  # raises ValueError for what cannot be used
 
 
 class PromptSampler:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from omni_rollout.model import Model
 from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
-from omni_rollout.types import Params, Parts, Prompt, Trajectory
+from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 
 class DiffusersEngine:
@@ -42,6 +42,10 @@ class DiffusersEngine:
             ValueError: no prompts, images of several sizes, or a size or option that the model lacks.
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
+
+    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
+        return self.sampler.condition(prompts, params)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """0: the trainer's parameters are this engine's own."""

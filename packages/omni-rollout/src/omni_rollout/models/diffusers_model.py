@@ -112,6 +112,9 @@ class DiffusersModel:
             if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
 
+    def check_image(self, height: int, width: int) -> None:
+        """References may have any size, unless a subclass says otherwise."""
+
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0: even steps, shifted as the scheduler's configuration says."""
         levels = linear_sigmas(params.num_inference_steps)

@@ -73,6 +73,12 @@ class Flux2Klein(DiffusersModel):
         if self.config.get("is_distilled") and params.guidance_scale != 1:
             raise ValueError(f"guidance_scale must be 1 for a distilled {self.PIPELINE}, got {params.guidance_scale}")
 
+    def check_image(self, height: int, width: int) -> None:
+        """Raises ValueError for a reference that is too small, or too long."""
+        if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
+            rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
+            raise ValueError(f"{rule}, got height {height} and width {width}")
+
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w).
 
@@ -119,11 +125,7 @@ class Flux2Klein(DiffusersModel):
         return [{"role": "user", "content": text}]
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """The latents of the references, `reference_0` [C, h', w'] and so on.
-
-        Raises:
-            ValueError: a reference is too small, or too long.
-        """
+        """The latents of the references, `reference_0` [C, h', w'] and so on."""
         return {
             f"reference_{i}": self.encode_media(parts, {"image": _fit(image)[None]}, params)[0]
             for i, image in enumerate(prompt.images)
@@ -206,9 +208,6 @@ class Flux2(Flux2Klein):
 def _fit(image: Tensor) -> Tensor:
     """A reference, uint8 [H, W, 3], reduced if it is too large, its middle cut to sides of whole tokens."""
     height, width = image.shape[:2]
-    if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
-        rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
-        raise ValueError(f"{rule}, got height {height} and width {width}")
     if height * width > MOST_PIXELS:
         scale = math.sqrt(MOST_PIXELS / (width * height))
         height, width = int(height * scale), int(width * scale)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
 from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
-from omni_rollout.types import Params, Parts, Prompt, Trajectory
+from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
 from vllm_omni.diffusion.sched.interface import CachedRequestData, DiffusionSchedulerOutput, NewRequestData  # isort: skip
@@ -103,6 +103,12 @@ class VllmOmniEngine:
         trajectory = Trajectory.cat([output.result.output for output in outputs])
         # What inference mode made cannot take part in training. Concatenation has copied all tensors but this one.
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
+
+    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
+        self._check_awake()
+        cond: Cond = self.pipeline.sampler.condition(prompts, params)
+        return cond
 
     def weights(self) -> dict[str, Tensor]:
         """The transformer's weights where they lie, under diffusers' names.
