@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", int, float, bool, str, list)
 PIXELS_PER_TOKEN = 16  # of pictures: 8 by the VAE, 2 by the patches
+JOINT_ATTENTION = (  # the layers of attention to pictures and texts at once, as diffusers names them
+    "attn.to_q",
+    "attn.to_k",
+    "attn.to_v",
+    "attn.to_out.0",
+    "attn.add_q_proj",
+    "attn.add_k_proj",
+    "attn.add_v_proj",
+    "attn.to_add_out",
+)
 # What a library's class raises when it is made of values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 

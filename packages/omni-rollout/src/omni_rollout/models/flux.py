@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.models.diffusers_model import (
+    JOINT_ATTENTION,
     PIXELS_PER_TOKEN,
     ImageModel,
     both,
@@ -50,14 +51,7 @@ class Flux1(ImageModel):
     GUIDANCE = OPTIONS
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks q, k and v alone
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",

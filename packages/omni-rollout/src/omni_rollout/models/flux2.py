@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
 from omni_rollout.models.diffusers_model import (
+    JOINT_ATTENTION,
     PIXELS_PER_TOKEN,
     DiffusersModel,
     both,
@@ -49,14 +50,7 @@ class Flux2Klein(DiffusersModel):
     IMAGES: ClassVar[range] = range(11)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks the first layer alone
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
+        *JOINT_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
         "ff_context.linear_in",

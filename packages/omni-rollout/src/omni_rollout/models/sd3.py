@@ -11,7 +11,14 @@ import torch
 from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, text_ids
+from omni_rollout.models.diffusers_model import (
+    JOINT_ATTENTION,
+    PIXELS_PER_TOKEN,
+    ImageModel,
+    both,
+    check_size,
+    text_ids,
+)
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 if TYPE_CHECKING:
@@ -36,16 +43,7 @@ class StableDiffusion3(ImageModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; the second attention of 3.5 medium stays as it is
-        "attn.to_q",
-        "attn.to_k",
-        "attn.to_v",
-        "attn.to_out.0",
-        "attn.add_q_proj",
-        "attn.add_k_proj",
-        "attn.add_v_proj",
-        "attn.to_add_out",
-    )
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: 3.5 medium's second attention stays
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
