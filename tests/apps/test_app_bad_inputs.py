@@ -100,6 +100,7 @@ SETTINGS = {
     "--shard fsdp2": "--shard fsdp2 needs torchrun",
     "--correction-low 1.1": "--correction-low must be < 1 and --correction-high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",
+    "--lr -1e-3": "--lr must be >= 0, got -0.001",
     "--name /run": "--name must name a folder below runs/, got '/run'",
     "--name ../run": r"--name must name a folder below runs/, got '\.\./run'",
     "--height 100": "--height must be a positive multiple of 16 pixels, such as 96, got 100",
@@ -159,7 +160,7 @@ ON_TWO_RANKS = {
     "--shard none": "--shard none does not fit 2 ranks",
     "--shard ddp --dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
     "--eval-prompts gone.txt": r"--eval-prompts: path must be a file that can be read, got gone\.txt",
-    "--model gone": "rank 0: --model: model must be a folder or a hub id .*, found nothing at gone",
+    "--model gone": "rank 0: --model must be a folder or a hub id .*, found nothing at gone",
     "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
 }
 
@@ -201,11 +202,11 @@ def split(part):
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 MODELS = {  # change of the folder -> what is said of it
-    "none": (shutil.rmtree, "--model: model must be a folder or a hub id .*, found nothing at .*model"),
+    "none": (shutil.rmtree, "--model must be a folder or a hub id .*, found nothing at .*model"),
     "no index": (lambda m: (m / "model_index.json").unlink(), r"incomplete: .*model_index\.json is missing"),
     "another pipeline": (
         lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "PixArtSigmaPipeline"}'),
-        "--model: model must be the folder of a .*QwenImagePipeline.*model holds a 'PixArtSigmaPipeline'",
+        "--model must be the folder of a .*QwenImagePipeline.*model holds a 'PixArtSigmaPipeline'",
     ),
     "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),

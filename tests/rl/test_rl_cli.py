@@ -76,6 +76,11 @@ def test_a_flag_is_taken_with_hyphens_and_underscores():
     assert read("--name=a_b", "--size", "None").name == "a_b"
 
 
+def test_a_negative_number_is_the_value_of_its_flag():
+    assert read("--lr", "-1e-3") == read("--lr=-1e-3") == Args(lr=-1e-3)
+    assert read("--lr", "-.5", "--steps-per-day", "-2") == Args(lr=-0.5, steps_per_day=-2)
+
+
 MISTAKES = {
     "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
     "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
@@ -84,6 +89,8 @@ MISTAKES = {
     "-x": "unknown flag -x",
     "steps 3": "unexpected 'steps': a flag begins with --",
     "--lr": "--lr needs a value",
+    "-5": "unknown flag -5",
+    "--lr-decay -5": "--lr-decay takes no value, got '-5'",
     "--lr --lr-decay": "--lr needs a value",
     "--lr fast": "--lr must be a number, got 'fast'",
     "--size 1.5": "--size must be a whole number, got '1.5'",

@@ -120,7 +120,9 @@ def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> d
         ValueError: as `read_settings`.
     """
     kinds = get_type_hints(cls)
-    words = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in argv]
+    # A negative number may look like a flag to argparse: it is joined to the word before. No word holds a NUL.
+    words = re.sub(r"(?<=[^\0])\0(?=-[\d.])", "=", "\0".join(["", *argv])).split("\0")[1:]
+    words = [re.sub("^--[^=]*", lambda name: name[0].replace("_", "-"), word) for word in words]
     try:
         found, unknown = build_parser(cls, presets).parse_known_args(words)
     except argparse.ArgumentError as exc:
@@ -257,13 +259,15 @@ def refuse(mistake: object) -> NoReturn:
 def flag(words: str) -> Iterator[None]:
     """Puts words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
 
+    A message that begins with that name itself, as "model must be ...", becomes "--model must be ...".
+
     Raises:
         ValueError: in place of either.
     """
     try:
         yield
     except (OSError, ValueError) as exc:
-        raise ValueError(f"{words}{exc}") from exc
+        raise ValueError(re.sub(r"^--(\S+): \1 ", r"--\1 ", f"{words}{exc}")) from exc
 
 
 def flag_of(name: str) -> str:

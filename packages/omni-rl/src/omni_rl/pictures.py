@@ -71,8 +71,7 @@ class AllOrNone:
     def __call__(self, record: PromptRecord) -> None:
         """Raises ValueError for a prompt unlike the first, and for a file that is no whole picture."""
         num = len(reference_sizes(record))
-        if self.first is None:
-            self.first = num
+        self.first = num if self.first is None else self.first
         if bool(num) != bool(self.first):
             raise ValueError(
                 f'"images" must be in all lines of a file or in none, the first has {self.first}, got {num}'
