@@ -77,11 +77,7 @@ class QwenImageEditPlus(QwenImage):
         }
 
     def _class(self, part: str) -> Any:
-        if part != "processor":
-            return super()._class(part)
-        from transformers import Qwen2VLImageProcessorPil  # its half for pictures, which does without torchvision
-
-        return Qwen2VLImageProcessorPil
+        return picture_processor() if part == "processor" else super()._class(part)
 
 
 class QwenImageEdit(QwenImageEditPlus):
@@ -91,6 +87,13 @@ class QwenImageEdit(QwenImageEditPlus):
     IMAGES: ClassVar[range] = range(1, 2)
     SEEN_AREA: ClassVar[int] = 1024 * 1024
     CAPTION: ClassVar[str] = ""
+
+
+def picture_processor() -> Any:
+    """The class of the processor's half for pictures, which does without torchvision."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    return Qwen2VLImageProcessorPil
 
 
 def fit(image: Tensor, area: float) -> Tensor:

@@ -5,12 +5,17 @@ Where vLLM-Omni's transformer is called differently, a hook turns diffusers' cal
 """
 
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
+from omni_rollout.models.qwen_image_edit import picture_processor
 
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
 from vllm_omni.diffusion.models.flux.pipeline_flux_kontext import FluxKontextPipeline  # isort: skip
+from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline  # isort: skip
+from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import QwenImageEditPlusPipeline  # isort: skip
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline  # isort: skip
 
 
@@ -37,6 +42,37 @@ class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
         self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
 
 
+class Flux2KleinRollout(RolloutPipeline, Flux2KleinPipeline):
+    """FLUX.2 klein and klein-base."""
+
+    part_names = ("text_encoder", "tokenizer", "vae")
+    packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
+
+
+class QwenImageEditRollout(RolloutPipeline, QwenImageEditPipeline):
+    """Qwen-Image-Edit."""
+
+    part_names = ("text_encoder", "tokenizer", "processor", "vae")
+    diffusers_names: ClassVar = QwenImageRollout.diffusers_names
+
+    def __init__(self, **kwargs: Any) -> None:
+        with patch(f"{QwenImageEditPipeline.__module__}.Qwen2VLProcessor", picture_processor()):
+            super().__init__(**kwargs)  # `encode` takes the half of it that is for pictures
+        self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
+
+
+class QwenImageEditPlusRollout(RolloutPipeline, QwenImageEditPlusPipeline):
+    """Qwen-Image-Edit-Plus."""
+
+    part_names = QwenImageEditRollout.part_names
+    diffusers_names: ClassVar = QwenImageRollout.diffusers_names
+
+    def __init__(self, **kwargs: Any) -> None:
+        with patch(f"{QwenImageEditPlusPipeline.__module__}.Qwen2VLProcessor", picture_processor()):
+            super().__init__(**kwargs)
+        self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
+
+
 class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
     """Stable Diffusion 3 and 3.5."""
 
@@ -57,6 +93,9 @@ def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, A
 PIPELINES: dict[str, type[RolloutPipeline]] = {
     "FluxPipeline": Flux1Rollout,
     "FluxKontextPipeline": Flux1KontextRollout,
+    "Flux2KleinPipeline": Flux2KleinRollout,
+    "QwenImageEditPipeline": QwenImageEditRollout,
+    "QwenImageEditPlusPipeline": QwenImageEditPlusRollout,
     "QwenImagePipeline": QwenImageRollout,
     "StableDiffusion3Pipeline": StableDiffusion3Rollout,
 }
