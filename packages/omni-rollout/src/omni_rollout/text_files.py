@@ -46,7 +46,7 @@ class TextFiles:
         file = self.folder / f"{_digest([(f'text {negative}', text), *references])}.safetensors"
         found = _read(file)
         if found is not None:
-            return {name: tensor.to(self.device) for name, tensor in found.items()}
+            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
         cond = self.model.encode(self.parts, prompt, negative=negative)
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
         temporary = file.with_suffix(f".{uuid4().hex}")

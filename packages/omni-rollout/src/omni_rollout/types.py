@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 # A model's conditioning, every tensor with leading dimension B. What grows with the text, X [B, T, ...], comes with its
-# X_mask, bool [B, T], and is padded and cut by that alone; what has no mask never is.
+# X_mask, bool [B, T], and is padded and cut by that alone; what has no mask never is. Masks stay on the host, which can
+# look at them without waiting for the device.
 Cond = dict[str, Tensor]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
 Rates = dict[str, float]  # how fast media play: fps, sample_rate

@@ -141,7 +141,7 @@ class Bagel(ImageModel):
         device = parts.vae.device
         return {
             "ids": torch.tensor(ids, dtype=torch.long, device=device),
-            "ids_mask": torch.ones(len(ids), dtype=torch.bool, device=device),
+            "ids_mask": torch.ones(len(ids), dtype=torch.bool),
             "marks": torch.tensor(marks, device=device),
         }
 
@@ -241,7 +241,7 @@ def _velocity(
         hidden_states=x,
         timestep=sigma.float(),
         input_ids=ids,
-        attention_mask=mask,
+        attention_mask=mask.to(x.device),
         marks=marks,
         references=clean,
         seen=seen,

@@ -310,6 +310,15 @@ def both(cond: Cond, name: str) -> Tensor:
     return torch.cat(pair)
 
 
+def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
+    """A mask on that device, or None if it hides nothing: attention without one is faster.
+
+    It hides nothing in a batch of one prompt's samples, whose texts run in one call and their negatives, which are of
+    another length, in another. These are two calls whatever the lengths: sharded ranks must make equally many.
+    """
+    return None if bool(mask.all()) else mask.to(device)
+
+
 def pixels(media: Tensor) -> Tensor:
     """Pictures [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
     values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2

@@ -12,7 +12,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, DiffusersModel, both, check_size, pack, pixels, unpack
+from omni_rollout.models.diffusers_model import (
+    PIXELS_PER_TOKEN,
+    DiffusersModel,
+    check_size,
+    pack,
+    pixels,
+    unpack,
+    where_needed,
+)
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
@@ -84,30 +92,29 @@ class QwenImage(DiffusersModel):
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
-        latents [B, C, h', w'] of pictures to edit. Both halves of classifier-free guidance run as one batch; the result
-        is rescaled, token by token, to the length of the conditional prediction, as the released pipeline does ("true
-        CFG").
+        latents [B, C, h', w'] of pictures to edit. The guided result is rescaled, token by token, to the length of the
+        conditional prediction, as the released pipeline does ("true CFG").
         """
-        embeds, mask = cond["embeds"], cond["embeds_mask"]
         pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
         tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
-        guided = self.is_guided(params)
-        if guided:
-            embeds, mask = both(cond, "embeds"), both(cond, "embeds_mask")
-            tokens, sigma = torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
-        velocity = net(
-            hidden_states=tokens.to(embeds.dtype),
-            timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
-            encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=None if bool(mask.all()) else mask,
-            img_shapes=[[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in pictures]] * len(tokens),
-            return_dict=False,
-        )[0].float()
-        velocity = velocity[:, : x[0, 0].numel() // 4]  # without that of the references
-        if guided:
-            positive, negative = velocity.chunk(2)
-            combined = negative + self.option(params, "true_cfg_scale") * (positive - negative)
-            velocity = combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+        shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in pictures]] * len(tokens)
+
+        def predict(embeds: Tensor, mask: Tensor) -> Tensor:
+            velocity = net(
+                hidden_states=tokens.to(embeds.dtype),
+                timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
+                encoder_hidden_states=embeds,
+                encoder_hidden_states_mask=where_needed(mask, embeds.device),
+                img_shapes=shapes,
+                return_dict=False,
+            )[0].float()
+            return velocity[:, : x[0, 0].numel() // 4]  # without that of the references
+
+        velocity = predict(cond["embeds"], cond["embeds_mask"])
+        if self.is_guided(params):
+            negative = predict(cond["negative_embeds"], cond["negative_embeds_mask"])
+            combined = negative + self.option(params, "true_cfg_scale") * (velocity - negative)
+            velocity = combined * (velocity.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
         return unpack(velocity, x.shape)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
@@ -136,4 +143,4 @@ class QwenImage(DiffusersModel):
 def features(hidden: Tensor, num_left_out: int) -> Cond:
     """The last hidden states [1, N, D] of a template with a text, without those of its first tokens."""
     embeds = hidden[0, num_left_out:]
-    return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
+    return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}

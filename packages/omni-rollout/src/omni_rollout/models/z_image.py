@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, check_size
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
 MAX_PROMPT_TOKENS = 512  # with those of the chat template
@@ -55,14 +55,13 @@ class ZImage(ImageModel):
         tokens = parts.tokenizer([text], max_length=MAX_PROMPT_TOKENS, truncation=True, return_tensors="pt")
         ids = tokens.input_ids.to(parts.text_encoder.device)
         embeds = parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-2][0]
-        return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool, device=embeds.device)}
+        return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives. Both halves of
-        classifier-free guidance run as one batch, in which no sample's guidance may be off by truncation alone: where
-        that is so for all of them, the negatives are left out.
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives, which are left out where
+        truncation turns it off for all samples.
         """
         time = (1000 - sigma.float() * 1000) / 1000  # diffusers' own rounding
         scale = torch.full_like(time, params.guidance_scale)
@@ -70,20 +69,20 @@ class ZImage(ImageModel):
         if guided and truncation < 1:
             scale = scale.where(time <= truncation, 0)
             guided = bool(scale.any())
-        embeds, mask = cond["embeds"], cond["embeds_mask"]
-        if guided:
-            embeds, mask = both(cond, "embeds"), both(cond, "embeds_mask")
-            x, time = torch.cat([x, x]), torch.cat([time, time])
-        data_minus_noise = net(
-            x=list(x.to(embeds.dtype)[:, :, None]),
-            t=time,
-            cap_feats=[text[:length] for text, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)],
-            return_dict=False,
-        )[0]
-        velocity = -torch.stack([sample[:, 0].float() for sample in data_minus_noise])
+
+        def predict(embeds: Tensor, mask: Tensor) -> Tensor:
+            data_minus_noise = net(
+                x=list(x.to(embeds.dtype)[:, :, None]),
+                t=time,
+                cap_feats=[text[:length] for text, length in zip(embeds, mask.sum(dim=1).tolist(), strict=True)],
+                return_dict=False,
+            )[0]
+            return -torch.stack([sample[:, 0].float() for sample in data_minus_noise])
+
+        positive = predict(cond["embeds"], cond["embeds_mask"])
         if not guided:
-            return velocity
-        positive, negative = velocity.chunk(2)
+            return positive
+        negative = predict(cond["negative_embeds"], cond["negative_embeds_mask"])
         scale = scale.view(-1, 1, 1, 1)
         combined = positive + scale * (positive - negative)
         if limit := self.option(params, "cfg_normalization"):
