@@ -160,6 +160,7 @@ def test_lora_with_a_reference_and_several_updates(in_tmp, bright_url):
         num_minibatches=2,
         lr=1e-2,
         gradient_checkpointing=True,
+        keep_products_gb=1.0,
     )
     assert lines[1]["policy/first_ratio_max_dev"] == 0.0
     assert lines[1]["policy/ratio_max_dev"] > 0  # the second update sees weights that have moved

@@ -15,7 +15,8 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.lora import add_lora
+from omni_train.lora import adapter_params, add_lora
+from omni_train.recompute import Recompute
 from torch import nn
 
 torch.set_num_threads(1)
@@ -136,6 +137,26 @@ def test_a_gradient_reaches_every_weight_but_those_that_lead_nowhere(case, engin
     case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5, 0.1]), cond, params).square().mean().backward()
     without = {name for name, p in net.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
     assert without == case.row.without_gradient
+
+
+def test_gradients_are_the_same_bits_whether_blocks_keep_their_products_or_compute_them_again(case, engine):
+    params = case.row.guided
+    cond = engine.generate(case.prompts[:2], params).cond
+    x = torch.randn(2, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0))
+    net = case.model.load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, case.model.LORA_TARGETS, rank=2, alpha=3, seed=0)
+    factors = adapter_params(net, "default")
+    for p in factors:
+        nn.init.constant_(p, 0.02)
+    found, keeping = [], Recompute(1e9)
+    for recompute in (None, Recompute(0), keeping, keeping):  # which measures blocks at first
+        if recompute:
+            net.enable_gradient_checkpointing(recompute)
+        net.zero_grad()
+        case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5]), cond, params).square().mean().backward()
+        found.append([p.grad for p in factors if p.grad is not None])
+    assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
+    assert any(grad.any() for grad in found[0])
 
 
 def test_lora_wraps_exactly_the_layers_it_should(case):

@@ -48,6 +48,7 @@ class RunArgs:
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
 
     # Data
@@ -100,7 +101,7 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
-    "shard", "engine_sleep", "dry_run", "text_cache", "text_cache_mb",
+    "shard", "engine_sleep", "dry_run", "text_cache", "text_cache_mb", "keep_products_gb",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -108,6 +109,7 @@ LEAST = {  # setting -> least value
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "ema_decay": 0.0, "text_cache_mb": 0.0,
+    "keep_products_gb": 0.0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
@@ -139,6 +141,7 @@ def check_run(args: RunArgs, world_size: int) -> None:
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
+        (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (args.engine == "diffusers" or find_spec("vllm_omni"),
          f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),

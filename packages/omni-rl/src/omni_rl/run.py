@@ -37,6 +37,7 @@ from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
 from omni_train.optim import StepResult, build_adamw, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.recompute import Recompute
 from omni_train.shard import shard
 from omni_train.snapshot import Ema, Snapshot
 from omni_train.weights import check_adapter, check_weights, load_adapter, named_weights, saved_files
@@ -361,7 +362,8 @@ class Run(Generic[ArgsT]):
                 for name in ("default", *self.frozen):
                     load_adapter(self.net, self._adapter, adapter=name, part=model.NETS[0])
         if args.gradient_checkpointing:
-            self.net.enable_gradient_checkpointing()  # type: ignore[operator]  # a method of all diffusers models
+            run_block = Recompute(args.keep_products_gb * 1e9)
+            self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
         if not self.engine.shares_weights and self.mode != "fsdp2":
             if self._start_files:  # the engine has loaded the checkpoint's
                 self.engine.load_weights(named_weights(self.net), version=0)
