@@ -100,6 +100,7 @@ SETTINGS = {
     "--shard fsdp2": "--shard fsdp2 needs torchrun",
     "--correction-low 1.1": "--correction-low must be < 1 and --correction-high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",
+    "--engine other": "--engine must be one of diffusers, vllm-omni, got 'other'",
     "--lr -1e-3": "--lr must be >= 0, got -0.001",
     "--name /run": "--name must name a folder below runs/, got '/run'",
     "--name ../run": r"--name must name a folder below runs/, got '\.\./run'",

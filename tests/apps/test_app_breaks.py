@@ -17,6 +17,7 @@ from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_losses import LossOutput
 from omni_rl.cli import to_toml
+from omni_rl.engines import EngineRow
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 
@@ -90,7 +91,7 @@ def fill_the_disk(rank):
 def fail_to_load(rank):
     """Before a life: rank 1 has no memory for the model's other parts."""
     if rank == 1:
-        omni_rl.run.ENGINES["diffusers"] = lambda *args, **options: run_out_of_memory()
+        omni_rl.run.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
 
 
 def fail_to_fill(rank):

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from omni_train.data import PromptRecord, PromptSampler, RecordCheck, load_prompts
 
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
+from omni_rl.engines import ENGINES
 from omni_rl.pictures import AllOrNone, reference_sizes
 
 Mode = Literal["none", "ddp", "fsdp2"]
@@ -67,7 +68,7 @@ class RunArgs:
     guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
 
     # Engine
-    engine: Literal["diffusers", "vllm-omni"] = "diffusers"  # Engine that samples, both in the trainer's process
+    engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
     engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
     text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts, which are kept from step to step
     text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
@@ -127,7 +128,7 @@ def check_run(args: RunArgs, world_size: int) -> None:
     check_finite(args)
     check_least(args, LEAST)
     check_most(args, MOST)
-    name, mode = PurePath(args.name), sharding(args, world_size)
+    name, mode, engine = PurePath(args.name), sharding(args, world_size), ENGINES.get(args.engine)
     required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
     missing = next((key for key, value in required.items() if not value), "")
     lora_only = {"targets": args.lora_targets, "init": args.lora_init}
@@ -143,8 +144,9 @@ def check_run(args: RunArgs, world_size: int) -> None:
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
-        (args.engine == "diffusers" or find_spec("vllm_omni"),
-         f"--engine {args.engine} must be installed: run make install-vllm-omni, then the python in .venv-vllm-omni"),
+        (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
+        (engine and (not engine.library or find_spec(engine.library)),
+         f"--engine {args.engine} must be installed: {engine and engine.install}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
         (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),

@@ -355,7 +355,7 @@ class Run(Generic[ArgsT]):
         with same_error(dist):
             own = self._fill(trained=not args.lora_rank) if self._start_files or not args.lora_rank else None
         texts = TextCache(args.text_cache_mb, args.text_cache)
-        self.engine, self.net = ENGINES[args.engine](model, own, dist, self.dtype, texts)
+        self.engine, self.net = ENGINES[args.engine].open(model, own, dist, self.dtype, texts)
         self._add_adapters(self.net, *self.frozen)
         if self._adapter:
             with flag("--init-weights: "):
