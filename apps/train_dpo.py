@@ -24,6 +24,7 @@ Differences from the released code of the papers:
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from omni_rl.args import MOST, ScoredArgs, check_scored, num_ranks
@@ -86,6 +87,7 @@ from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import by_shapes, draw, expand_groups, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain, by_size, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
+from omni_rollout.types import pick, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise
 from omni_train.dist import gather_json
 from omni_train.optim import StepResult
@@ -191,12 +193,13 @@ def noise_afresh(args: Args, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
     """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels."""
     first, count = args.num_inference_steps, args.levels_per_pair  # the noise of the steps before is the rollout's
     rows = [*own, *[0] * (args.batch_size // 2 - len(own))]
-    seeds, x0 = [pairs.seeds[i] for i in rows], torch.cat([pairs.win[rows], pairs.lose[rows]])
-    cond = {name: torch.cat([tensor[rows], tensor[rows]]) for name, tensor in pairs.cond.items()}
-    sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift).to(x0)
+    seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
+    x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
+    cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
+    sigmas = onto(shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift))
     points = []
     for k in range(count):
-        noise = step_noise(seeds, first + k, x0.shape[1:]).to(x0)
+        noise = onto(step_noise(seeds, first + k, x0.shape[1:]))
         points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.params, len(own)))
     return points
 

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from omni_rl.args import ScoredArgs, check_scored, num_batches, num_ranks
@@ -107,6 +108,7 @@ from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Prompt, Trajectory
+from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
 from torch import Tensor
 
@@ -188,14 +190,14 @@ def grade(
     run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[TrainBatch]:
     """This rank's batches with their advantages, and weight 0 for samples without a score."""
-    args, device, groups = run.args, run.dist.device, groups_of(prompts)
+    args, groups, onto = run.args, groups_of(prompts), partial(to_device, device=run.dist.device)
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
     advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     weights = (~rewards.isnan()).float()
-    return [TrainBatch(b, advantages[b.indices].to(device), weights[b.indices].to(device)) for b in batches]
+    return [TrainBatch(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
 
 
 def noise_afresh(args: Args, batch: TrainBatch) -> list[Noised]:
@@ -206,9 +208,9 @@ def noise_afresh(args: Args, batch: TrainBatch) -> list[Noised]:
     first = args.num_inference_steps  # the noise of the steps before is the rollout's
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
     index = low + ((torch.arange(count) + uniform) * (high - low) / count).long().clamp(max=high - low - 1)
-    points = []
+    index, points = to_device(index, x0.device), []
     for k in range(count):
-        noise, sigma = step_noise(seeds, first + k, x0.shape[1:]).to(x0), sigmas[index[:, k]]
+        noise, sigma = to_device(step_noise(seeds, first + k, x0.shape[1:]), x0.device), sigmas[index[:, k]]
         points.append(Noised(batch, noise, sigma, add_noise(x0, noise, sigma)))
     return points
 

@@ -97,6 +97,7 @@ from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, collect, describe_rewards, gather_rewards
 from omni_rollout import Trajectory
+from omni_rollout.types import to_device
 from omni_sched import INITIAL_NOISE, add_noise, step_noise
 from omni_train.dist import Dist
 from torch import Tensor
@@ -148,7 +149,7 @@ def levels(args: Args, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, T
         at, low, high = start, args.inversion_discount_low, args.inversion_discount_high
     span, device = args.level_high - args.level_low, batch.x0.device
     values = (args.level_low + span * start, args.level_low + span * u, low + (high - low) * at)
-    sigma, sigma_next, discount = (value.to(device) for value in values)
+    sigma, sigma_next, discount = (to_device(value, device) for value in values)
     return sigma, sigma_next, discount
 
 
@@ -156,7 +157,8 @@ def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inve
     """The loss of one step of the model from the noised samples, through the decoder and the reward."""
     args, prompts = run.args, batch.prompts
     sigma, sigma_next, discount = levels(args, batch, inversion=inversion)
-    noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, batch.x0.shape[1:]).to(batch.x0)  # it began with this
+    seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]
+    noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # it began with this
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)

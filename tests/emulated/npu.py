@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -120,29 +120,35 @@ def _module(library: ctypes.CDLL) -> types.ModuleType:
 
 
 @contextmanager
-def watch(told: list[Event]) -> Iterator[list[Event]]:
+def watch(told: list[Event]) -> Iterator[None]:
     """Within the `with` block the list grows by what the device does."""
+    tell(told.append)
+    yield
+    tell(None)
+
+
+def tell(to: Callable[[Event], None] | None) -> None:
+    """Call `to` for all that the device does from here on, or nothing."""
+    global _listener
 
     def listen(kind: bytes, name: bytes, num_bytes: int, waits: int) -> None:
-        told.append(Event(kind.decode(), name.decode(), num_bytes, bool(waits), _place()))
+        to(Event(kind.decode(), name.decode(), num_bytes, bool(waits), place()))
 
-    callback = _LISTENER(listen)
-    load().emulated_listen(callback)
-    try:
-        yield told
-    finally:
-        load().emulated_listen(_LISTENER())
+    _listener = _LISTENER(listen) if to else _LISTENER()
+    load().emulated_listen(_listener)
 
 
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int)
+_listener = _LISTENER()  # what the library calls must stay alive
 
 
-def _place() -> str:
+def place() -> str:
     """The innermost lines of omni-rl's code that are running."""
     frame = sys._getframe()
     while frame is not None:
         name = frame.f_code.co_filename
         if any(part in name for part in OURS) and "site-packages" not in name:
-            return f"{Path(name).name}:{frame.f_lineno} {frame.f_code.co_name}"
+            function = frame.f_code.co_qualname.replace(".<locals>", "").split(".<")[0]
+            return f"{Path(name).name} {function}"
         frame = frame.f_back
     return "elsewhere"

@@ -147,6 +147,24 @@ print(*memory, torch.accelerator.max_memory_allocated())
     assert text.split() == ["4000", "8000", "4000"]
 
 
+def test_memory_is_told_also_by_an_allocator_that_torch_cannot_ask():
+    text = on_npu("""
+from omni_train.dist import memory, reset_peak_memory
+library.emulated_use_old_allocator()
+device = torch.device("npu", 0)
+x = torch.zeros(2**20, device=device)
+del x
+try:
+    torch.accelerator.memory_allocated(device)
+except RuntimeError as error:
+    print("not a DeviceAllocator" in str(error))
+print(memory(device))
+reset_peak_memory(device)
+print(memory(device))
+""")
+    assert text.splitlines() == ["True", *(f"Memory(current_mb=0.0, peak_mb={mb})" for mb in (4.0, 0.0))]
+
+
 def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -18,10 +18,10 @@ def url():
 
 
 @pytest.mark.parametrize("name", runs.CASES)
-def test_an_accelerator_trains_like_the_cpu_and_continues(tmp_path, url, name):
+def test_an_accelerator_trains_like_the_cpu_and_continues(tmp_path, url, fresh, name):
     case = runs.CASES[name]
-    expected = runs.run(case, tmp_path / "cpu", url)
-    found = runs.run(case, tmp_path / "npu", url, lives=(1, 2), before=load)
+    expected = fresh(runs.run, case, tmp_path / "cpu", url)
+    found = fresh(runs.run, case, tmp_path / "npu", url, lives=(1, 2), before=load)
     assert "continues after step 1" in found.text
     assert "on npu" in found.text
     assert found.lines == expected.lines

@@ -176,7 +176,7 @@ RULES = {  # how a command begins -> what runs it
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,
-    r"(python|\S+/bin/python|uv run) (scripts|benchmarks)/\S+\.py": check_script,
+    r"(python|\S+/bin/python|uv run) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
     r"source ": check_activate,
     r"(git clone|vllm serve) ": check_elsewhere,

@@ -1,6 +1,7 @@
 """The CPU as a device, and an accelerator played by a stand-in."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,6 +56,38 @@ def test_more_ranks_than_accelerators_is_an_error(accelerator, local_rank):
         devices.local_device(local_rank)
 
 
+def test_moments_are_points_of_what_is_queued_and_only_their_difference_is_waited_for(accelerator, monkeypatch):
+    calls = []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            calls.append("record")
+
+        def query(self):
+            return False
+
+        def synchronize(self):
+            calls.append("wait")
+
+        def elapsed_time(self, other):
+            return 1500.0
+
+    monkeypatch.setattr(torch, "Event", Event)
+    start, end = devices.now(), devices.now()
+    assert calls == ["record", "record"]
+    assert devices.seconds(start, end) == 1.5
+    assert calls == ["record", "record", "wait"]
+
+
+def test_on_a_cpu_moments_are_those_of_the_clock(no_accelerator):
+    start = devices.now()
+    assert start.event is None
+    assert devices.seconds(start, devices.Moment(start.host_s + 2.0)) == 2.0
+
+
 def test_waiting_reaches_the_accelerator(accelerator):
     devices.synchronize()
     assert accelerator == [("synchronize",)]
@@ -73,10 +106,14 @@ def test_memory_that_an_allocator_does_not_tell_is_nan(accelerator, monkeypatch)
 
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.accelerator, name, no_device_allocator)
+    module = SimpleNamespace()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     told = devices.memory(torch.device("xpu", 1))
     assert math.isnan(told.current_mb)
     assert math.isnan(told.peak_mb)
     devices.reset_peak_memory(torch.device("xpu", 1))
+    module.memory_allocated = module.max_memory_allocated = lambda device: 2**20
+    assert devices.memory(torch.device("xpu", 1)) == devices.Memory(current_mb=1.0, peak_mb=1.0)
 
 
 def test_a_system_without_proc_tells_the_peak_only(monkeypatch):

@@ -85,6 +85,13 @@ def test_json_values_may_differ_in_length_and_type(run_ranks, alone):
     assert gather_json(alone, values) == [values]
 
 
+@pytest.mark.parametrize("length", [4094, 4095, 100_000])  # a message, and what no longer fits in one
+def test_json_values_of_any_length_arrive_whole(run_ranks, alone, length):
+    values = ["long" * (length // 4) + "s" * (length % 4), "short"]
+    assert run_ranks(lambda dist: gather_json(dist, values[dist.rank])) == [values, values]
+    assert gather_json(alone, values[0]) == [values[0]]
+
+
 def test_metrics_are_averaged_by_name(run_ranks, alone):
     def work(dist):
         metrics = {"a": 1.0 + dist.rank, "b": torch.tensor(4.0)}

@@ -471,8 +471,8 @@ def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Se
     Raises:
         FloatingPointError: the loss is not finite; raised on every rank.
     """
-    means = {name: torch.stack([metrics[name] for metrics in seen]).mean() for name in seen[0]}
-    named = mean_metrics(dist, means, finite=("loss",)) | {
+    means = torch.stack([torch.stack([metrics[name] for metrics in seen]).mean() for name in seen[0]]).tolist()
+    named = mean_metrics(dist, dict(zip(seen[0], means, strict=True)), finite=("loss",)) | {
         "grad_norm": sum(result.grad_norm for result in results) / len(results),
         "skipped_updates": sum(result.skipped for result in results),
     }

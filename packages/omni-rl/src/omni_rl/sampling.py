@@ -82,6 +82,8 @@ def draw(
         batch = run.engine.generate(own, params.of_size(own[0].size))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
+        # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
+        batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()})
         batches.append(batch)
         run.counts["drawn"] += len(batch)
         pending.append(submit(run.scorer, batch))

@@ -18,6 +18,7 @@ import torch
 from omni_losses import best_worst_n, filter_groups, reward_metrics
 from omni_reward import RewardClient, RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
+from omni_rollout.types import to_device
 from omni_train.data import PromptRecord
 from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
@@ -246,7 +247,7 @@ def select(
     advantages: [N]. keep: [N], or None to keep all; without some, the others are repacked.
     """
     if keep is None or bool(keep.all()):
-        return [TrainBatch(b, advantages[b.indices].to(dist.device)) for b in batches]
+        return [TrainBatch(b, to_device(advantages[b.indices], dist.device)) for b in batches]
     return repack(dist, batches, advantages, keep, num_minibatches=num_minibatches)
 
 
@@ -274,7 +275,8 @@ def repack(
             order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
             for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
                 picked, weights = indices[row], keep[indices[row]] * factor
-                chosen.append(TrainBatch(_pick(same, row), advantages[picked].to(dist.device), weights.to(dist.device)))
+                onto = partial(to_device, device=dist.device)
+                chosen.append(TrainBatch(_pick(same, row), onto(advantages[picked]), onto(weights)))
     return chosen
 
 

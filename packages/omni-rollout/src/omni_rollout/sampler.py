@@ -13,7 +13,7 @@ from omni_sched import INITIAL_NOISE, Transition, compress_sigmas, dpmpp_2m_step
 from torch import Tensor, nn
 
 from omni_rollout.model import Model
-from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, join
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, join, to_device
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Sampler:
             weight_version=weight_version,
             x=_stack([before for before, _ in kept], (B, *shape), device),
             x_next=_stack([step.x_next for _, step in kept], (B, *shape), device),
-            sde_steps=torch.tensor(params.sde_steps, dtype=torch.long, device=device).expand(B, K),
-            sigmas=sigmas.to(device),
+            sde_steps=to_device(torch.tensor(params.sde_steps, dtype=torch.long), device).expand(B, K),
+            sigmas=to_device(sigmas, device),
             rollout_log_prob=_stack([step.log_prob for _, step in kept], (B,), device),
             rollout_mean=_stack([step.mean for _, step in kept], (B, *shape), device) if params.keep_mean else None,
             cond=cond,
@@ -93,7 +93,7 @@ class Sampler:
         first, row_of = _alike(prompts) if shares else (list(range(len(prompts))), [])
         cond = {name: tensor[first] for name, tensor in all_cond.items()} if shares else all_cond
         device = next(iter(cond.values())).device
-        x = step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape).to(device)
+        x = to_device(step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape), device)
         kept: list[tuple[Tensor, Transition]] = []
         data, last_sigma = None, None
         for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):  # on the host: no copy, no waiting for the device
@@ -102,7 +102,7 @@ class Sampler:
             levels = torch.full((len(x),), float(sigma), device=device)
             velocity = self.model.predict_velocity(self.parts.net, x, levels, cond, params)
             if i in params.sde_steps:
-                noise = step_noise([prompt.seed for prompt in prompts], i, shape).to(device)
+                noise = to_device(step_noise([prompt.seed for prompt in prompts], i, shape), device)
                 step = params.rule(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
                 kept.append((x, step))
                 x = step.x_next

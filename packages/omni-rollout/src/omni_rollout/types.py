@@ -137,9 +137,9 @@ class Samples:
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """The samples at the positions `indices` of this batch, in that order."""
-        rows = torch.as_tensor(indices, dtype=torch.long)
-        prompts = tuple(self.prompts[i] for i in rows.tolist())
-        return replace(self._map(lambda tensor: tensor[rows.to(tensor.device)], shared=False), prompts=prompts)
+        rows = torch.as_tensor(indices, dtype=torch.long).tolist()
+        prompts = tuple(self.prompts[i] for i in rows)
+        return replace(self._map(lambda tensor: pick(tensor, rows), shared=False), prompts=prompts)
 
     def split(self, size: int) -> list[Self]:
         """Consecutive pieces of `size` samples; the last may be smaller."""
@@ -261,6 +261,16 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds; it is not to be used afterwards."""
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, by a copy that the host does not wait for."""
+    return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """The rows of a tensor, wherever it is; the host does not wait."""
+    return tensor[to_device(torch.tensor(rows, dtype=torch.long), tensor.device)]
 
 
 def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dict[str, Tensor]:

@@ -3,6 +3,9 @@
 Letters: W ranks, n values per rank. A program started without torchrun is one rank without a process group, and every
 function here then returns at once. Nothing is pickled: strings travel as JSON bytes.
 
+Small talk between ranks stays on the host, over gloo: no device is waited for. Only gradients and weights go from
+device to device.
+
 Devices go through `torch.accelerator`, which covers all kinds alike. Without an accelerator most of its functions
 raise; here the CPU is a device like any other. Memory is in MB of 2**20 bytes.
 
@@ -32,6 +35,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 _MB = 2**20
+_FIRST_BYTES = 4096  # of a message that all ranks exchange at once; what is longer takes a second exchange
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,14 @@ class Memory:
     peak_mb: float
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A time of the host's clock, seconds, and where there is an accelerator a point in what is queued on it."""
+
+    host_s: float
+    event: torch.Event | None = None
+
+
 def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
     """The ranks that torchrun started, joined in one process group; or a single rank when torchrun did not start us.
 
@@ -74,8 +86,9 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
+    backend = process_group_backend(device)
     torch_dist.init_process_group(
-        process_group_backend(device),
+        backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=init_method,
         rank=rank,
         world_size=world_size,
@@ -120,6 +133,24 @@ def synchronize() -> None:
         torch.accelerator.synchronize()
 
 
+def now() -> Moment:
+    """This moment, or that at which the device has done all that is queued so far; nothing is waited for."""
+    if not torch.accelerator.is_available():
+        return Moment(time.perf_counter())
+    event = torch.Event(enable_timing=True)
+    event.record()
+    return Moment(time.perf_counter(), event)
+
+
+def seconds(start: Moment, end: Moment) -> float:
+    """The seconds between two moments; waits until both have come."""
+    if start.event is None or end.event is None:
+        return end.host_s - start.host_s
+    if not end.event.query():
+        end.event.synchronize()
+    return float(start.event.elapsed_time(end.event)) / 1000
+
+
 def memory(device: torch.device) -> Memory:
     """Memory of this process on `device`, or on a CPU its resident set size; NaN where no one tells."""
     if device.type == "cpu":
@@ -127,18 +158,21 @@ def memory(device: torch.device) -> Memory:
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
-    try:
-        current, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
-    except RuntimeError:  # of an allocator that torch.accelerator cannot ask, as MPS's
-        return Memory(math.nan, math.nan)
-    return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
+    for asked in (torch.accelerator, torch.get_device_module(device)):  # the latter where an allocator is an older one
+        with suppress(RuntimeError, AttributeError):
+            current, peak = asked.memory_allocated(device), asked.max_memory_allocated(device)
+            return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
+    return Memory(math.nan, math.nan)
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new peak from the current use; where that cannot be done, as of a process on a CPU, it does nothing."""
-    if device.type != "cpu":
-        with suppress(RuntimeError):  # as in `memory`
-            torch.accelerator.reset_peak_memory_stats(device)
+    if device.type == "cpu":
+        return
+    for asked in (torch.accelerator, torch.get_device_module(device)):  # as in `memory`
+        with suppress(RuntimeError, AttributeError):
+            asked.reset_peak_memory_stats(device)
+            return
 
 
 def shutdown() -> None:
@@ -180,10 +214,11 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
     """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(dist.device)
-    lengths = _gather(dist, torch.tensor([len(data)], device=dist.device)).tolist()
-    rows = _gather(dist, torch.cat([data, data.new_zeros(max(lengths) - len(data))])).view(dist.world_size, -1)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+    text = json.dumps(value).encode()
+    rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
+    rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES
+    more = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
+    return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # spaces at the end are JSON
 
 
 def mean_metrics(
@@ -211,7 +246,7 @@ def mean_metrics(
 
 def any_rank(dist: Dist, flag: bool) -> bool:
     """Whether `flag` holds on at least one rank; the same answer on every rank."""
-    return bool(_gather(dist, torch.tensor([int(flag)], device=dist.device)).any())
+    return any(gather_json(dist, flag))
 
 
 @contextmanager
@@ -280,13 +315,13 @@ def end_process(message: str) -> None:
         os._exit(1)
 
 
-def _gather(dist: Dist, values: Tensor) -> Tensor:
-    """Every rank's 1-D values, of which each has as many, one after another."""
+def _gather(dist: Dist, message: bytes) -> list[bytes]:
+    """Every rank's message, of which each is as long."""
     if dist.mesh is None:
-        return values
-    rows = values.new_empty(dist.world_size, len(values))
-    torch_dist.all_gather(list(rows.unbind()), values.contiguous())
-    return rows.flatten()
+        return [message]
+    rows = torch.empty(dist.world_size, len(message), dtype=torch.uint8)
+    torch_dist.all_gather(list(rows.unbind()), torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    return [row.numpy().tobytes() for row in rows]
 
 
 def _end_without(parent: int) -> None:

@@ -15,7 +15,7 @@ from typing import Self
 
 from torch import Tensor
 
-from omni_train.dist import Dist, same_error, synchronize
+from omni_train.dist import Dist, Moment, now, same_error, seconds
 from omni_train.files import load_metrics, read_steps, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]
@@ -64,7 +64,7 @@ class RunLog:
         self._total_steps = total_steps
         self._sinks = tuple(sinks)
         self._columns = tuple(columns)
-        self._phases: dict[str, float] = {}
+        self._phases: list[tuple[str, Moment, Moment]] = []  # of this step
         self._warned: set[str] = set()
         self._eval_every = eval_every
         self._eval_s = 0.0
@@ -84,18 +84,16 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the `with` block to this step's `time/<name>_s`; waits for the device at both ends."""
+        """Add the seconds of the `with` block, of host and device, to this step's `time/<name>_s`."""
         self.last_phase = name
         if not self._is_main:
             yield
             return
-        synchronize()
-        start = time.perf_counter()
+        start = now()
         try:
             yield
         finally:
-            synchronize()
-            self._phases[name] = self._phases.get(name, 0.0) + time.perf_counter() - start
+            self._phases.append((name, start, now()))
 
     def log(self, step: int, metrics: Mapping[str, float | Tensor], *, num_images: int = 0) -> None:
         """Report after `step` finished steps: write the line, call the sinks, move the progress on.
@@ -105,14 +103,17 @@ class RunLog:
         """
         if not self._is_main:
             return
-        now = time.perf_counter()
-        times = {f"time/{name}_s": seconds for name, seconds in self._phases.items()}
-        times["time/step_s"] = now - self._step_start
+        phases: dict[str, float] = {}
+        for name, start, end in self._phases:
+            phases[name] = phases.get(name, 0.0) + seconds(start, end)
+        step_end = time.perf_counter()
+        times = {f"time/{name}_s": s for name, s in phases.items()}
+        times["time/step_s"] = step_end - self._step_start
         if num_images:
-            per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in self._phases.items()}
+            per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in phases.items()}
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
-        left_s = self._left_s(step, times["time/step_s"])
-        self._phases, self._step_start = {}, now
+        left_s = self._left_s(step, times["time/step_s"], phases.get("eval"))
+        self._phases, self._step_start = [], step_end
         values = {name: float(value) for name, value in metrics.items()}
         taken = sorted(({"step"} | set(times)) & set(values))
         if taken:
@@ -149,11 +150,11 @@ class RunLog:
                 self._warned.add(str(exc))
                 warnings.warn(f"a sink of the log failed: {type(exc).__name__}: {exc}", stacklevel=4)
 
-    def _left_s(self, step: int, step_s: float) -> float | None:
+    def _left_s(self, step: int, step_s: float, eval_s: float | None) -> float | None:
         """Seconds to the end of the run: the median training step and the last evaluation; None before there is one."""
-        self._eval_s = self._phases.get("eval", self._eval_s)
+        self._eval_s = self._eval_s if eval_s is None else eval_s
         if step > 0:
-            self._train_s.append(step_s - self._phases.get("eval", 0.0))
+            self._train_s.append(step_s - (eval_s or 0.0))
         if not self._train_s:
             return None
         total, every = self._total_steps, self._eval_every

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from omni_train.dist import Dist, any_rank
+from omni_train.dist import Dist, gather_json
 from omni_train.shard import Mode
 from omni_train.state import in_batches
 
@@ -72,7 +72,7 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
         return
     params = params.parameters() if isinstance(params, nn.Module) else params
     trainable = [p for p in params if p.requires_grad]
-    has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8, device=mesh.device_type)
+    has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.uint8)  # on the host
     torch_dist.all_reduce(has_gradient, torch_dist.ReduceOp.MAX, group=mesh.get_group())
     used = [p for p, flag in zip(trainable, has_gradient.tolist(), strict=True) if flag]
     for p in used:
@@ -101,8 +101,8 @@ def optimizer_step(
     if not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be > 0, got {max_grad_norm}")
     grads = [p.grad for p in params if p.grad is not None]
-    norm = global_norm(grads, dist)
-    skipped = any_rank(dist, not math.isfinite(norm) or norm == 0.0)
+    by_rank = _norms(grads, dist)
+    norm, skipped = by_rank[dist.rank], not all(math.isfinite(each) and each > 0 for each in by_rank)
     if not skipped:
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)
@@ -115,11 +115,18 @@ def optimizer_step(
 
 def global_norm(tensors: Sequence[Tensor], dist: Dist) -> float:
     """The L2 norm over all tensors and ranks: slices of DTensors are summed over ranks, plain tensors counted once."""
+    return _norms(tensors, dist)[dist.rank]
+
+
+def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
+    """The norm as each rank sees it; one wait for the device and one message.
+
+    Ranks differ where plain tensors do, which they must not.
+    """
     sharded = _sum_of_squares([t.to_local() for t in tensors if isinstance(t, DTensor)], dist)
-    if dist.mesh is not None:
-        torch_dist.all_reduce(sharded)
     plain = _sum_of_squares([t for t in tensors if not isinstance(t, DTensor)], dist)
-    return math.sqrt((sharded + plain).item())
+    by_rank = torch.tensor(gather_json(dist, torch.stack([sharded, plain]).tolist()))
+    return [math.sqrt(square) for square in (by_rank[:, 0].sum() + by_rank[:, 1]).tolist()]
 
 
 def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:

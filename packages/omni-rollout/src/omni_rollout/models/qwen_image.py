@@ -21,7 +21,7 @@ from omni_rollout.models.diffusers_model import (
     unpack,
     where_needed,
 )
-from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 # The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
 TEMPLATE = (
@@ -85,8 +85,9 @@ class QwenImage(DiffusersModel):
             max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS,
             truncation=True,
             return_tensors="pt",
-        ).to(parts.text_encoder.device)
-        return features(parts.text_encoder(**tokens, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
+        )
+        ids = to_device(tokens.input_ids, parts.text_encoder.device)  # without a mask, which would be all ones
+        return features(parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
@@ -134,7 +135,7 @@ class QwenImage(DiffusersModel):
     def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
         mean, std = (
-            torch.tensor(self.value("vae", name, list), device=latents.device).view(1, -1, 1, 1)
+            to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1)
             for name in ("latents_mean", "latents_std")
         )
         return mean, std
