@@ -34,8 +34,8 @@ class Trace:
     """One step: what the loop's body runs, without what happens between steps.
 
     loop: (file, name, first line) of each function that ran on the thread of the loop. others: the same of the threads
-    that send images to the scorer. chain: names from the outermost frame of this tree to the one that takes the maximum
-    of a clipped and an unclipped loss.
+    that send images to the scorer, without the one that sends some to the report. chain: names from the outermost frame
+    of this tree to the one that takes the maximum of a clipped and an unclipped loss.
     """
 
     loop: set[Function]
@@ -122,6 +122,8 @@ class _Follower:
             code = frame.f_code
             file = os.path.relpath(code.co_filename, self._repo)
             where = "loop" if threading.get_ident() == self._thread else "others"
+            if where == "others" and "/omni_rl/report/" in file:
+                return
             self._functions[where].add((file, code.co_qualname, code.co_firstlineno))
         if event == "c_call" and arg is torch.maximum and not self._chain and self._is_ours(frame):
             self._chain = self._names(frame)

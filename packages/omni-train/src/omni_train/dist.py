@@ -135,11 +135,14 @@ def synchronize() -> None:
 
 def now() -> Moment:
     """This moment, or that at which the device has done all that is queued so far; nothing is waited for."""
-    if not torch.accelerator.is_available():
-        return Moment(time.perf_counter())
+    return Moment(time.perf_counter(), _event() if torch.accelerator.is_available() else None)
+
+
+def _event() -> torch.Event:
+    """What happens when the device has done all that is queued so far."""
     event = torch.Event(enable_timing=True)
     event.record()
-    return Moment(time.perf_counter(), event)
+    return event
 
 
 def seconds(start: Moment, end: Moment) -> float:
