@@ -50,8 +50,8 @@ def cover():
 def write_inputs(folder, num_images):
     """Prompts, and pairs of pictures of them; each with that many references."""
     drawn = random.Random(0)
-    for name in ("win", "lose", "reference"):
-        Image.frombytes("RGB", (96, 32), drawn.randbytes(96 * 32 * 3)).save(folder / f"{name}.png")
+    for name, height in (("win", 32), ("lose", 32), ("reference", 64)):
+        Image.frombytes("RGB", (96, height), drawn.randbytes(96 * height * 3)).save(folder / f"{name}.png")
     texts = [f'a blue sign that says "{word}"' for word in ("AB", "CD", "EF", "GH")]
     records = [{"prompt": text, "images": ["reference.png"] * num_images} for text in texts]
     pairs = [record | {"win": "win.png", "lose": "lose.png"} for record in records]

@@ -111,6 +111,7 @@ def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
         "scorer": "h",
         "scorer_version": "halves-2",
         "media": ["audio", "video"],
+        "references": False,
         "batch_size": 7,
         "limits": {
             "max_body_bytes": 3 * 2**20,

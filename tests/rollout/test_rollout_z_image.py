@@ -39,11 +39,12 @@ def test_truncation_turns_guidance_off_sample_by_sample(model):
 def test_a_truncated_step_leaves_the_negatives_out(model):
     params = replace(GUIDED, guidance={"cfg_truncation": 0.4})
     engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
-    sizes = []
-    engine.net.register_forward_pre_hook(lambda _, args, kwargs: sizes.append(len(kwargs["x"])), with_kwargs=True)
-    sigmas = engine.generate([Prompt("a sign", 0, 0, seed=0)], params).sigmas[:-1]
-    assert sizes == [2 if 1 - sigma <= 0.4 else 1 for sigma in sigmas]
-    assert set(sizes) == {1, 2}
+    levels = []
+    engine.net.register_forward_pre_hook(lambda _, args, kwargs: levels.append(float(kwargs["t"][0])), with_kwargs=True)
+    sigmas = engine.generate([Prompt("a sign", 0, 0, seed=0)], params).sigmas[:-1].tolist()
+    calls = [levels.count(level) for level in dict.fromkeys(levels)]
+    assert calls == [2 if 1 - sigma <= 0.4 else 1 for sigma in sigmas]
+    assert set(calls) == {1, 2}
 
 
 def test_the_text_encoder_may_be_stored_within_its_language_model(model, tmp_path):
