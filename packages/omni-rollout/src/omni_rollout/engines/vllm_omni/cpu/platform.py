@@ -27,6 +27,15 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
         raise NotImplementedError("autoregressive stages do not run on this CPU platform")
 
     @classmethod
+    def get_diffusion_worker_cls(cls) -> str:
+        """vLLM-Omni's own; its linear layers take torch's product, whatever the CPU has, where vLLM has no kernels."""
+        from vllm.model_executor.layers import utils
+
+        if not hasattr(torch.ops._C, "convert_weight_packed"):
+            utils.check_cpu_sgl_kernel = lambda n, k, dtype: False  # which a CPU with AMX would take in bfloat16
+        return super().get_diffusion_worker_cls()
+
+    @classmethod
     def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
         """Torch's attention, whatever was asked for."""
         return "omni_rollout.engines.vllm_omni.cpu.attention.CpuAttentionBackend"
