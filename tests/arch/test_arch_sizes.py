@@ -7,8 +7,8 @@ from pathlib import Path
 import count_lines
 import pytest
 
-MAX_CODE_LINES = 10_760  # of packages and apps; the whole mission has 12,000
-MAX_WITHOUT_MODELS = 9_450  # the same without the files of models, one a model; see docs/decisions/0007
+MAX_CODE_LINES = 11_240  # of packages and apps; the whole mission has 12,000
+MAX_WITHOUT_MODELS = 9_940  # the same without the files of models, one a model; see docs/decisions/0007
 MODELS = count_lines.ROOT / "packages/omni-rollout/src/omni_rollout/models"
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

@@ -39,6 +39,7 @@ class RunArgs:
     project: str = "omni-rl"  # Project name in the tracker
     hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
     dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
+    device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
 
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
@@ -102,14 +103,14 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
-    "shard", "engine_sleep", "dry_run", "text_cache", "text_cache_mb", "keep_products_gb",
+    "shard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb", "keep_products_gb",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
     "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3, "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1,
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
-    "max_grad_norm": 1e-12, "ema_decay": 0.0, "text_cache_mb": 0.0,
+    "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
     "keep_products_gb": 0.0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
@@ -138,7 +139,10 @@ def check_run(args: RunArgs, world_size: int) -> None:
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
-        (args.shard != "fsdp2" or "RANK" in os.environ, "--shard fsdp2 needs torchrun"),
+        (args.shard != "fsdp2" or "RANK" in os.environ or args.device_memory_gb, "--shard fsdp2 needs torchrun"),
+        (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
+        (not (args.device_memory_gb and engine and engine.library),
+         f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),

@@ -26,7 +26,7 @@ from omni_rl.alarms import Alarm, Watch
 from omni_rl.args import RunArgs, without_secrets
 from omni_rl.failures import BrokenRunError
 from omni_rl.report.folder import command_line
-from omni_rl.run import HIDDEN, Run, Step
+from omni_rl.run import HIDDEN, Run, Step, current_plan
 from omni_rl.sampling import evaluate
 
 
@@ -63,6 +63,8 @@ class Loop:
 
     def __iter__(self) -> Iterator[Step]:
         run, args = self.run, self.run.args
+        if plan := current_plan.get():
+            return (yield from plan.steps(run))
         stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:

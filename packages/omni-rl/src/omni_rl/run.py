@@ -11,10 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import torch
 from omni_rollout import Params
@@ -52,9 +53,13 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.scoring import Scorer, connect
 from omni_rl.sinks import check_tracker
 
+if TYPE_CHECKING:
+    from omni_rl.plan import Plan
+
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
+current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=None)  # see `omni_rl.plan`
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
@@ -114,7 +119,8 @@ class Run(Generic[ArgsT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        dist = init_distributed(timeout_s=args.hang_timeout_s)
+        plan = current_plan.get()
+        dist = plan.dist if plan else init_distributed(timeout_s=args.hang_timeout_s)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
         run = Run(args, algorithm, dist, old_policy=old_policy, reference=reference)
@@ -123,8 +129,10 @@ class Run(Generic[ArgsT]):
         run._check_alike()
         run._find_checkpoint()
         if args.dry_run:
-            if dist.is_main:
-                print(to_toml(without_secrets(args)), run._plan(), sep="\n")
+            if plan.tells if plan else dist.is_main:
+                print(to_toml(without_secrets(args)), run._plan(), sep="\n", flush=True)
+            if plan:
+                return run._planned(plan, scorer, parts)
             shutdown()
             sys.exit(0)
         with same_error(dist):
@@ -318,6 +326,17 @@ class Run(Generic[ArgsT]):
         }
         return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
 
+    def _planned(self, plan: "Plan", scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> Self:
+        """The run, ready for a step on a device that is not there."""
+        plan.prepare(self, scorer, parts)
+        with self.phase("load"):
+            self._load()
+            self._continue()
+        plan.settle(self.optimizer)
+        self.lock = RunLock(self.folder, self.dist)
+        self.sync_weights(0)
+        return self
+
     def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
         """Open what scores samples, and what else evaluations ask."""
         args, version, name = self.args, "", "--watch-scorer-url"
@@ -417,7 +436,7 @@ class Run(Generic[ArgsT]):
         is_sharded = self.mode == "fsdp2" and not self.args.lora_rank
         return load_sharded(
             self.model.empty_net(buffers=True),
-            self._start_files or self.model.weight_files(self.model.NETS[0]),
+            self._start_files or self.model.weight_files(self.model.NETS[0]) if self.model.reads_weights else None,
             self.dist.mesh if is_sharded else None,
             device=self.dist.device,
             block_names=self.model.BLOCK_NAMES,
@@ -495,7 +514,7 @@ def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: in
     """
     by_rank = torch.tensor(gather_json(dist, torch.stack(deviations).detach().float().tolist()))
     worst = by_rank.max().item()
-    if worst <= tolerance:
+    if worst <= tolerance or dist.is_planned:  # a plan has no numbers
         return worst
     off = ~(by_rank <= tolerance)  # NaN is off too
     rank, forward = off.nonzero()[0].tolist()

@@ -24,6 +24,7 @@ class Model(Protocol):
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
     IMAGES: ClassVar[range]  # how many references a prompt may have
+    reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
 
     @property
     def path(self) -> str:

@@ -40,18 +40,22 @@ _FIRST_BYTES = 4096  # of a message that all ranks exchange at once; what is lon
 
 @dataclass(frozen=True)
 class Dist:
-    """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group."""
+    """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group.
+
+    is_planned: the other ranks are not there (`omni_train.planned`), and would all send what this one does.
+    """
 
     rank: int
     world_size: int
     local_rank: int
     device: torch.device
     mesh: DeviceMesh | None
+    is_planned: bool = False
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, which alone writes and prints."""
-        return self.rank == 0
+        return self.rank == 0 and not self.is_planned
 
 
 @dataclass(frozen=True)
@@ -320,8 +324,8 @@ def end_process(message: str) -> None:
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
     """Every rank's message, of which each is as long."""
-    if dist.mesh is None:
-        return [message]
+    if dist.mesh is None or dist.is_planned:
+        return [message] * (dist.world_size if dist.is_planned else 1)
     rows = torch.empty(dist.world_size, len(message), dtype=torch.uint8)
     torch_dist.all_gather(list(rows.unbind()), torch.frombuffer(bytearray(message), dtype=torch.uint8))
     return [row.numpy().tobytes() for row in rows]

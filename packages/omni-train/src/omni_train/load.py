@@ -23,7 +23,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def load_sharded(
     net: ModuleT,
-    files: Sequence[str | Path],
+    files: Sequence[str | Path] | None,
     mesh: DeviceMesh | None,
     *,
     block_names: Collection[str] = (),
@@ -40,7 +40,7 @@ def load_sharded(
         net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
             include_buffers=False)` builds it. Without adapters.
         files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
-            nothing else but what `check_files` lets be.
+            nothing else but what `check_files` lets be. None leaves the values open.
         mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
         block_names: as for `shard`.
         compute_dtype: as for `shard`.
@@ -54,14 +54,16 @@ def load_sharded(
         OSError: a file cannot be read.
     """
     _check_built(net)
-    check_files(net, files)
+    if files is not None:
+        check_files(net, files)
     net.requires_grad_(trainable)
     net._apply(lambda t: t.to(param_dtype) if t.is_meta else t)
     if mesh is not None:
         shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
-    read_tensors(net.state_dict(keep_vars=True), files)
+    if files is not None:
+        read_tensors(net.state_dict(keep_vars=True), files)
     return net
 
 

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -54,6 +55,7 @@ class DiffusersModel:
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
     IMAGES: ClassVar[range] = range(1)
+    reads_weights = True  # without, parts are made of their configuration alone, with values left open
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -208,6 +210,9 @@ class DiffusersModel:
         cls = self._class(part)
         if not issubclass(cls, nn.Module):
             return cls.from_pretrained(self.folder, subfolder=part)
+        if not self.reads_weights:
+            empty = partial(torch.empty_like, dtype=dtype, device=device)
+            return self._empty(part, buffers=True)._apply(lambda t: empty(t) if t.is_meta else t.to(device)).eval()
         folder = self.weight_files(part)[0].parent  # there are some, or the library looks for other formats
         module, missing = self._read(part, dtype)
         if missing:  # the library has drawn them at random

@@ -1,0 +1,342 @@
+"""Will it fit? The trainer's own step on a device that is not there, its memory, and the least change that fits.
+
+    plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
+    plan: --device-memory-gb 80 is too little by 4.2 GB, in update
+    plan: fits with --batch-size 8: 73.5 GB
+
+The trainer runs two steps, so that the optimizer has its moments. Of the net's forwards and backwards, and of the
+decoder's, the first of a shape alone runs, kernel by kernel; later ones take the same memory and do as many operations.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from omni_reward import Score
+from omni_rollout import Params
+from omni_rollout.types import Cond, Media, Parts, Rates
+from omni_train.dist import Dist
+from omni_train.log import RunLog
+from omni_train.lora import lora_layers
+from omni_train.parts import part_files
+from omni_train.planned import PlannedDevice, planned_ranks
+from omni_train.state import train_state
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from omni_rl import scoring
+from omni_rl.args import Mode, RunArgs, num_batches, num_ranks, sharding
+from omni_rl.run import Step, current_plan
+from omni_rl.scoring import LocalScorer
+
+if TYPE_CHECKING:
+    from omni_rl.run import Run
+
+ArgsT = TypeVar("ArgsT", bound=RunArgs)
+GB = 1e9
+PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
+MAX_RANKS = 64  # to which a change may spread the weights
+
+
+def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
+    """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits."""
+    if int(os.environ.get("RANK", "0")):
+        return 0  # the first rank speaks
+    limit, ranks = args.device_memory_gb * GB, num_ranks()
+    plan = measure(main, args, ranks, tells=True)
+    print(plan.describe(), flush=True)
+    if plan.peak <= limit:
+        print(f"plan: fits --device-memory-gb {args.device_memory_gb:g}, with {(limit - plan.peak) / GB:.3g} GB left")
+        return 0
+    over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
+    told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
+    print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
+    is_too_large = plan.peaks["load"] > limit  # the weights alone, whatever is done with them
+    for changed, world_size, flags in changes(args, ranks):
+        if is_too_large and (sharding(changed, world_size), world_size) == (sharding(args, ranks), ranks):
+            continue
+        trial = measure(main, changed, world_size)
+        if trial.peak <= limit:
+            print(f"plan: fits with {flags}: {trial.peak / GB:.3g} GB", flush=True)
+            return 1
+        worst = max(trial.peaks, key=lambda name: trial.peaks[name])
+        print(f"plan: does not fit with {flags}: {trial.peak / GB:.3g} GB in {worst}", flush=True)
+    print("plan: no change of gradient checkpointing, batch size, sharding and ranks fits", flush=True)
+    return 1
+
+
+def changes(args: ArgsT, ranks: int) -> Iterator[tuple[ArgsT, int, str]]:
+    """Settings that need less memory, with their ranks and as flags: first those that cost least.
+
+    Recomputed activations cost a third more operations, small batches slow kernels, sharded weights traffic, and ranks
+    money.
+    """
+    flags: list[str] = []
+    if not args.gradient_checkpointing:
+        args, flags = replace(args, gradient_checkpointing=True), ["--gradient-checkpointing"]
+        yield args, ranks, flags[0]
+    spread: list[tuple[Mode, int]] = [(sharding(args, ranks), ranks)]
+    count = ranks if spread[0][0] != "fsdp2" and ranks > 1 else ranks * 2
+    while count <= MAX_RANKS:
+        spread.append(("fsdp2", count))
+        count *= 2
+    for place, (mode, world_size) in enumerate(spread):
+        wider = [f"--shard {mode}"] * (mode != spread[0][0]) + [f"{world_size} ranks"] * (world_size != ranks)
+        size = args.batch_size
+        while size > 1:
+            changed = replace(args, shard=mode, batch_size=size)
+            smaller = [f"--batch-size {size}"] * (size != args.batch_size)
+            if (place or smaller) and _is_divisible(changed, world_size):
+                yield changed, world_size, " ".join([*flags, *smaller, *wider])
+            size //= 2
+
+
+def measure(
+    main: Callable[[ArgsT], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
+) -> "Plan":
+    """Run two steps of the trainer on as many planned ranks."""
+    with planned_ranks(ranks) as dist, PlannedDevice() as device:
+        plan = Plan(dist, device, tells, remembers)
+        token, kept = current_plan.set(plan), scoring.gather_by_index
+        scoring.gather_by_index = _of_all_ranks
+        try:
+            main(replace(args, text_cache=""))
+        finally:
+            current_plan.reset(token)
+            scoring.gather_by_index = kept
+            plan.forget()
+            gc.collect()
+    return plan
+
+
+@dataclass
+class Plan:
+    """A step as it is planned. tells: print the settings too. remembers: run one forward of a shape, not all."""
+
+    dist: Dist
+    device: PlannedDevice
+    tells: bool = False
+    remembers: bool = True
+    _seen: dict[object, "_Seen"] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[str, int]:
+        """The most bytes in each phase."""
+        return {name or "others": peak for name, peak in self.device.peaks.items()}
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of all."""
+        return max(self.peaks.values())
+
+    def describe(self) -> str:
+        """Memory and operations of each phase, a line each."""
+        memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
+        flops = {name: count for name, count in self.device.flops.items() if count}
+        work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
+        return f"plan: most memory per rank, GB: {memory}\nplan: operations per rank and step, TFLOP: {work}"
+
+    def prepare(self, run: "Run[RunArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
+        """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
+        model: Any = run.model
+        model.reads_weights = False
+        if self.remembers:
+            model.predict_velocity, model.decode = self._remembered(model.predict_velocity), self._decoded(model.decode)
+        model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
+        run.watch = None
+        run.scorer = LocalScorer(_grader(parts)) if isinstance(scorer, str) else scorer(self.dist)
+        run.log = _Log(self.device)
+
+    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
+        for group in optimizer.param_groups:
+            group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
+
+    def steps(self, run: "Run[RunArgs]") -> Iterator[Step]:
+        """Two steps, as the optimizer has its moments from the second on; then what a checkpoint holds."""
+        yield from (Step(0), Step(0))
+        with run.phase("save"):
+            part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
+
+    def forget(self) -> None:
+        """Drop what was remembered, which keeps tensors alive."""
+        self._seen.clear()
+
+    def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def phased(*args: Any, **kwargs: Any) -> Any:
+            with self.device.phase(self.device.current if self.device.current == "update" else name):
+                return function(*args, **kwargs)
+
+        return phased
+
+    def _remembered(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+            active = [layer.active for layer in lora_layers(net).values()][:1]
+            shapes = {name: tensor.shape for name, tensor in cond.items()}
+            scales = params.guidance_scale, params.guidance
+            key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
+            if key not in self._seen:
+                self._seen[key] = seen = _Seen(self.device, net)
+                return seen.record(lambda: predict(net, x, sigma, cond, params))
+            return self._seen[key].repeat()
+
+        return remembered
+
+    def _decoded(self, decode: Callable[..., tuple[Media, Rates]]) -> Callable[..., tuple[Media, Rates]]:
+        done: dict[torch.Size, tuple[Media, Rates, int, int]] = {}
+        device = self.device
+
+        def decoded(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+            if torch.is_grad_enabled():
+                return decode(parts, x0, cond, params)
+            if x0.shape in done:
+                media, rates, peak, flops = done[x0.shape]
+                device.burst(peak)
+                device.add_flops(flops)
+                return {kind: torch.empty_like(tensor, device=device.device) for kind, tensor in media.items()}, rates
+            base, before = device.start_window(), device.flops.total()
+            media, rates = decode(parts, x0, cond, params)
+            shapes = {kind: torch.empty(t.shape, dtype=t.dtype, device="meta") for kind, t in media.items()}
+            done[x0.shape] = shapes, rates, device.window - base, device.flops.total() - before
+            return media, rates
+
+        return decoded
+
+
+class _Seen:
+    """What a forward of the net, and its backward, needed. net: whose parameters get gradients."""
+
+    def __init__(self, device: PlannedDevice, net: nn.Module) -> None:
+        self.device, self.net = device, net
+        self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
+        self.trained: list[nn.Parameter] = []
+
+    def record(self, run: Callable[[], Tensor]) -> Tensor:
+        """What `run` returns; at its end, and during the backward pass, notes what it took."""
+        device = self.device
+        base, flops = device.start_window(), device.flops.total()
+        out = run()
+        self.shape, self.dtype, self.is_graph = out.shape, out.dtype, out.requires_grad
+        self.forward_flops, self.held = device.flops.total() - flops, device.live - base - out.nbytes
+        self.forward_peak = device.window - base - (0 if self.is_graph else self.held)  # what stays is there already
+        return _Record.apply(out, self) if self.is_graph else out
+
+    def repeat(self) -> Tensor:
+        """A tensor in the place of the net's output, after as much memory and as many operations."""
+        self.device.burst(self.forward_peak)
+        self.device.add_flops(self.forward_flops)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
+        return _Repeat.apply(out.requires_grad_(), self) if self.is_graph else out
+
+    def begin_backward(self) -> None:
+        """Note from here on what the backward pass takes; gradients that stay are left out."""
+        device = self.device
+        have = {p for p in self.net.parameters() if p.grad is not None}
+        base, flops = device.start_window(), device.flops.total()
+
+        def count(p: nn.Parameter) -> None:
+            if p not in have:
+                have.add(p)
+                self.trained.append(p)
+                device.aside += _num_bytes(p)
+
+        def end() -> None:
+            self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
+            self.trained = list(have)
+            for hook in hooks:
+                hook.remove()
+
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in self.net.parameters() if p.requires_grad]
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def repeat_backward(self) -> None:
+        """Take as much memory as the backward pass did, leave the gradients, and free what the forward kept."""
+        self.device.burst(self.backward_peak)
+        self.device.add(-self.held)
+        for p in self.trained:
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+        self.device.add_flops(self.backward_flops)
+
+
+class _Record(torch.autograd.Function):
+    """The output of the net, from which a backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
+        ctx.seen = seen
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.begin_backward()
+        return grad, None
+
+
+class _Repeat(torch.autograd.Function):
+    """An output in the place of the net's, with what its graph would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
+        ctx.seen = seen
+        seen.device.add(seen.held)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.seen.repeat_backward()
+        return None, None
+
+
+class _Log(RunLog):
+    """A log of a run that writes nothing, whose phases are those of the memory."""
+
+    def __init__(self, device: PlannedDevice) -> None:
+        super().__init__("", is_main=False, total_steps=1)
+        self._device = device
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count as that phase within the `with` block."""
+        self.last_phase = name
+        with self._device.phase(name):
+            yield
+
+
+def ordered(phases: Mapping[str, float]) -> list[str]:
+    """The phases, in the order of a step; the others, which have no name, only where they are the largest."""
+    known = [name for name in PHASES if name in phases]
+    rest = [name for name in phases if name not in PHASES and phases[name] >= max(phases.values())]
+    return known + rest
+
+
+def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]:
+    """Scores that differ, so that there is something to learn."""
+
+    def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+        return [Score(float(i), parts=dict.fromkeys(parts, float(i))) for i in range(len(texts))]
+
+    return grade
+
+
+def _of_all_ranks(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
+    """Values of all ranks' samples in the place of those that the others would send: different ones."""
+    return torch.linspace(0, 1, total)
+
+
+def _is_divisible(args: RunArgs, ranks: int) -> bool:
+    """Whether a step's samples can be split into batches of that size for so many ranks."""
+    try:
+        return bool(num_batches(args, ranks))
+    except ValueError:
+        return False
+
+
+def _num_bytes(p: nn.Parameter) -> int:
+    """The memory of a gradient, of this rank's rows where it is sharded."""
+    return p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes

@@ -1,0 +1,256 @@
+"""A device that is not there: what runs on it has shapes and no values, and every byte that it would hold is counted.
+
+    with PlannedDevice() as device:
+        net = nn.Linear(4096, 4096, device=PLANNED)
+        net(torch.randn(8, 4096).to(PLANNED)).sum().backward()
+    device.peaks  # bytes, by phase
+
+Tensors on PLANNED are torch's fake ones; those of the host are real. What the host reads from the device is known where
+it follows from few numbers that it has sent, such as noise levels or the mask of a text. Otherwise it is made up.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+import torch.distributed as torch_dist
+import torch.distributed.fsdp._fully_shard._fully_shard as fsdp
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from omni_train.dist import Dist
+
+PLANNED = torch.device("cpu", 1)  # a second CPU, as far as torch can tell: its backward pass asks for no driver
+READ = 1e-30  # a number read from the device: finite, and not zero, as the norm of a gradient that is to be applied
+MAX_KNOWN = {True: 2**12, False: 2**20}  # elements of a tensor whose values are kept: of floats, and of integers
+
+_ATEN = torch.ops.aten
+_ATTENTION = "_scaled_dot_product_flash_attention"
+_FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
+    getattr(_ATEN, f"{_ATTENTION}_for_cpu{suffix}"): flop_registry[getattr(_ATEN, _ATTENTION + suffix)]
+    for suffix in ("", "_backward")
+}
+_INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+_DRAWS = (_ATEN.uniform_.default, _ATEN.normal_.default)
+
+
+class Meter(TorchDispatchMode):
+    """Counts the bytes of all tensors alive on a device, and the floating-point operations, by phase.
+
+    live: bytes. peaks: the most bytes that were alive in a phase. flops: of matrix products, attention, convolutions.
+    Bytes are those of storages: what an allocator rounds up or cannot fill comes on top.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.live = 0
+        self.peaks: Counter[str] = Counter()
+        self.flops: Counter[str] = Counter()
+        self.window = 0  # the most bytes since it was last set, those of `aside` left out
+        self.aside = 0
+        self.current = ""  # the phase
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Within the `with` block, count for that phase."""
+        before, self.current = self.current, name
+        self.add(0)
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that are allocated; freed, if negative."""
+        self.live += num_bytes
+        self.peaks[self.current] = max(self.peaks[self.current], self.live)
+        self.window = max(self.window, self.live - self.aside)
+
+    def burst(self, num_bytes: int) -> None:
+        """Count bytes that are allocated and freed at once."""
+        self.add(num_bytes)
+        self.add(-num_bytes)
+
+    def start_window(self) -> int:
+        """Begin a new `window`, with nothing aside; the bytes alive."""
+        self.window, self.aside = self.live, 0
+        return self.live
+
+    def add_flops(self, flops: int) -> None:
+        """Count operations of this phase."""
+        self.flops[self.current] += flops
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the operator gives."""
+        return func(*args, **kwargs)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, and count it; of sharded tensors that on this rank's rows, which comes next."""
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = self.run(func, args, kwargs)
+        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
+            if isinstance(tensor, Tensor) and tensor.device == self.device:
+                self._see(tensor.untyped_storage())
+        if (formula := _FLOPS.get(func._overloadpacket)) is not None:
+            self.add_flops(formula(*args, **kwargs, out_val=out))
+        return out
+
+    def __enter__(self) -> Self:
+        self._resize, meter = torch.UntypedStorage.resize_, self
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            meter._resize(storage, size)
+            if id(storage) in meter._alive:
+                meter._see(storage)
+            return storage
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # how FSDP2 frees, unseen
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage from here to its end, or its new size."""
+        key, size = id(storage), storage.nbytes()
+        known, before = self._alive.get(key, (None, 0))
+        if known is None or size != before:
+            self._alive[key] = known or weakref.ref(storage, partial(self._end, key)), size
+            self.add(size - before)
+
+    def _end(self, key: int, _: object) -> None:
+        self.add(-self._alive.pop(key)[1])
+
+
+class PlannedDevice(Meter):
+    """Runs with fake tensors what runs on PLANNED, and counts it; the host's own work runs as ever."""
+
+    def __init__(self) -> None:
+        super().__init__(PLANNED)
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._makers = _Makers()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What the operator gives: fake tensors on the device, or what the host reads from there."""
+        if func is torch.ops.prim.device.default:
+            return args[0].device
+        if func in _DRAWS and not isinstance(args[0], FakeTensor) and args[0].numel() > MAX_KNOWN[True]:
+            return args[0]  # first weights: no one looks at them
+        leaves, device = tree_leaves((args, kwargs)), kwargs.get("device")
+        from_device = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        if not from_device and device != PLANNED:
+            return func(*args, **kwargs)
+        if func is _ATEN._local_scalar_dense.default:
+            return _values(args[0]).item()
+        known = _known(func, args, kwargs, leaves)
+        if func is _ATEN.equal.default:
+            return args[0].shape == args[1].shape if known is None else known
+        if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
+            return _values(args[0]) if known is None else known  # pictures and masks that come to the host
+        if func is _ATEN._to_copy.default and device == PLANNED and not args[0].numel():
+            func, args, kwargs = _ATEN.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype, **kwargs}
+            kwargs.pop("non_blocking", None)  # torch's own fakes leave an empty tensor where it was
+        with self.fake:
+            out = func(*args, **kwargs)
+        if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
+            del args[0].known
+        if known is not None:
+            for tensor, values in zip(tree_leaves(out), tree_leaves(known), strict=True):
+                if isinstance(tensor, FakeTensor):
+                    tensor.known = values  # type: ignore[attr-defined]
+        return out
+
+    def __enter__(self) -> Self:
+        self._kept = torch.utils.swap_tensors, fsdp._get_device_from_mesh
+        torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._swap, lambda mesh: PLANNED
+        self._makers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._makers.__exit__(*exc_info)
+        torch.utils.swap_tensors, fsdp._get_device_from_mesh = self._kept
+
+    def _swap(self, old: Tensor, new: Tensor) -> None:
+        """Put a tensor in the place of another, for `Module.to`; torch's own swap takes no fake ones."""
+        if isinstance(old, FakeTensor):
+            old.data, old.fake_device = new.data, new.fake_device  # type: ignore[attr-defined]
+        else:
+            self._kept[0](old, new)
+
+
+class _Makers(TorchFunctionMode):
+    """Brings tensors that are made of numbers to PLANNED, which torch itself does unseen by a dispatch mode."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device = kwargs.get("device") if func in (torch.tensor, torch.as_tensor) else None
+        if device is None or torch.device(device) != PLANNED:
+            return func(*args, **kwargs)
+        return func(*args, **{**kwargs, "device": None}).to(PLANNED)
+
+
+@contextmanager
+def planned_ranks(num_ranks: int) -> Iterator[Dist]:
+    """The first of so many ranks on the planned device; what the others send is as they would, in shape alone.
+
+    Raises:
+        RuntimeError: this process has met other ranks, in a process group.
+    """
+    if torch_dist.is_initialized():
+        raise RuntimeError("a plan must be made without torchrun, got a process group")
+    torch_dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("dp",))
+        mesh._device_type = str(PLANNED)
+        setattr(torch, str(PLANNED), torch.cpu)  # where a mesh looks for the number of devices
+        yield Dist(rank=0, world_size=num_ranks, local_rank=0, device=PLANNED, mesh=mesh, is_planned=True)
+    finally:
+        torch_dist.destroy_process_group()
+
+
+def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
+    """What an operator gives for few numbers that are known, computed on the host; else None."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if any(t.numel() > MAX_KNOWN[t.dtype not in _INTEGERS] for t in tensors):
+        return None
+    if any(t.is_meta or (isinstance(t, FakeTensor) and not hasattr(t, "known")) for t in tensors):
+        return None
+    if "empty" in func.__name__:
+        return None
+    if not tensors and kwargs.get("dtype") not in _INTEGERS:
+        return None
+    args, kwargs = tree_map_only(FakeTensor, lambda t: t.known, (args, kwargs))
+    host = {"device": torch.device("cpu")} if kwargs.get("device") is not None else {}
+    return func(*args, **{**kwargs, **host})
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """The values of a tensor, made up where they are not known."""
+    known: Tensor | None = getattr(tensor, "known", None)
+    if known is not None:
+        return known
+    if tensor.is_floating_point():
+        return torch.full(tensor.shape, READ, dtype=torch.float64)
+    return torch.ones(tensor.shape, dtype=tensor.dtype)

@@ -1,0 +1,150 @@
+"""The memory plan of a step: against the bytes of a real one, and the change that fits."""
+
+import gc
+import importlib
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import sampled
+from omni_rl import plan
+from omni_rl.failures import launch
+from omni_rl.run import Run
+from omni_rl.scoring import LocalScorer
+from omni_train.log import RunLog
+from omni_train.planned import Meter
+from trainer_runs import recipe, tiny, write_eval_prompts
+
+SMALL = {"prompts_per_step": 4, "group_size": 4, "batch_size": 8, "num_inference_steps": 4, "window_high": None}
+LORA = {"lora_rank": 8, "true_cfg_scale": 4.0}
+CASES = {
+    "all weights": ("train_flowgrpo", {}),
+    "adapters, guidance, recomputation": ("train_flowgrpo", LORA | {"gradient_checkpointing": True}),
+    "adapters, two updates": ("train_flowgrpo", LORA | {"num_minibatches": 2, "ema_decay": 0.9}),
+    "NFT": ("train_nft", {"kl_coef": 0.1}),
+    "DPO": ("train_dpo", {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    write_eval_prompts(tmp_path)
+
+
+def settings(case):
+    """The trainer of a case, and the settings of a dry run."""
+    name, changes = CASES[case]
+    app = importlib.import_module(name)
+    known = {key: value for key, value in (SMALL | changes).items() if key in app.Args.__dataclass_fields__}
+    return app, tiny(recipe(app, "tiny-signs"), dry_run=True, device_memory_gb=1.0, width=192, height=64, **known)
+
+
+def really(app, args, monkeypatch):
+    """The most bytes of all tensors in each phase of two real steps on the CPU."""
+    meter, phase = Meter(torch.device("cpu")), RunLog.phase
+
+    @contextmanager
+    def counted(log, name):
+        with phase(log, name), meter.phase(name):
+            yield
+
+    monkeypatch.setattr(RunLog, "phase", counted)
+    scorer = LocalScorer(plan._grader([]))
+    monkeypatch.setattr(Run, "_open_scorers", lambda run, *_: vars(run).update(scorer=scorer, watch=None))
+    gc.collect()
+    with meter:
+        app.main(
+            replace(
+                args,
+                dry_run=False,
+                device_memory_gb=0.0,
+                async_save=False,
+                train_steps=2,
+                eval_every=100,
+                save_every=100,
+            )
+        )
+    return meter
+
+
+@pytest.mark.parametrize("case", sampled(CASES, 1, always=["adapters, guidance, recomputation"]))
+def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
+    app, args = settings(case)
+    monkeypatch.setattr(plan.Plan, "settle", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
+    planned = plan.measure(app.main, args, 1)
+    real = really(app, args, monkeypatch)
+    assert max(planned.peaks[name] for name in ("rollout", "decode")) == pytest.approx(real.peaks["rollout"], rel=0.05)
+    assert planned.peaks["update"] == pytest.approx(real.peaks["update"], rel=0.05)
+    assert planned.device.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
+
+
+@pytest.mark.parametrize("case", sampled(CASES, 1))
+def test_one_forward_of_each_shape_tells_what_all_do(case):
+    app, args = settings(case)
+    first, every = (plan.measure(app.main, args, 1, remembers=remembers) for remembers in (True, False))
+    assert first.device.flops == every.device.flops
+    for name, peak in every.peaks.items():
+        assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
+
+
+@pytest.mark.slow
+def test_sharded_weights_take_a_rank_s_share():
+    app, args = settings("all weights")
+    two, four = (plan.measure(app.main, args, ranks) for ranks in (2, 4))
+    assert two.peaks["sync"] / four.peaks["sync"] > 1.5
+    assert four.peaks["update"] < two.peaks["update"]
+
+
+def run(app, args, capsys):
+    """The exit code of the program, and what it prints of its plan."""
+    with pytest.raises(SystemExit) as ended:
+        launch(app.main, args)
+    return ended.value.code, re.findall(r"^plan: (.+)$", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
+    app, args = settings("adapters, two updates")
+    code, lines = run(app, args, capsys)
+    assert code == 0
+    assert lines[-1].startswith("fits --device-memory-gb 1, with ")
+    peak = 1.0 - float(re.search(r"with ([\d.]+) GB left", lines[-1])[1])
+    code, lines = run(app, replace(args, device_memory_gb=0.6 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
+    assert code == 1
+    assert any("is too little: by" in line for line in lines)
+    assert lines[-1].startswith("fits with --gradient-checkpointing")
+    assert peak < 1.0
+
+
+def test_changes_come_by_what_they_cost():
+    _, args = settings("adapters, two updates")
+    args = replace(args, prompts_per_step=16, group_size=8, batch_size=4)
+    found = [flags for _, _, flags in plan.changes(args, 2)]
+    assert found[:3] == [
+        "--gradient-checkpointing",
+        "--gradient-checkpointing --batch-size 2",
+        "--gradient-checkpointing --shard fsdp2",
+    ]
+    assert "--gradient-checkpointing --shard fsdp2 4 ranks" in found
+    with_it = [flags for _, _, flags in plan.changes(replace(args, gradient_checkpointing=True), 2)]
+    assert with_it[0] == "--batch-size 2"
+
+
+def test_a_plan_leaves_nothing_behind(tmp_path):
+    app, args = settings("all weights")
+    plan.measure(app.main, args, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["eval.txt"]
+    assert torch.ones(2).device.index is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"dry_run": False, "scorer_url": "http://a:1"}, "needs --dry-run"), ({"device_memory_gb": -1.0}, "must be >= 0")],
+)
+def test_settings_that_do_not_fit_are_refused(changes, message):
+    app, args = settings("all weights")
+    with pytest.raises(ValueError, match=message):
+        app.check_args(replace(args, **changes))

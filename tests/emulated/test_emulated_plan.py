@@ -1,0 +1,26 @@
+"""A plan's peak against the bytes that the emulated accelerator has counted."""
+
+import importlib
+import json
+from dataclasses import replace
+
+import pytest
+from emulated import emulated_runs as runs
+from emulated.npu import build, load
+from helpers import sampled
+from omni_rl import plan
+from records import record
+
+
+@pytest.mark.parametrize("name", sampled(["flowgrpo full", "flowgrpo LoRA", "nft LoRA"], 1))
+def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
+    build()
+    case, folder = runs.CASES[name], tmp_path / "npu"
+    with record.scoring() as url:
+        fresh(runs.run, case, folder, url, before=load)
+        settings = record.flags(case, record.REPO, url)
+    lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+    app = importlib.import_module(case.app)
+    monkeypatch.chdir(folder)
+    planned = plan.measure(app.main, replace(app.Args(**settings), dry_run=True, device_memory_gb=1.0), 1)
+    assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)

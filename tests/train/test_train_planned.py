@@ -1,0 +1,115 @@
+"""A planned device: what it counts, what the host reads from it, and the ranks that are not there."""
+
+import gc
+
+import pytest
+import torch
+from omni_train.dist import any_rank, gather_json
+from omni_train.planned import PLANNED, READ, Meter, PlannedDevice, planned_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+HOST = torch.device("cpu")
+WIDTH, ROWS = 32, 8
+WEIGHTS = (WIDTH * WIDTH + WIDTH) * 4  # bytes of a layer in float32
+
+
+@pytest.fixture
+def device():
+    with PlannedDevice() as device:
+        yield device
+
+
+def layers(count, device):
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device=device) for _ in range(count)))
+
+
+def test_bytes_are_those_of_weights_outputs_and_gradients(device):
+    net = layers(1, PLANNED)
+    assert device.live == WEIGHTS
+    x = torch.zeros(ROWS, WIDTH).to(PLANNED)
+    assert device.live == WEIGHTS + x.nbytes
+    with device.phase("forward"):
+        y = net(x)
+    assert device.peaks["forward"] == WEIGHTS + x.nbytes + y.nbytes
+    y.sum().backward()
+    del x, y
+    gc.collect()
+    assert device.live == 2 * WEIGHTS  # with the gradients
+
+
+def test_operations_are_those_of_the_products(device):
+    net, x = layers(2, PLANNED), torch.zeros(ROWS, WIDTH, device=PLANNED)
+    with device.phase("forward"):
+        y = net(x)
+    with device.phase("backward"):
+        y.sum().backward()
+    product = 2 * ROWS * WIDTH * WIDTH
+    assert device.flops["forward"] == 2 * product
+    assert device.flops["backward"] == 3 * product  # the first layer's input needs no gradient
+
+
+def test_attention_holds_no_square_matrix_and_its_operations_count(device):
+    q = torch.zeros(1, 2, 256, 16, device=PLANNED, requires_grad=True)
+    nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    assert max(device.peaks.values()) < 2 * 256 * 256 * 4
+    assert device.flops.total() == 7 * 2 * 2 * 256 * 256 * 16  # two products forward, five backward
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_plan_counts_what_a_real_pass_does(recomputes):
+    def run(meter, place):
+        with meter:
+            net, x = layers(6, place), torch.zeros(ROWS, WIDTH).to(place)
+            optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+            for _ in range(2):
+                with meter.phase("step"):
+                    y = x
+                    for layer in net:
+                        y = checkpoint(layer, y, use_reentrant=False) if recomputes else layer(y).tanh()
+                    y.sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return meter
+
+    planned, real = run(PlannedDevice(), PLANNED), run(Meter(HOST), HOST)
+    assert planned.peaks["step"] == pytest.approx(real.peaks["step"], rel=0.01)
+    assert planned.flops == real.flops
+
+
+def test_the_host_reads_what_it_has_sent(device):
+    mask = nn.functional.pad(torch.ones(3, dtype=torch.bool, device=PLANNED), [0, 2])
+    assert not bool(mask.all())
+    assert mask.cpu().tolist() == [True] * 3 + [False] * 2
+    sigmas = torch.tensor([1.0, 0.5, 0.0]).to(PLANNED)
+    assert sigmas[1].item() == 0.5
+    assert bool((sigmas[:2] > 0).all())
+    assert torch.tensor([], device=PLANNED).device == PLANNED
+    sigmas += torch.randn(3, device=PLANNED)
+    assert sigmas[1].item() == READ  # no longer known
+
+
+def test_what_is_read_otherwise_is_made_up(device):
+    image = torch.rand(4, 4, device=PLANNED)
+    assert image.sum().item() == READ
+    assert image.to(torch.uint8).cpu().numpy().shape == (4, 4)
+    assert bool(image.isfinite().all())
+
+
+def test_a_module_moves_to_the_device_and_back(device):
+    net = layers(1, "cpu")
+    assert device.live == 0
+    net.to(PLANNED)
+    assert device.live == WEIGHTS
+    net.to("cpu")
+    gc.collect()
+    assert device.live == 0
+
+
+def test_ranks_that_are_not_there_send_what_this_one_does():
+    with planned_ranks(4) as dist:
+        assert gather_json(dist, {"a": 1}) == [{"a": 1}] * 4
+        assert not any_rank(dist, False)
+        assert not dist.is_main
+        with pytest.raises(RuntimeError, match="without torchrun"), planned_ranks(2):
+            pass
