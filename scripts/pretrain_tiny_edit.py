@@ -50,6 +50,8 @@ def build_edit(base: QwenImagePipeline) -> QwenImageEditPipeline:
         else:
             weight[[rows[token] for token in both]] = old[name][[known[token] for token in both]]
     processor = build_tiny_models.build_qwen_processor(tokenizer, max_tokens=4)
+    for part in (base.vae, base.transformer):
+        part.register_to_config(_name_or_path=SIGNS.name)  # not where it lay
     return QwenImageEditPipeline(base.scheduler, base.vae, text_encoder, tokenizer, processor, base.transformer)
 
 
