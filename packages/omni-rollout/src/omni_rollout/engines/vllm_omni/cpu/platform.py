@@ -18,13 +18,17 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
 
     @classmethod
     def get_omni_ar_worker_cls(cls) -> str:
-        """Raises NotImplementedError."""
-        raise NotImplementedError("autoregressive stages do not run on this CPU platform")
+        """Refuse autoregressive stages, with a RuntimeError."""
+        raise RuntimeError(
+            "autoregressive stages need a build of vLLM for the CPU: this platform runs diffusion stages alone"
+        )
 
     @classmethod
     def get_omni_generation_worker_cls(cls) -> str:
-        """Raises NotImplementedError."""
-        raise NotImplementedError("autoregressive stages do not run on this CPU platform")
+        """Refuse autoregressive stages, with a RuntimeError."""
+        raise RuntimeError(
+            "autoregressive stages need a build of vLLM for the CPU: this platform runs diffusion stages alone"
+        )
 
     @classmethod
     def get_diffusion_worker_cls(cls) -> str:
