@@ -30,8 +30,8 @@ PROMPTS = [Prompt('a red sign that says "AB"', group=0, index=0, seed=0)]
 
 
 def commands(page):
-    """The words of every line of the page's shell blocks."""
-    blocks = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    """The words of every command of the page's shell blocks."""
+    blocks = re.findall(r"```sh\n(.*?)```", page.replace("\\\n", " "), re.DOTALL)
     return [shlex.split(line) for block in blocks for line in block.splitlines()]
 
 
