@@ -106,7 +106,7 @@ from torch import Tensor
 @torch.no_grad()
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
     """The scores of finished images, uint8 [N, H, W, 3], for their texts as they are."""
-    images = torch.from_numpy(media["image"]).to(dist.device).permute(0, 3, 1, 2).float() / 255
+    images = to_device(torch.from_numpy(media["image"]), dist.device).permute(0, 3, 1, 2).float() / 255
     return [Score(value) for value in reward(images, list(texts)).tolist()]
 
 

@@ -1,6 +1,7 @@
 """Count what a training step asks of an accelerator: waits of the host, copies, collectives, memory, by phase.
 
 python tests/emulated/count_waits.py
+python tests/emulated/count_waits.py nft dpo srpo
 """
 
 import json
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -22,11 +24,18 @@ from emulated.npu import Event, load, place, tell
 from omni_train.log import RunLog
 from records import record
 
-STEPS, WINDOW, BATCHES = 10, 2, 2
-CASE = record.grpo(
-    ranks=2, shard="ddp", **record.LORA, true_cfg_scale=3.0, num_inference_steps=STEPS, window_size=WINDOW,
-    window_high=5, prompts_per_step=4, group_size=4, batch_size=4, eval_every=3, save_every=3, train_steps=3,
-)  # fmt: skip
+BATCHES = 2
+SHAPE: dict[str, Any] = record.LORA | {
+    "shard": "ddp", "prompts_per_step": 4, "group_size": 4, "batch_size": 4, "eval_every": 3, "save_every": 3,
+    "train_steps": 3,
+}  # fmt: skip
+GUIDED: dict[str, Any] = SHAPE | {"true_cfg_scale": 3.0}
+CASES = {  # of 2 ranks, each with 2 batches of 4 pictures; dpo takes pairs of pictures that are there
+    "flowgrpo": record.grpo(ranks=2, **GUIDED, num_inference_steps=10, window_size=2, window_high=5),
+    "nft": record.nft(ranks=2, **GUIDED),
+    "dpo": record.dpo(ranks=2, **SHAPE),
+    "srpo": record.srpo(ranks=2, **SHAPE | {"prompts_per_step": 16, "group_size": 1}),
+}
 COLLECTIVES = ("all_gather", "all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor", "barrier")
 
 
@@ -100,10 +109,11 @@ def step_of(path: Path, number: int) -> list[Phase]:
     return steps[number]
 
 
-def measure(case: record.Case = CASE, number: int = 1) -> list[Phase]:
-    """The phases of rank 0 of a run's training step `number`, which neither evaluates nor saves."""
-    with tempfile.TemporaryDirectory() as name, record.scoring() as url:
-        folder = Path(name) / "run"
+def measure(name: str = "flowgrpo", number: int = 1) -> list[Phase]:
+    """The phases of rank 0 of a case's training step `number`, which neither evaluates nor saves."""
+    case = CASES[name]
+    with tempfile.TemporaryDirectory() as home, record.scoring() as url:
+        folder = Path(home) / "run"
         run(case, folder, url, lives=(case.settings["train_steps"],), before=trace)
         return step_of(folder / "trace-0.jsonl", number)
 
@@ -134,4 +144,5 @@ def _markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 if __name__ == "__main__":
-    print(table(merged(measure())))
+    for each in sys.argv[1:] or ["flowgrpo"]:
+        print(each, table(merged(measure(each))), sep="\n\n", end="\n\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from omni_rollout.types import to_device
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -76,7 +77,7 @@ def load_sign_reader(path: str, device: torch.device) -> Reward:
             raise ValueError(f"images must be signs [B, 3, 32, 96], got shape {tuple(images.shape)}")
         classes = [sign_classes(text) for text in texts]
         crops = torch.cat([crop_letters(image, len(c)) for image, c in zip(images, classes, strict=True)])
-        wanted = torch.tensor([i for c in classes for i in c], device=images.device)
+        wanted = to_device(torch.tensor([i for c in classes for i in c]), images.device)
         read = reader(crops).softmax(dim=1).gather(1, wanted[:, None])[:, 0]
         return torch.stack([letters.mean() for letters in read.split([len(c) for c in classes])])
 

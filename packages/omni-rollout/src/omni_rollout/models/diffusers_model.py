@@ -14,7 +14,7 @@ from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, s
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
-from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -321,7 +321,7 @@ def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
     It hides nothing in a batch of one prompt's samples, whose texts run in one call and their negatives, which are of
     another length, in another. These are two calls whatever the lengths: sharded ranks must make equally many.
     """
-    return None if bool(mask.all()) else mask.to(device)
+    return None if bool(mask.all()) else to_device(mask, device)
 
 
 def pixels(media: Tensor) -> Tensor:
