@@ -87,3 +87,11 @@ def trickle(conn: socket.socket, data: bytes, *, pause_s: float = 0.02) -> None:
     for i in range(len(data)):
         conn.sendall(data[i : i + 1])
         time.sleep(pause_s)
+
+
+def texture(seed: int = 0) -> np.ndarray:
+    """Soft random texture [256, 256], 0 to 255, that repeats at its edges."""
+    noise = np.random.default_rng(seed).normal(size=(256, 256))
+    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(256), np.fft.fftfreq(256)))
+    soft = np.fft.ifft2(np.fft.fft2(noise) * np.exp(-((frequency / 0.08) ** 2))).real
+    return (soft - soft.min()) / np.ptp(soft) * 255

@@ -14,9 +14,10 @@ import pytest
 import torch
 from omni_reward import Scorer
 from omni_reward.combine import parse
-from omni_reward.scorers import SCORERS, find_loader, likeness
+from omni_reward.scorers import SCORERS, find_loader, flow, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clip import load_clip, load_pickscore
+from omni_reward.scorers.frames import FRAMES
 from omni_reward.scorers.hpsv3 import load_hpsv3
 from omni_reward.scorers.imagereward import load_imagereward
 from omni_reward.scorers.jpeg import MODES
@@ -27,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scorers.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "packages/omni-reward/pyproject.toml").read_text())["project"]["optional-dependencies"]
 SCRIPTS = sorted(path for path in (ROOT / "scripts/scorers").glob("*.py") if path.stem in SCORERS)
-NUMPY_ALONE = {"color", "likeness", "video"}
+NUMPY_ALONE = {"color", "flow", "likeness", "pitch", "sync", "video"}
 NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
     "clip": load_clip,
@@ -52,13 +53,13 @@ def script_settings(path: Path) -> dict[str, Any]:
 
 def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
     needs = {row[0].strip("`"): row[-1].strip("`") for row in rows()[2:] if len(row) == 5}
-    own = needs.pop("python:FILE.py:FUNCTION")
-    assert own == "whatever it imports"
+    assert needs.pop("python:FILE.py:FUNCTION") == "whatever it imports"
+    assert needs.pop("frames:NAME") == "what it needs"
     assert needs == {name: f"omni-reward[{name}]" if name not in NUMPY_ALONE else "" for name in SCORERS}
     assert set(EXTRAS) - {"server"} == set(SCORERS) - NUMPY_ALONE
 
 
-@pytest.mark.parametrize("name", ["jpeg", "likeness", "video", "vlm"])
+@pytest.mark.parametrize("name", ["flow", "jpeg", "likeness", "pitch", "video", "vlm"])
 def test_the_page_has_a_row_for_every_option(name: str) -> None:
     named = {row[0].strip("`") for row in rows(after=f"## {name}\n") if len(row) == 3}
     parameters = inspect.signature(find_loader(name)).parameters.keys() - {"threads"}
@@ -74,7 +75,7 @@ def test_the_page_has_a_row_for_every_option_of_the_networks() -> None:
 
 
 def test_the_page_names_the_words_and_the_defaults() -> None:
-    for word in (*MODES, *MEASURES, *likeness.MEASURES):
+    for word in (*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *FRAMES):
         assert f"`{word}`" in PAGE
     for load in NETWORKS.values():
         for parameter in inspect.signature(load).parameters.values():
@@ -85,9 +86,11 @@ def test_the_page_names_the_words_and_the_defaults() -> None:
 def test_the_commands_of_the_page_parse() -> None:
     scorers = re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE)
     recipes = [parse((quoted or bare).rstrip("`")) for quoted, bare in scorers]
-    assert len(recipes) == 6
+    assert len(recipes) == 8
     assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
-        "python:my_scorers.py:brightness"
+        "frames:likeness",
+        "frames:ocr",
+        "python:my_scorers.py:brightness",
     }
 
 

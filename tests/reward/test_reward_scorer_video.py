@@ -5,17 +5,10 @@ import pytest
 from omni_reward import Score
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.video import MEASURES, consistency, load_video, motion_smoothness, sharpness, shrink
+from reward.reward_helpers import texture
 
 NUM_FRAMES = 12
 SIDE = 64
-
-
-def texture(seed: int = 0) -> np.ndarray:
-    """Soft random texture [256, 256], 0 to 255, that repeats at its edges."""
-    noise = np.random.default_rng(seed).normal(size=(256, 256))
-    frequency = np.hypot(*np.meshgrid(np.fft.fftfreq(256), np.fft.fftfreq(256)))
-    soft = np.fft.ifft2(np.fft.fft2(noise) * np.exp(-((frequency / 0.08) ** 2))).real
-    return (soft - soft.min()) / np.ptp(soft) * 255
 
 
 def film(offsets: list[int], image: np.ndarray | None = None) -> np.ndarray:

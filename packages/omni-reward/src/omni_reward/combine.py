@@ -30,7 +30,7 @@ from omni_reward.wire import Score, Scorer
 
 GATE = "gate"  # the part that is 1 where all gates passed and 0 where not
 _NUMBER = r"(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?"
-_SCORER = r"(?P<spec>python:[^\s*]+?\.py:[A-Za-z_]\w*|[A-Za-z_]\w*)(?:\s+as\s+(?P<name>[A-Za-z_]\w*))?"
+_SCORER = r"(?P<spec>(?:frames:)?(?:python:[^\s*]+?\.py:[A-Za-z_]\w*|[A-Za-z_]\w*))(?:\s+as\s+(?P<name>[A-Za-z_]\w*))?"
 _WHOLE = re.compile(rf"(?P<sum>.+?)(?:\s+if\s+(?P<gates>.+)\s+else\s+(?P<veto>[+-]?{_NUMBER}))?\s*")
 _TERM = re.compile(rf"\s*(?P<sign>[+-]?)\s*(?:(?P<weight>{_NUMBER})\s*\*\s*)?{_SCORER}\s*(?=[+-]|$)")
 _GATE = re.compile(rf"\s*{_SCORER}\s*>=\s*(?P<least>[+-]?{_NUMBER})\s*")
@@ -107,9 +107,7 @@ def combine(recipe: Recipe, scorers: Mapping[str, Scorer]) -> Scorer:
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
-        columns = {
-            name: _score_in_batches(scorer, media, prompts, meta, references) for name, scorer in scorers.items()
-        }
+        columns = {name: score_in_batches(scorer, media, prompts, meta, references) for name, scorer in scorers.items()}
         return [_join(recipe, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     batch_size = min(known) if len(known) == len(sizes) else None
@@ -144,9 +142,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def _score_in_batches(
+def score_in_batches(
     scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta, references: References
 ) -> list[Score]:
+    """Scores of N samples by a scorer that is called with no more than its batch size."""
     scores: list[Score] = []
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):

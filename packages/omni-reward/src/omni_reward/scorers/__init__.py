@@ -2,12 +2,18 @@
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from omni_reward import combine
+from omni_reward.scorers.frames import PREFIX as FRAMES
+from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
-SCORERS = ("aesthetic", "clip", "color", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore", "video", "vlm")
+SCORERS = (
+    "aesthetic", "clip", "color", "flow", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore", "pitch",
+    "sync", "video", "vlm",
+)  # fmt: skip
 
 
 def find_loader(name: str) -> Callable[..., ScoreFn]:
@@ -25,6 +31,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.clip import load_clip as load
         case "color":
             from omni_reward.scorers.color import load_color as load
+        case "flow":
+            from omni_reward.scorers.flow import load_flow as load
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import load_hpsv3 as load
         case "imagereward":
@@ -37,6 +45,10 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.ocr import load_ocr as load
         case "pickscore":
             from omni_reward.scorers.clip import load_pickscore as load
+        case "pitch":
+            from omni_reward.scorers.sound import load_pitch as load
+        case "sync":
+            from omni_reward.scorers.sound import load_sync as load
         case "video":
             from omni_reward.scorers.video import load_video as load
         case "vlm":
@@ -50,7 +62,8 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     """The scorer of that name, ready to score.
 
     Args:
-        name: one of SCORERS, `python:path/to/file.py:function`, or a combination as in `omni_reward.combine`.
+        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, or a combination as in
+            `omni_reward.combine`.
         threads: cores that the scorer may use.
         options: settings by name; of a combination, by the scorer's name, a dot and the setting's.
 
@@ -72,21 +85,32 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
 
 
 def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
+    if spec.startswith(FRAMES):
+        mine = {name: text for name, text in options.items() if name in ("frames", "every")}
+        others = {name: text for name, text in options.items() if name not in mine}
+        image = _load(spec.removeprefix(FRAMES), threads, others)
+        return Scorer.of(_call(spec, partial(over_frames, image), mine))
     if spec.startswith(PREFIX):
         if options:
             raise ValueError(f"options must be left out for {spec}, got {sorted(options)}")
         return Scorer.of(load_user(spec))
     try:
         load = find_loader(spec)
-        signature = inspect.signature(load)
-        own = {"threads": threads} if "threads" in signature.parameters else {}
-        try:
-            given = signature.bind(**own, **{name: _convert(name, text, signature) for name, text in options.items()})
-        except TypeError as exc:
-            raise ValueError(f"options of {spec} must fit it: {exc}") from exc
-        return Scorer.of(load(*given.args, **given.kwargs))
+        own = {"threads": threads} if "threads" in inspect.signature(load).parameters else {}
+        return Scorer.of(_call(spec, load, options, **own))
     except ImportError as exc:
         raise ImportError(f"scorer {spec} needs {exc.name}: install omni-reward[{spec}]", name=exc.name) from exc
+
+
+def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], **own: int) -> ScoreFn:
+    """What a `load_...` function makes of its options."""
+    signature = inspect.signature(load)
+    try:
+        converted: dict[str, str | float] = {name: _convert(name, text, signature) for name, text in options.items()}
+        given = signature.bind(**own, **converted)
+    except TypeError as exc:
+        raise ValueError(f"options of {spec} must fit it: {exc}") from exc
+    return load(*given.args, **given.kwargs)
 
 
 def _convert(name: str, text: str, signature: inspect.Signature) -> str | float:

@@ -63,12 +63,17 @@ def _score_clip(clip: np.ndarray, fps: float, measure: str) -> Score:
     num_frames, height, width = clip.shape[:3]
     if num_frames < MIN_FRAMES or min(height, width) < MIN_SIDE:
         return Score(None, abstained=f"the video has fewer than {MIN_FRAMES} frames or {MIN_SIDE} pixels a side")
-    gray = np.stack([frame.astype(np.float32) @ _LUMA for frame in clip])
-    small = shrink(gray, max(1, min(height, width) // SMALL))
+    gray, small = gray_frames(clip)
     smooth, shift = motion_smoothness(small)
     parts = {"smoothness": smooth, "sharpness": sharpness(gray), "consistency": consistency(small)}
     value = sum(parts.values()) / 3 if measure == "mean" else parts[measure]
     return Score(value, parts=parts | {"motion": shift * fps / small.shape[1]})
+
+
+def gray_frames(clip: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Luma [T, H, W] of a clip [T, H, W, 3], uint8, and its small frames [T, h, w]."""
+    gray = np.stack([frame.astype(np.float32) @ _LUMA for frame in clip])
+    return gray, shrink(gray, max(1, min(gray.shape[1:]) // SMALL))
 
 
 def shrink(gray: np.ndarray, factor: int) -> np.ndarray:

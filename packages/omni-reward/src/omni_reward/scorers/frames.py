@@ -1,0 +1,62 @@
+"""Scorers of images on the frames of a video: `frames:NAME` for any of them.
+
+    mean      mean of the scores of every n-th frame
+    min       the least of them: one bad frame costs the whole video
+    first, last      the score of that frame alone
+
+With `frames:likeness` and the first frame, this is how well a video keeps to the picture that it was made from.
+
+Letters: N samples, T frames, K of them looked at.
+"""
+
+import math
+from dataclasses import replace
+
+from omni_reward.combine import score_in_batches
+from omni_reward.media import Arrays, Meta, References
+from omni_reward.wire import Score, Scorer
+
+PREFIX = "frames:"
+FRAMES = ("mean", "min", "first", "last")
+
+
+def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scorer:
+    """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with the scores of the frames in `details`.
+
+    Args:
+        scorer: of images.
+        frames: one of FRAMES.
+        every: 1 looks at every frame, 2 at every second one from the first on, and so on.
+
+    Raises:
+        ValueError: an argument breaks its rule.
+    """
+    if scorer.media != ("image",):
+        raise ValueError(f"{PREFIX} must be followed by a scorer of images, got one of {', '.join(scorer.media)}")
+    if frames not in FRAMES:
+        raise ValueError(f"frames must be one of {list(FRAMES)}, got {frames!r}")
+    if every < 1:
+        raise ValueError(f"every must be >= 1, got {every}")
+    chosen = {"first": slice(0, 1), "last": slice(-1, None)}.get(frames, slice(None, None, every))
+
+    def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
+        scores = []
+        for i, clip in enumerate(media["video"][:, chosen]):  # [K, H, W, 3]
+            own = [references[i]] * len(clip) if references else ()
+            images = {"image": clip}
+            scores.append(score_in_batches(scorer, images, [prompts[i]] * len(clip), [meta[i]] * len(clip), own))
+        return [_join(own, frames) for own in scores]
+
+    return Scorer(score, media=("video",), version=scorer.version, references=scorer.references)
+
+
+def _join(scores: list[Score], frames: str) -> Score:
+    """The score of a video, from those of its frames."""
+    values = [round(score.value, 6) for score in scores if score.value is not None]
+    if len(values) < len(scores):
+        return next(score for score in scores if score.value is None)
+    if frames == "mean":
+        parts = {name: math.fsum(score.parts[name] for score in scores) / len(scores) for name in scores[0].parts}
+        return Score(math.fsum(values) / len(values), parts=parts, details={"frames": values})
+    least = scores[values.index(min(values))]
+    return replace(least, details={**least.details, "frames": values})
