@@ -99,6 +99,16 @@ def test_sharded_weights_take_a_rank_s_share():
     assert four.peaks["update"] < two.peaks["update"]
 
 
+def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypatch):
+    """What a rank loads is the text encoder, the decoder, and its share of the net."""
+    app, args = settings("adapters, guidance, recomputation")
+    args = replace(args, shard="fsdp2")
+    monkeypatch.setattr(plan.Plan, "steps", lambda *_: iter(()))
+    one, two, four = (plan.measure(app.main, args, ranks).peaks["load"] for ranks in (1, 2, 4))
+    assert one - two == pytest.approx(10.5e6 / 2, rel=0.01)  # half of 2.6 million weights in float32
+    assert two - four == pytest.approx(10.5e6 / 4, rel=0.01)
+
+
 def run(app, args, capsys):
     """The exit code of the program, and what it prints of its plan."""
     with pytest.raises(SystemExit) as ended:

@@ -116,8 +116,9 @@ SIGNATURES = {
     "omni_train.dist.tell_failure": "message, *, wait_s=...",
     "omni_train.shard.shard": "module, mesh, *, mode, **others",
     "omni_train.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
-    "trainable=True, device='cpu'",
+    "device='cpu'",
     "omni_train.lora.add_lora": "module, targets, *, rank, alpha, adapter='default', seed, init='default'",
+    "omni_train.lora.draw_adapter": "module, adapter='default', *, seed, init='default'",
     "omni_train.snapshot.Snapshot": "params, *, name='snapshot'",
     "omni_train.snapshot.Snapshot.applied": "self",
     "omni_train.snapshot.Snapshot.pairs": "self",

@@ -5,6 +5,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel
 from omni_train.load import check_files, load_sharded
+from omni_train.lora import add_lora, draw_adapter
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
 from safetensors import safe_open
@@ -14,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+ADAPTERS = ("default", "old")
 
 
 def full(tensor):
@@ -91,6 +94,35 @@ def test_ranks_that_read_their_rows_hold_and_train_the_weights_of_a_whole_load(r
         assert num_tensors == num_equal > 100
 
 
+def test_a_frozen_net_under_adapters_is_that_of_a_whole_load(run_ranks, checkpoint, tiny_qwen):
+    """To the last bit, in float32 and in bfloat16: weights, adapters, an output, and what is trained."""
+    config, files = checkpoint
+
+    def state(net, dtype):
+        frozen = {name: p.requires_grad for name, p in net.named_parameters()}
+        out = tiny_qwen.run(net, dtype=dtype)
+        return frozen, [*(full(p).float() for p in net.parameters()), out.detach().float()]
+
+    def work(dist):
+        equal = []
+        for dtype in (torch.float32, torch.bfloat16):
+            options = {"block_names": tiny_qwen.block_names, "compute_dtype": dtype}
+            old = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=dtype)
+            shard(adapted(old), dist.mesh, mode="fsdp2", **options)
+            new = load_sharded(adapted(empty(config)), files, dist.mesh, param_dtype=dtype, **options)
+            for name in ADAPTERS:
+                draw_adapter(new, name, seed=3)
+            (trained, expected), (ours, got) = state(old, dtype), state(new, dtype)
+            equal.append([trained == ours, sum(ours.values()), len(got), sum(map(torch.equal, expected, got))])
+        return equal
+
+    for found in run_ranks(work):
+        for same, num_trained, num_tensors, num_equal in found:
+            assert same
+            assert num_trained == 12  # A and B of the first adapter, of three layers in two blocks
+            assert num_tensors == num_equal > 100
+
+
 def test_without_a_mesh_the_net_is_that_of_a_whole_load(run_ranks, tiny_qwen, checkpoint):
     config, files = checkpoint
 
@@ -124,7 +156,8 @@ def test_a_frozen_copy_gives_the_output_of_a_whole_one_and_wants_no_gradient(
     def work(dist):
         mesh = dist.mesh if world_size > 1 else None
         options = {"block_names": tiny_qwen.block_names, "compute_dtype": torch.bfloat16} if mesh else {}
-        reference = load_sharded(empty(config), files, mesh, param_dtype=torch.bfloat16, trainable=False, **options)
+        reference = empty(config).requires_grad_(False)
+        load_sharded(reference, files, mesh, param_dtype=torch.bfloat16, **options)
         with torch.no_grad():
             out = tiny_qwen.run(reference, dtype=torch.bfloat16)
         assert {p.dtype for p in reference.parameters()} == {torch.bfloat16}
@@ -211,6 +244,28 @@ def load_rows(config, files, dist, options):
     return load_sharded(empty(config), files, dist.mesh, **options)
 
 
+def adapted(net):
+    """The net with two adapters over layers of all blocks, of a rank that makes them 7 % of its weights."""
+    for name in ADAPTERS:
+        add_lora(net, ["to_q", "to_k", "img_mlp.net.2"], rank=32, alpha=32, adapter=name, seed=3)
+    return net
+
+
+def load_adapted(config, files, dist, options):
+    """A frozen net in bfloat16 under adapters, each rank's rows alone."""
+    net = load_sharded(adapted(empty(config)), files, dist.mesh, param_dtype=torch.bfloat16, **options)
+    for name in ADAPTERS:
+        draw_adapter(net, name, seed=3)
+    return net
+
+
+def load_adapted_whole(config, files, dist, options):
+    """The other way: the frozen net whole on every rank, and copied, as a device maps no file; then shard."""
+    net = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16)
+    net._apply(torch.clone)
+    return shard(adapted(net), dist.mesh, mode="fsdp2", **options)
+
+
 @pytest.fixture(scope="module")
 def mid_size(tmp_path_factory):
     """A transformer of 77 MB in float32: its configuration, its files in bfloat16, and the bytes of one of 8 blocks."""
@@ -240,6 +295,16 @@ def test_a_rank_never_holds_much_more_than_its_shard(run_ranks, mid_size, world_
     for most, own in peaks(run_ranks, world_size, load_rows, config, files):
         assert 77e6 < own * world_size < 85e6
         assert own <= most <= 1.3 * own + block
+
+
+def test_a_rank_never_holds_much_more_than_its_shard_of_a_net_under_adapters(run_ranks, mid_size):
+    """Frozen weights in bfloat16; of the adapters each rank holds its rows, and one factor whole while it is drawn."""
+    config, files, block = mid_size
+    for most, own in peaks(run_ranks, 4, load_adapted, config, files):
+        assert 38e6 < own * 4 < 60e6
+        assert own <= most <= 1.3 * own + block / 2
+    for most, own in peaks(run_ranks, 2, load_adapted_whole, config, files):
+        assert most > 1.7 * own
 
 
 def test_loading_whole_and_sharding_then_would_hold_too_much(run_ranks, mid_size):

@@ -371,11 +371,13 @@ class Run(Generic[ArgsT]):
     def _load(self) -> None:
         """The engine, and the net, ready to train, whose weights are the engine's own wherever that can be."""
         args, dist, model = self.args, self.dist, self.model
+        is_filled = bool(self._start_files or not args.lora_rank or self.mode == "fsdp2")
         with same_error(dist):
-            own = self._fill(trained=not args.lora_rank) if self._start_files or not args.lora_rank else None
+            own = self._fill(trained=True) if is_filled else None
         texts = TextCache(args.text_cache_mb, args.text_cache)
         self.engine, self.net = ENGINES[args.engine].open(model, own, dist, self.dtype, texts)
-        self._add_adapters(self.net, *self.frozen)
+        if not is_filled:
+            self._add_adapters(self.net, *self.frozen)
         if self._adapter:
             with flag("--init-weights: "):
                 for name in ("default", *self.frozen):
@@ -388,9 +390,8 @@ class Run(Generic[ArgsT]):
                 self.engine.load_weights(named_weights(self.net), version=0)
             self.engine.adopt(lora.unadapted_params(self.net))
             self.net.to(dist.device)  # what the engine does not hold
-        if args.lora_rank:
-            compute_dtype = self.dtype if self.mode == "fsdp2" else None
-            shard(self.net, dist.mesh, mode=self.mode, block_names=model.BLOCK_NAMES, compute_dtype=compute_dtype)
+        if args.lora_rank and self.mode != "fsdp2":
+            shard(self.net, dist.mesh, mode=self.mode)
 
     def _continue(self) -> None:
         """Make the optimizer and the other policies, all as the checkpoint has them, if there is one."""
@@ -431,19 +432,21 @@ class Run(Generic[ArgsT]):
     def _fill(self, *, trained: bool) -> nn.Module:
         """The net with the weights that training starts from, each rank's rows alone where it is sharded.
 
-        trained: all in float32; else frozen, in the type of --dtype. With LoRA it is sharded later, with its adapters.
+        trained: with what is trained, adapters or all weights in float32; else frozen, in the type of --dtype.
         """
-        is_sharded = self.mode == "fsdp2" and not self.args.lora_rank
-        return load_sharded(
-            self.model.empty_net(buffers=True),
+        args, is_sharded, net = self.args, self.mode == "fsdp2", self.model.empty_net(buffers=True)
+        net = load_sharded(
+            self._add_adapters(net, *self.frozen) if trained else net,
             self._start_files or self.model.weight_files(self.model.NETS[0]) if self.model.reads_weights else None,
             self.dist.mesh if is_sharded else None,
             device=self.dist.device,
             block_names=self.model.BLOCK_NAMES,
             compute_dtype=self.dtype if is_sharded else None,
-            param_dtype=torch.float32 if trained else self.dtype,
-            trainable=trained,
+            param_dtype=torch.float32 if trained and not args.lora_rank else self.dtype,
         ).eval()
+        for name in ("default", *self.frozen) if args.lora_rank else ():
+            lora.draw_adapter(net, name, seed=args.seed, init=args.lora_init)
+        return net
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Count the samples that pass a net."""

@@ -7,6 +7,7 @@ at a time.
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from omni_train.lora import all_factors
 from omni_train.shard import shard
 from omni_train.state import local_rows
 
@@ -29,7 +31,6 @@ def load_sharded(
     block_names: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
     param_dtype: torch.dtype = torch.float32,
-    trainable: bool = True,
     device: torch.device | str = "cpu",
 ) -> ModuleT:
     """The same object with the files' weights, sharded over `mesh` (mode `fsdp2` of `shard`) or whole without one.
@@ -38,14 +39,15 @@ def load_sharded(
 
     Args:
         net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
-            include_buffers=False)` builds it. Without adapters.
+            include_buffers=False)` builds it. Adapters of `add_lora` stay as they are in type and have no values
+            afterwards: `draw_adapter` or `load_adapter` gives them some.
         files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
             nothing else but what `check_files` lets be. None leaves the values open.
         mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
         block_names: as for `shard`.
         compute_dtype: as for `shard`.
-        param_dtype: of the parameters; buffers keep theirs.
-        trainable: whether gradients are wanted; a frozen copy in bfloat16 is a reference for a net trained in float32.
+        param_dtype: of the parameters; buffers take it under adapters, where diffusers has one type for all that is
+            frozen. A frozen copy in bfloat16 is a reference for a net trained in float32, whose buffers it keeps.
         device: of weights that are not sharded; a mesh has its own.
 
     Raises:
@@ -56,14 +58,16 @@ def load_sharded(
     _check_built(net)
     if files is not None:
         check_files(net, files)
-    net.requires_grad_(trainable)
-    net._apply(lambda t: t.to(param_dtype) if t.is_meta else t)
+    adapters = all_factors(net)
+    for t in chain(net.parameters(), net.buffers() if adapters else ()):
+        if t not in adapters and t.is_floating_point():
+            t.data = t.data.to(param_dtype)
     if mesh is not None:
         shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
     if files is not None:
-        read_tensors(net.state_dict(keep_vars=True), files)
+        read_tensors(_own(net), files)
     return net
 
 
@@ -73,7 +77,7 @@ def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
     What else they hold is an error too, unless the net's class ignores it as diffusers and transformers have it: by
     the regular expressions in `_keys_to_ignore_on_load_unexpected`.
     """
-    wanted, kind = net.state_dict(), type(net).__name__
+    wanted, kind = _own(net), type(net).__name__
     ignored = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()
     with ExitStack() as stack:
         sources = _open(stack, files)
@@ -119,6 +123,12 @@ def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> 
                 local.copy_(opened.get_slice(name)[first : first + len(local)])
             if local.is_floating_point() and not local.isfinite().all():
                 raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
+
+
+def _own(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers by their names, without adapters."""
+    adapters = all_factors(net)
+    return {name: t for name, t in net.state_dict(keep_vars=True).items() if t not in adapters}
 
 
 def _check_built(net: nn.Module) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.functional import linear
 
 Pair = tuple[Tensor, Tensor]
@@ -121,22 +121,43 @@ def add_lora(
     if any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active for layer in before.values()), adapter)
-    named, generator = _named(module, targets), torch.Generator().manual_seed(seed)
+    named = _named(module, targets)
     if not before:
         module.requires_grad_(False)
     for layer in [_as_lora(each, active) for each in named]:
-        # Drawn in float32 on the CPU, so that the kind of device does not matter.
-        down, up = torch.empty(rank, layer.in_features), torch.zeros(layer.out_features, rank)
-        if init == "gaussian":
-            down.normal_(std=1 / rank, generator=generator)
-        else:
-            nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
-        for side, factor in ((layer.lora_A, down), (layer.lora_B, up)):
-            weight = nn.Parameter(factor.to(layer.weight.device), requires_grad=not before)
-            side[adapter] = nn.ParameterDict({"weight": weight})
+        for side, shape in ((layer.lora_A, (rank, layer.in_features)), (layer.lora_B, (layer.out_features, rank))):
+            factor = torch.empty(shape, dtype=torch.float32, device=layer.weight.device)
+            side[adapter] = nn.ParameterDict({"weight": nn.Parameter(factor, requires_grad=not before)})
         layer.scaling[adapter] = alpha / rank
+    draw_adapter(module, adapter, seed=seed, init=init)
     module.register_forward_pre_hook(partial(_round, list(adapter_layers(module, adapter).values()), adapter))
     return len(named)
+
+
+@torch.no_grad()
+def draw_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init: Init = "default") -> None:
+    """Give an adapter the values of a fresh one, as `add_lora` does; sharded or not, and on the meta device not at all.
+
+    Args:
+        module: with the adapter.
+        adapter: its name.
+        seed: as for `add_lora`.
+        init: as for `add_lora`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for layer in adapter_layers(module, adapter).values():
+        down, up = factors(layer, adapter)
+        if down.is_meta:
+            continue
+        drawn = torch.empty(down.shape)  # in float32 on the CPU, so that the kind of device does not matter
+        if init == "gaussian":
+            drawn.normal_(std=1 / len(drawn), generator=generator)
+        else:
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+        if isinstance(down, DTensor):
+            drawn = distribute_tensor(drawn, down.device_mesh, down.placements, src_data_rank=None)  # nothing is sent
+        down.copy_(drawn)
+        up.zero_()
 
 
 def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
@@ -220,6 +241,11 @@ def adapter_layers(module: nn.Module, name: str) -> dict[str, LoraLinear]:
         known = sorted({key for layer in layers.values() for key in layer.lora_A})
         raise ValueError(f"adapter must be one of {known}, got {name!r}")
     return found
+
+
+def all_factors(module: nn.Module) -> set[nn.Parameter]:
+    """A and B of every layer and adapter."""
+    return {p for layer in lora_layers(module).values() for name in layer.lora_A for p in factors(layer, name)}
 
 
 def factors(layer: LoraLinear, name: str) -> tuple[nn.Parameter, nn.Parameter]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from omni_train.dist import default_compute_dtype
-from omni_train.lora import factors, lora_layers
+from omni_train.lora import all_factors
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -100,7 +100,7 @@ def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype |
     dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
     if dtype == torch.float32 and compute_dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
-    adapters = {p for layer in lora_layers(module).values() for name in layer.lora_A for p in factors(layer, name)}
+    adapters = all_factors(module)
     for p in module.parameters() if adapters else ():
         p.data = p.data if p in adapters else p.data.to(dtype)
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)

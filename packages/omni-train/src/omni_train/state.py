@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from omni_train.lora import factors, lora_layers
+from omni_train.lora import all_factors
 from omni_train.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ def train_state(
         ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
     """
     names = {param: name for name, param in module.named_parameters()}
-    adapters = {p for layer in lora_layers(module).values() for a in layer.lora_A for p in factors(layer, a)}
+    adapters = all_factors(module)
     kept = module.state_dict(keep_vars=True).keys()
     state: dict[str, Tensor] = {f"weight/{name}": p for p, name in names.items() if p.requires_grad or p in adapters}
     state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
