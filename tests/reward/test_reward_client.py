@@ -64,22 +64,35 @@ def test_submit_returns_while_the_scorer_works(serve: Callable[..., str]) -> Non
         assert [future.result(10) for future in futures] == [[Score(1.0)] * 2] * 8
 
 
-def test_submit_waits_when_too_many_are_in_flight(serve: Callable[..., str]) -> None:
+def test_requests_beyond_the_most_in_flight_wait_without_the_caller(serve: Callable[..., str]) -> None:
     go_on = threading.Event()
 
     def slow(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
         assert go_on.wait(10)
-        return [1.0] * len(prompts)
+        return [float(image.mean()) for image in media["image"]]
+
+    def grey(level: int) -> dict[str, np.ndarray]:
+        return {"image": np.full((1, 8, 8, 3), level, np.uint8)}
 
     with RewardClient(serve(slow), max_in_flight=2) as client:
-        futures = [client.submit(IMAGES, PROMPTS) for _ in range(2)]
-        third = threading.Thread(target=lambda: futures.append(client.submit(IMAGES, PROMPTS)))
-        third.start()
-        third.join(0.3)
-        assert third.is_alive()
+        futures = [client.submit(grey(level), ["a"]) for level in range(6)]
+        while not all(future.running() for future in futures[:2]):
+            time.sleep(0.01)
+        assert not any(future.running() for future in futures[2:])
         go_on.set()
-        third.join(5)
-        assert [future.result(10) for future in futures] == [[Score(1.0)] * 2] * 3
+    assert [future.result() for future in futures] == [[Score(float(level))] for level in range(6)]
+
+
+def test_a_request_has_its_time_from_when_it_is_its_turn(misbehave: Callable[..., str]) -> None:
+    """Four that take 0.3 s each, one at a time, with 0.8 s for each."""
+
+    def behave(conn: socket.socket, body: bytes) -> None:
+        time.sleep(0.3)
+        conn.sendall(http("200 OK", reply_to(body)))
+
+    with RewardClient(misbehave(behave), max_in_flight=1, timeout_s=0.8) as client:
+        futures = [client.submit(IMAGES, PROMPTS) for _ in range(4)]
+    assert [future.result() for future in futures] == [[Score(0.5)] * 2] * 4
 
 
 def test_busy_time_counts_requests_that_overlap_once(serve: Callable[..., str]) -> None:

@@ -48,8 +48,8 @@ class RewardClient:
     Args:
         url: base URL of the scorer, http or https, or several of servers with the same scorer.
         token: bearer token, when the scorer asks for one.
-        timeout_s: longest that one request may take in all, all attempts and pauses included.
-        max_in_flight: most requests at a time; one more `submit` waits until one of them is done.
+        timeout_s: longest that one request may take in all from when it is its turn, all attempts and pauses included.
+        max_in_flight: most requests at a time; the media of others wait here, and nobody for them.
         on_failure: fate of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
             they come back without a value, with the failure as the reason. `mask_group`: the same, and
             `Score.mask_group` asks the trainer to leave out their whole groups. A failure that no later request can
@@ -84,7 +84,6 @@ class RewardClient:
         self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
         self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
-        self._places = threading.BoundedSemaphore(max_in_flight)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
         self._lock = threading.Lock()  # of the counts below
         self._num_under_way, self._busy_since, self._busy_s = 0, 0.0, 0.0
@@ -110,14 +109,9 @@ class RewardClient:
             RuntimeError: the client is closed.
         """
         request = _build_request(media, prompts, meta, references)
-        self._places.acquire()
+        future = self._workers.submit(self._score, request)
         self._count(+1)
-        try:
-            future = self._workers.submit(self._score, request, time.monotonic() + self._timeout_s)
-        except RuntimeError:
-            self._release()
-            raise
-        future.add_done_callback(lambda _: self._release())
+        future.add_done_callback(lambda _: self._count(-1))
         return future
 
     @cached_property
@@ -186,7 +180,7 @@ class RewardClient:
         return [self._exchange(Endpoints([url]), request, deadline) for url in self.urls]
 
     def close(self) -> None:
-        """Wait for the requests in flight and close the connections."""
+        """Wait for all requests and close the connections."""
         self._workers.shutdown()
         for transport in self._transports.values():
             transport.close()
@@ -197,10 +191,6 @@ class RewardClient:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _release(self) -> None:
-        self._count(-1)
-        self._places.release()
-
     def _count(self, change: int) -> None:
         """Update the number of requests under way, and the clock that runs while there are any."""
         with self._lock:
@@ -210,10 +200,10 @@ class RewardClient:
             self._busy_since = now
             self._num_under_way += change
 
-    def _score(self, request: ScoreRequest, deadline: float) -> list[Score]:
+    def _score(self, request: ScoreRequest) -> list[Score]:
         """Scores of one request, or abstentions when it fails and may be masked; runs in a worker thread."""
         try:
-            scores = self._exchange(self._endpoints, request, deadline)
+            scores = self._exchange(self._endpoints, request, time.monotonic() + self._timeout_s)
         except RewardError as exc:
             with self._lock:
                 self._num_failed_in_row += 1
