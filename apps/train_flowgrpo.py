@@ -78,11 +78,11 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
     check_least(args, LEAST)
-    num_batches(args, num_ranks())
     parse_numbers(args.reward_parts, "--reward-parts")
     low = args.window_low
     high = args.num_inference_steps - 1 if args.window_high is None else args.window_high
     size = high - low if args.window_size is None else args.window_size
+    rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
     require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
@@ -99,6 +99,9 @@ def check_args(args: Args) -> None:
          f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
         (args.old_log_prob != "correct" or not repacks(args),
          "--old-log-prob correct does not go with --best-worst-n or --filter-groups"),
+        (args.old_log_prob != "correct" or rounds % args.num_minibatches == 0,
+         f"--old-log-prob correct weighs whole trajectories, and so --num-minibatches must divide a rank's batches "
+         f"({rounds}), got {args.num_minibatches}"),
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
     )  # fmt: skip
@@ -195,18 +198,20 @@ def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     parts = list(parse_numbers(args.reward_parts, "--reward-parts"))
     run = Run.start(args, args.algo, scorer=args.scorer_url, parts=parts, reference=bool(args.kl_coef))
-    run.args = settle(args, is_exact=run.engine.is_exact and not repacks(args))
+    run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
+    has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
+    unit = args.group_size if args.same_start_noise and has_groups else 1  # a group shares what precedes its window
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, params_at(run, step))
+                batches, pending = draw(run, prompts, params_at(run, step), unit=unit)
             with run.phase("reward_wait"):
                 scores = collect(run.dist, pending)
             advantages, keep = grade(run, step, prompts, batches, scores)
             chosen = select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
             with run.updating(step):
-                step.metrics |= update(run, step, chosen)
+                step.metrics |= update(run, step, chosen, run.args if keep is None else repacked)
             run.sync(step)
             show(run, step, batches, scores)
 
@@ -248,7 +253,7 @@ def params_at(run: Run[Args], step: Step) -> Params:
 def grade(
     run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> tuple[Tensor, Tensor | None]:
-    """Advantages [N] of all ranks' samples, and the mask [N] of those to train on, or None for all."""
+    """Advantages [N] of all ranks' samples, and the mask [N] of those to train on; None where none is left out."""
     args, groups = run.args, groups_of(prompts)
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
@@ -267,7 +272,7 @@ def grade(
         advantages, rewards, groups, best_worst=args.best_worst_n, drop_silent_groups=args.filter_groups
     )
     step.metrics["reward/trained_ratio"] = keep.float().mean().item()
-    return advantages, keep
+    return advantages, None if keep.all() else keep
 
 
 @dataclass(frozen=True)
@@ -278,12 +283,12 @@ class OldStep:
     mean: Tensor | None
 
 
-def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
-    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
-    args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
+def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means. args: settled."""
+    dist, algo = run.dist, ALGOS[args.algo]
     loss_of = algo.loss(args)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
-    old = old_policy(run, batches)
+    old = old_policy(run, batches, args.old_log_prob)
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
     seen, results = [], []
@@ -309,9 +314,9 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
 
 
-def old_policy(run: Run[Args], batches: Sequence[TrainBatch]) -> list[list[OldStep] | None]:
+def old_policy(run: Run[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
     """Per batch and kept step, the policy before the update; None where the first update's own forwards have it."""
-    source, algo = run.args.old_log_prob, ALGOS[run.args.algo]
+    algo = ALGOS[run.args.algo]
     if source == "rollout":
         return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
     skip = len(batches) // run.args.num_minibatches if source == "recompute" else 0

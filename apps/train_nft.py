@@ -67,8 +67,8 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
     check_least(args, LEAST)
-    num_batches(args, num_ranks())
     low, high, count = trained_levels(args)
+    num_batches(args, num_ranks(), num_trained=max(1, count))
     require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (low < high <= args.num_inference_steps,

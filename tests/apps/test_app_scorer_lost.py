@@ -48,12 +48,12 @@ def lose_at(monkeypatch, process, step, then=lambda: None):
     """Kills the server when the trainer comes to `step`, and calls `then` a moment later."""
     draw = app.draw
 
-    def draw_without_scorer(run, *args):
+    def draw_without_scorer(run, *args, **options):
         if run.version == step and process.poll() is None:
             process.kill()
             process.wait()
             threading.Timer(1.0, then).start()
-        return draw(run, *args)
+        return draw(run, *args, **options)
 
     monkeypatch.setattr(app, "draw", draw_without_scorer)
 
@@ -70,7 +70,12 @@ def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatc
     # Both requests of step 1 fail, and by step 2 the server is back.
     args = settings(server, train_steps=3, eval_every=3, scorer_timeout_s=0.8, on_failure="mask_group")
     draw = app.draw
-    monkeypatch.setattr(app, "draw", lambda run, *args: (time.sleep(4 * (run.version == 2)), draw(run, *args))[1])
+
+    def draw_later(run, *args, **options):
+        time.sleep(4 * (run.version == 2))
+        return draw(run, *args, **options)
+
+    monkeypatch.setattr(app, "draw", draw_later)
     lines = train(app, args)
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 

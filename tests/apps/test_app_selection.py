@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omni_rl.run import Step
 from omni_rl.scoring import TrainBatch, keep_samples, select
-from omni_rollout import Params, Prompt, Trajectory
+from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import sde_step
 from trainer_runs import (
     assert_same_gradients,
@@ -66,11 +66,11 @@ def numbers_of(batches):
 
 def select_on_ranks(batches_by_rank, values, keep, num_minibatches):
     """What every rank trains on, each of which sees all ranks' numbers, as the collective would show them."""
-    said, world_size = [], len(batches_by_rank)
+    said, world_size, dropped = [], len(batches_by_rank), None if keep.all() else keep
 
     def select_all():
         return [
-            select(place(rank, world_size), batches, values, keep, num_minibatches=num_minibatches)
+            select(place(rank, world_size), batches, values, dropped, num_minibatches=num_minibatches)
             for rank, batches in enumerate(batches_by_rank)
         ]
 
@@ -197,8 +197,8 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     some = select(run.dist, batches, advantages, keep)
     assert len(some) == 2
     assert len(batches) == 4
-    app.update(run, Step(0), some)
-    app.update(run, Step(0), select(run.dist, batches, advantages * keep, None))
+    app.update(run, Step(0), some, run.args)
+    app.update(run, Step(0), select(run.dist, batches, advantages * keep, None), run.args)
     for part, whole in zip(run.params, kept[1], strict=True):
         part.grad = None if whole is None else whole * 16 / 8
     assert_same_gradients(kept[0], run.params)
@@ -210,9 +210,8 @@ def test_tempflow_trains_with_the_weight_of_the_noise():
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     chosen = select(run.dist, batches, torch.linspace(-1, 1, 16), None)
-    app.update(run, Step(0), chosen)
-    run.args = replace(run.args, step_weights="tempflow")
-    app.update(run, Step(0), chosen)
+    app.update(run, Step(0), chosen, run.args)
+    app.update(run, Step(0), chosen, replace(run.args, step_weights="tempflow"))
     first = batches[0]
     move = sde_step(first.x[:, 0], first.x[:, 0], first.sigma(0), first.sigma_next(0), noise_level=0.4, noise=first.x0)
     for part, equal in zip(run.params, kept[0], strict=True):
@@ -229,8 +228,8 @@ def test_best_and_worst_of_n_is_the_same_on_two_ranks_and_trains_fewer_samples(i
     single = train(app, replace(args, name="single"))[1]
     double = train_on_ranks(app, replace(args, name="double"))[1]
     assert single["reward/trained_ratio"] == double["reward/trained_ratio"] == 0.25
-    # Four batches of 4 of one group: 1 sample till the window, 4 in its one step and in the last. Then 4 samples once.
-    assert single["perf/forwards"] == 4 * (1 + 4 + 4) + 4
+    # Two batches of 4 of a group: 1 sample till the window, 4 of each in its one step and in the last. Then 4 once.
+    assert single["perf/forwards"] == 2 * (1 + 2 * (4 + 4)) + 4
     assert double["perf/forwards"] == single["perf/forwards"] + 4  # a batch on each rank, half of it of weight 0
     assert 0 <= single["policy/first_ratio_max_dev"] <= 1e-5
     assert double["policy/grad_norm"] == pytest.approx(single["policy/grad_norm"], rel=1e-3)
@@ -252,6 +251,61 @@ def test_forwards_are_counted_with_and_without_the_short_cuts(in_tmp, bright_url
         }.items()
     }
     assert forwards == {"plain": 16 * 6, "guided": 2 * 16 * 6, "compressed": 16 * 4, "fast": 2 * 2 + 16 * 3 + 16}
+
+
+def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than_updates():
+    """A batch of 16 with two kept steps: the two updates have a step of all samples each, at the batch's own shape."""
+    run = lone_run(replace(TINY, batch_size=16, num_minibatches=2, old_log_prob="rollout", ratio_tolerance=0.0))
+    kept = keep_gradients(run)
+    batches, _ = rollout(run, app.params_at(run, Step(0)))
+    advantages = torch.linspace(-1, 1, 16)
+    halves = select(run.dist, batches, advantages, None, num_minibatches=2)
+    assert [half.trajectory.sde_steps[0].tolist() for half in halves] == [[0], [1]]
+    metrics = app.update(run, Step(0), halves, run.args)
+    assert metrics["policy/first_ratio_max_dev"] == metrics["policy/ratio_max_dev"] == 0.0
+    for k, ours in enumerate(kept):
+        for part in run.params:
+            part.grad = None
+        (-advantages * replay(run.model, run.net, batches[0], k).log_prob).mean().backward()
+        assert_same_gradients(ours, run.params)
+
+
+@pytest.mark.parametrize(("count", "updates"), [(1, 1), (1, 2), (1, 4), (2, 4), (3, 2), (3, 12), (4, 2), (6, 4)])
+def test_every_step_of_every_sample_is_in_one_update_and_the_updates_are_equal(count, updates):
+    batches = [numbered([2 * i, 2 * i + 1]) for i in range(count)]
+    steps = torch.arange(4).expand(2, 4)
+    batches = [replace(b, x=steps, x_next=steps, sde_steps=steps, rollout_log_prob=steps.float()) for b in batches]
+    chosen = select(place(), batches, torch.zeros(2 * count), None, num_minibatches=updates)
+    size = len(chosen) // updates
+    seen = [
+        sorted(
+            (n, s)
+            for b in chosen[i : i + size]
+            for n in b.trajectory.indices.tolist()
+            for s in b.trajectory.sde_steps[0].tolist()
+        )
+        for i in range(0, len(chosen), size)
+    ]
+    assert len(seen) == updates
+    assert {len(part) for part in seen} == {2 * count * 4 // updates}
+    assert sorted(pair for part in seen for pair in part) == [(n, s) for n in range(2 * count) for s in range(4)]
+
+
+def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
+    """Old log-probs are the rollout's also where samples may be left out, as long as none was."""
+    args = replace(
+        TINY, scorer_url=bright_url, train_steps=1, eval_every=1, old_log_prob="auto", ratio_tolerance=None
+    )  # fmt: skip
+    forwards = {
+        name: train(app, replace(args, name=name, **changes))[1]["perf/forwards"]
+        for name, changes in {
+            "one": {},
+            "two of whole batches": {"num_minibatches": 2},
+            "two of a batch": {"num_minibatches": 2, "batch_size": 16},
+            "two, none left out": {"num_minibatches": 2, "filter_groups": True},
+        }.items()
+    }
+    assert set(forwards.values()) == {16 * (3 + 2)}
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ def test_guidance_keeps_the_ratio_at_one(in_tmp, bright_url):
 
 
 def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, bright_url, monkeypatch):
-    def draw_then_change(run, *args):
-        result = draw(run, *args)
+    def draw_then_change(run, *args, **options):
+        result = draw(run, *args, **options)
         with torch.no_grad():
             run.params[0].add_(1e-3)
         return result
@@ -209,11 +209,12 @@ def test_every_logged_name_is_documented(in_tmp, bright_url):
 
 def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     """What reaches the optimizer equals one autograd pass over everything at once."""
-    run = lone_run(app.settle(replace(TINY, batch_size=2), is_exact=True))
+    run = lone_run(replace(TINY, batch_size=2))
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
-    app.update(run, Step(0), [TrainBatch(b, a) for b, a in zip(batches, advantages, strict=True)])
+    chosen = [TrainBatch(b, a) for b, a in zip(batches, advantages, strict=True)]
+    app.update(run, Step(0), chosen, app.settle(run.args, is_exact=True))
     losses = [
         -advantages[i] * replay(run.model, run.net, batch, k).log_prob
         for i, batch in enumerate(batches)
@@ -319,7 +320,7 @@ def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):
         ("--scorer-url x", "--scorer-url must be http(s)://host[:port][/path], got 'x'"),
         ("--scorer-url http://x --group-size 1", "--group-size must be >= 2"),
         ("--scorer-url http://x --batch-size 7", "--batch-size times ranks (7) must divide"),
-        ("--scorer-url http://x --num-minibatches 3", "--num-minibatches must divide a rank's batches"),
+        ("--scorer-url http://x --num-minibatches 5", "--num-minibatches must divide a rank's batches"),
         ("--scorer-url http://x --dtype bfloat16 --shard auto", "--dtype bfloat16 needs --lora-rank > 0"),
         ("--scorer-url http://x --algo mixgrpo", "--window-size must be set for mixgrpo"),
         ("--scorer-url http://x --noise-level 1.2", "--noise-level must be <= 1 for flowgrpo-cps"),

@@ -279,7 +279,10 @@ def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     ("flags", "message"),
     [
         ("--batch-size 7", "--batch-size times ranks (7) must divide a step's samples"),
-        ("--num-minibatches 3", "--num-minibatches must divide a rank's batches (2)"),
+        (
+            "--num-minibatches 3",
+            "--num-minibatches must divide a rank's batches times the steps trained of each (2 x 1), got 3; nearest: 2",
+        ),
         ("--level-high 1", "--level-low must be < --level-high, and that < 1, got 0.2 and 1"),
         ("--level-step 1", "--level-step must be < 1, got 1"),
         ("--positive-words ,", "--positive-words must hold a word, got ','"),

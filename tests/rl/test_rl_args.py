@@ -94,10 +94,23 @@ def test_several_ranks_need_a_way_to_spread_the_weights(good: ScoredArgs, monkey
 def test_a_step_is_dealt_in_whole_batches():
     args = RunArgs(prompts_per_step=4, group_size=6, batch_size=3, num_minibatches=2)
     assert num_batches(args, 2) == 4
-    with pytest.raises(ValueError, match=r"--batch-size times ranks \(15\) must divide a step's samples \(24\)"):
+    with pytest.raises(ValueError, match=r"the ranks \(5\) must divide a step's samples \(24\)"):
         num_batches(args, 5)
-    with pytest.raises(ValueError, match=r"--num-minibatches must divide a rank's batches \(1\)"):
+    with pytest.raises(ValueError, match=r"--batch-size times ranks \(36\) must divide .* \(24\), got 3; nearest: 2"):
+        num_batches(args, 12)
+    with pytest.raises(ValueError, match=r"the steps trained of each \(1 x 1\), got 2; nearest: 1"):
         num_batches(args, 8)
+
+
+def test_minibatches_take_the_steps_of_a_batch_where_batches_are_few():
+    """512 samples on 64 ranks: two updates with a batch of 8, which held 4 when each update had batches of its own."""
+    args = RunArgs(prompts_per_step=32, group_size=16, batch_size=8, num_minibatches=2)
+    assert num_batches(args, 64, num_trained=2) == 1
+    assert num_batches(replace(args, prompts_per_step=1024, batch_size=16), 1024, num_trained=2) == 1
+    with pytest.raises(ValueError, match=r"\(1 x 3\), got 2; nearest: 1"):
+        num_batches(args, 64, num_trained=3)
+    with pytest.raises(ValueError, match=r"\(1024\) must divide .* \(512\), got 16; nearest: 8"):
+        num_batches(replace(args, batch_size=16), 64, num_trained=2)
 
 
 def test_numbers_are_read_by_name():

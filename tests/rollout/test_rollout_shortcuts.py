@@ -56,6 +56,27 @@ def test_samples_that_start_alike_are_one_until_the_window(engine, rows):
     assert not torch.equal(trajectory.x0[0], trajectory.x0[2])
 
 
+def test_the_batches_of_a_group_compute_their_common_start_once(engine, rows):
+    """To the bit what two batches compute for themselves; an update in between, or samples drawn again, end it."""
+    first, second = ([Prompt(SIGN, 0, i, seed=i, initial_seed=9) for i in own] for own in ((1, 2), (3, 4)))
+    start, rest = [1, 1], [2] * 6
+
+    def drawn(prompts):
+        rows.clear()
+        return engine.generate(prompts, PARAMS), list(rows)
+
+    (alone, all_rows), (again, same_rows) = drawn(second), drawn(second)
+    assert all_rows == same_rows == start + rest
+    assert torch.equal(alone.x, again.x)
+    assert drawn(first)[1] == rest
+    engine.load_weights((), version=engine.weight_version + 1)
+    assert drawn(first)[1] == start + rest
+    after, fewer_rows = drawn(second)
+    assert fewer_rows == rest
+    for name in ("x", "x_next", "x0", "rollout_log_prob"):
+        assert torch.equal(getattr(after, name), getattr(alone, name)), name
+
+
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_a_shared_prefix_is_what_each_sample_draws_alone(engine, scale):
     params = replace(PARAMS, guidance={"true_cfg_scale": scale})

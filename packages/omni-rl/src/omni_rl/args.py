@@ -6,6 +6,7 @@ fields; `omni_rl.cli.field_notes` says how comments become the help.
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePath
@@ -228,19 +229,34 @@ def sharding(args: RunArgs, world_size: int) -> Mode:
     return auto if args.shard == "auto" else args.shard
 
 
-def num_batches(args: RunArgs, world_size: int) -> int:
+def num_batches(args: RunArgs, world_size: int, *, num_trained: int = 1) -> int:
     """The number of batches that each rank draws in a training step.
 
+    num_trained: parts of a batch that one minibatch after the other may take, such as its stochastic steps.
+
     Raises:
-        ValueError: the step's samples cannot be split into them, or they into the step's minibatches.
+        ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
+            the nearest number that fits.
     """
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
     rounds = samples // per_round
+    sizes = [n for n in range(1, samples + 1) if samples % (n * world_size) == 0]
+    counts = [n for n in range(1, rounds * num_trained + 1) if rounds * num_trained % n == 0]
     require(
-        (samples % per_round == 0, f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples})"),
-        (rounds % args.num_minibatches == 0, f"--num-minibatches must divide a rank's batches ({rounds})"),
-    )
+        (sizes, f"the ranks ({world_size}) must divide a step's samples ({samples}), prompts times --group-size"),
+        (args.batch_size in sizes,
+         f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), got {args.batch_size}; "
+         f"nearest: {_nearest(args.batch_size, sizes)}"),
+        (args.num_minibatches in counts,
+         f"--num-minibatches must divide a rank's batches times the steps trained of each ({rounds} x {num_trained}), "
+         f"got {args.num_minibatches}; nearest: {_nearest(args.num_minibatches, counts)}"),
+    )  # fmt: skip
     return rounds
+
+
+def _nearest(number: int, others: Sequence[int]) -> int | None:
+    """The number that is nearest to the first one, the lower of two; None where there is none."""
+    return min(others, key=lambda other: abs(other - number), default=None)
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:

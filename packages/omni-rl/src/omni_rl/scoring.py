@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -242,13 +242,30 @@ def keep_samples(
 def select(
     dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor | None, *, num_minibatches: int = 1
 ) -> list[TrainBatch]:
-    """This rank's batches to train on, each with its advantages on the device: as they were drawn if all are kept.
+    """This rank's batches to train on, minibatch by minibatch, each with its advantages on the device.
 
-    advantages: [N]. keep: [N], or None to keep all; without some, the others are repacked.
+    They are as they were drawn if all samples are kept, else repacked. A minibatch is a consecutive share of them, or
+    where they are too few for that, of their kept steps too.
+
+    advantages: [N]. keep: [N], or None to keep all.
     """
-    if keep is None or bool(keep.all()):
-        return [TrainBatch(b, to_device(advantages[b.indices], dist.device)) for b in batches]
-    return repack(dist, batches, advantages, keep, num_minibatches=num_minibatches)
+    shares = math.gcd(len(batches), num_minibatches)
+    if keep is None:
+        chosen = [TrainBatch(b, to_device(advantages[b.indices], dist.device)) for b in batches]
+    else:
+        chosen = repack(dist, batches, advantages, keep, num_minibatches=shares)
+    return chosen if shares == num_minibatches else split_steps(chosen, shares, num_minibatches // shares)
+
+
+def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[TrainBatch]:
+    """Each share of the batches `parts` times, first with the first of their kept steps, and so on to the last."""
+    size, length = len(batches) // shares, batches[0].trajectory.num_kept // parts
+    return [
+        replace(batch, trajectory=batch.trajectory.take_steps(start, start + length))
+        for first in range(0, len(batches), size)
+        for start in range(0, parts * length, length)
+        for batch in batches[first : first + size]
+    ]
 
 
 def repack(

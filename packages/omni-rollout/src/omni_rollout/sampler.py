@@ -6,7 +6,7 @@ before the first update has the sampled log-prob.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import torch
 from omni_sched import INITIAL_NOISE, Transition, compress_sigmas, dpmpp_2m_step, euler_step, step_noise
@@ -31,6 +31,19 @@ class TextCache:
 TEXT_CACHE = TextCache()
 
 
+@dataclass
+class Prefix:
+    """Latents x [n, ...] before the first stochastic step, of n `starts`; the seeds of the samples that begin so.
+
+    prompts: the first of these samples'; they keep the images alive whose ids `starts` has.
+    """
+
+    starts: object
+    x: Tensor
+    prompts: Sequence[Prompt]
+    seeds: set[int]
+
+
 class Sampler:
     """Samples with a model's parts, and remembers the texts it has encoded.
 
@@ -47,6 +60,7 @@ class Sampler:
             from omni_rollout.text_files import TextFiles
 
             self.encode = TextFiles(model, parts, texts.folder).encode
+        self._prefix: Prefix | None = None  # of the last batch whose samples share one
         self._texts: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
@@ -54,7 +68,7 @@ class Sampler:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Samples of the same prompt and `initial_seed` are one until the first of these steps, and computed once till
-        then: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
+        then, also for the next batch of the same group: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
 
         Raises:
             ValueError: no prompts, prompts or images of several sizes, another number of images than the model takes,
@@ -66,7 +80,7 @@ class Sampler:
         if params.compress_ratio is not None:
             sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
         cond = self.condition(prompts, params)
-        x, kept = self._denoise(prompts, params, sigmas, cond, shape)
+        x, kept = self._denoise(prompts, params, sigmas, cond, shape, weight_version)
         media, rates = self.model.decode(self.parts, x, cond, params)
         B, K, device = len(prompts), len(kept), x.device
         return Trajectory(
@@ -86,21 +100,18 @@ class Sampler:
         )
 
     def _denoise(
-        self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, all_cond: Cond, shape: Sequence[int]
+        self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
         """Clean latents [B, ...], and of each stochastic step the latents before it and its transition."""
-        shares = bool(params.sde_steps) and any(prompt.initial_seed is not None for prompt in prompts)
-        first, row_of = _alike(prompts) if shares else (list(range(len(prompts))), [])
-        cond = {name: tensor[first] for name, tensor in all_cond.items()} if shares else all_cond
-        device = next(iter(cond.values())).device
-        x = to_device(step_noise([_initial_seed(prompts[i]) for i in first], INITIAL_NOISE, shape), device)
+        device, start = next(iter(cond.values())).device, 0
+        if params.sde_steps and any(prompt.initial_seed is not None for prompt in prompts):
+            x, start = self._shared(prompts, params, sigmas, cond, shape, version), params.sde_steps[0]
+        else:
+            x = to_device(_noise(prompts, shape), device)
         kept: list[tuple[Tensor, Transition]] = []
         data, last_sigma = None, None
-        for i, (sigma, sigma_next) in enumerate(pairwise(sigmas)):  # on the host: no copy, no waiting for the device
-            if shares and i == params.sde_steps[0]:  # samples that have started alike go apart
-                x, cond = x[row_of], all_cond
-            levels = torch.full((len(x),), float(sigma), device=device)
-            velocity = self.model.predict_velocity(self.parts.net, x, levels, cond, params)
+        for i, (sigma, sigma_next) in islice(enumerate(pairwise(sigmas)), start, None):  # on the host
+            velocity = self._velocity(x, sigma, cond, params)
             if i in params.sde_steps:
                 noise = to_device(step_noise([prompt.seed for prompt in prompts], i, shape), device)
                 step = params.rule(velocity, x, sigma, sigma_next, noise_level=params.noise_level, noise=noise)
@@ -112,6 +123,30 @@ class Sampler:
             else:
                 x = euler_step(velocity, x, sigma, sigma_next)
         return x, kept
+
+    def _shared(
+        self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
+    ) -> Tensor:
+        """The latents [B, ...] before the first stochastic step, computed once for samples that start alike.
+
+        A next batch with the same starts and new samples, such as the rest of a group, takes them over.
+        """
+        first, row_of = _alike(prompts)
+        starts = version, params, [(*_given(prompts[i]), _initial_seed(prompts[i])) for i in first]
+        seeds, last = {prompt.seed for prompt in prompts}, self._prefix
+        if not last or last.starts != starts or last.seeds & seeds:  # a sample is drawn again: the weights may differ
+            rows = {name: tensor[first] for name, tensor in cond.items()}
+            x = to_device(_noise([prompts[i] for i in first], shape), next(iter(cond.values())).device)
+            for sigma, sigma_next in islice(pairwise(sigmas), params.sde_steps[0]):
+                x = euler_step(self._velocity(x, sigma, rows, params), x, sigma, sigma_next)
+            last = self._prefix = Prefix(starts, x, prompts, set())
+        last.seeds |= seeds
+        return last.x[row_of]
+
+    def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The net's velocity [B, ...] at latents x [B, ...] of one noise level."""
+        levels = torch.full((len(x),), float(sigma), device=x.device)
+        return self.model.predict_velocity(self.parts.net, x, levels, cond, params)
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
@@ -182,6 +217,11 @@ def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
 def _given(prompt: Prompt) -> tuple[str | int, ...]:
     """What the samples of a prompt share: its texts, its images, its sound."""
     return prompt.text, prompt.negative, *map(id, prompt.images), id(prompt.audio)
+
+
+def _noise(prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
+    """The noise [B, ...] that samples start from."""
+    return step_noise([_initial_seed(prompt) for prompt in prompts], INITIAL_NOISE, shape)
 
 
 def _initial_seed(prompt: Prompt) -> int:

@@ -216,6 +216,18 @@ class Trajectory(Samples):
         """The noise levels [B] at which the k-th kept step ends."""
         return self.sigmas[self.sde_steps[:, k] + 1]
 
+    def take_steps(self, start: int, stop: int) -> "Trajectory":
+        """The same samples with the kept steps from `start` to before `stop` alone."""
+        rows, mean = slice(start, stop), self.rollout_mean
+        return replace(
+            self,
+            x=self.x[:, rows],
+            x_next=self.x_next[:, rows],
+            sde_steps=self.sde_steps[:, rows],
+            rollout_log_prob=self.rollout_log_prob[:, rows],
+            rollout_mean=None if mean is None else mean[:, rows],
+        )
+
     def trim(self) -> "Trajectory":
         """The same samples without the tokens at the end that no sample's mask holds: the padding of longer texts."""
         cond = dict(self.cond)
