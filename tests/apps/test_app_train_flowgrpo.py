@@ -16,7 +16,7 @@ from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
 from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
 from omni_rollout import Prompt, Samples, replay
-from omni_train.files import load_metrics
+from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import (
     PROMPTS,
     assert_same_gradients,
@@ -144,6 +144,15 @@ def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
     assert (in_tmp / "runs" / "tiny-signs" / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
+
+
+def test_attention_is_chosen_for_both_phases_and_written_down(in_tmp, bright_url):
+    lines = train(bright_url, attention="math", train_steps=1)
+    assert lines[1]["policy/first_ratio_max_dev"] == 0.0
+    (start,) = read_jsonl(Path("runs/tiny-signs/versions.jsonl"))
+    assert start["attention"] == "MATH"
+    with pytest.raises(ValueError, match=r"^--attention must be auto, or have kernels for float32 on cpu, got cudnn$"):
+        train(bright_url, attention="cudnn", name="refused")
 
 
 def test_training_raises_a_reward_that_can_be_raised(in_tmp, bright_url):

@@ -4,11 +4,13 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 from helpers import REPO
 from omni_rl import args as shared
 from omni_rl.args import RunArgs, ScoredArgs, check_scored, num_batches, parse_numbers, sharding, without_secrets
+from omni_train.attention import BACKENDS
 
 
 @pytest.fixture
@@ -128,3 +130,7 @@ def test_checking_imports_no_torch():
     code = "import sys, omni_rl.args; print({'torch', 'numpy', 'requests'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_attention_may_be_any_choice_that_there_is():
+    assert get_args(get_type_hints(RunArgs)["attention"]) == tuple(BACKENDS)

@@ -15,9 +15,11 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, step_noise
+from omni_train.attention import choose_attention
 from omni_train.lora import adapter_params, add_lora
 from omni_train.recompute import Recompute
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 torch.set_num_threads(1)
 
@@ -173,6 +175,18 @@ def test_every_block_is_found_by_its_class(case):
     blocks = [module for module in net.modules() if type(module).__name__ in case.model.BLOCK_NAMES]
     in_blocks = sum(p.numel() for block in blocks for p in block.parameters())
     assert in_blocks > sum(p.numel() for p in net.parameters()) / 2
+
+
+def test_all_attention_is_in_the_blocks_where_the_chosen_kernels_reach_it(case, engine):
+    params = case.row.guided
+    cond = engine.generate(case.prompts[:1], params).cond
+    net = case.model.load_net(device="cpu", dtype=torch.float32)
+    x = torch.zeros(1, *case.model.latent_shape(params))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):  # which a CPU lacks
+        with pytest.raises(RuntimeError, match="No viable backend"):
+            case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
+        choose_attention(net, "math", case.model.BLOCK_NAMES)
+        case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
 
 
 def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):

@@ -51,6 +51,7 @@ class RunArgs:
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
     keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
 
@@ -105,6 +106,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "shard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb", "keep_products_gb",
+    "attention",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,

@@ -102,6 +102,8 @@ def advice(error: BaseException) -> str:
             "If the machine killed it for its memory (its log tells), lower --batch-size. If it was only slow, raise "
             "--hang-timeout-s."
         )
+    if "No available kernel" in text or "No viable backend" in text:
+        return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if isinstance(error, OSError):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
     if isinstance(error, FloatingPointError) or "ratio must be 1" in text or "finite" in text:

@@ -22,6 +22,7 @@ from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.sampler import TextCache, check_images
 from omni_train import lora
+from omni_train.attention import BACKENDS, check_attention, choose_attention
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import (
@@ -79,6 +80,7 @@ class Run(Generic[ArgsT]):
         self.args, self.algorithm, self.dist = args, algorithm, dist
         self.mode = sharding(args, dist.world_size)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
+        self.attention = "auto" if dist.is_planned else args.attention
         true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
         self.base_params = Params(
             num_inference_steps=args.num_inference_steps,
@@ -241,6 +243,7 @@ class Run(Generic[ArgsT]):
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
+            check_attention(self.attention, self.dist.device, self.dtype)
         with flag("--prompts: "):
             self.prompts = PromptSampler(
                 args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_record
@@ -382,6 +385,7 @@ class Run(Generic[ArgsT]):
             with flag("--init-weights: "):
                 for name in ("default", *self.frozen):
                     load_adapter(self.net, self._adapter, adapter=name, part=model.NETS[0])
+        choose_attention(self.net, self.attention, model.BLOCK_NAMES)
         if args.gradient_checkpointing:
             run_block = Recompute(args.keep_products_gb * 1e9)
             self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
@@ -406,6 +410,7 @@ class Run(Generic[ArgsT]):
         with same_error(self.dist):
             if self._keeps("reference"):
                 self.reference_net = self._fill(trained=False)
+                choose_attention(self.reference_net, self.attention, self.model.BLOCK_NAMES)
         for net in {self.engine.net, self.net, self.reference_net}:  # the embedded engine's is the trainer's
             if net is not None:
                 net.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -458,6 +463,7 @@ class Run(Generic[ArgsT]):
         if dist.is_main:
             write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
             facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
+            facts["attention"] = ", ".join(backend.name for backend in BACKENDS[self.attention])
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
