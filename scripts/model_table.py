@@ -46,7 +46,7 @@ def main(models: Iterable[str]) -> int:
     """The exit code."""
     trained, page = Trained(), PAGE.read_text("utf-8")
     wanted = " or ".join(f"[{model}:" for model in models) or "trains_a_model"
-    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-m", "not gpu", "-k", wanted]
+    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-k", wanted]
     if code := pytest.main(["-q", f"--rootdir={ROOT}", *tests], plugins=[trained]):
         return code
     words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]

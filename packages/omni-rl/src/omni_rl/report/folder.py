@@ -28,6 +28,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import distributions
 from itertools import pairwise
 from pathlib import Path
@@ -168,9 +169,14 @@ def write_versions(
         "changed": list(changed),
         **facts,
     }
+    _add_line(Path(folder) / "versions.jsonl", entry | {"packages": _packages()})
+
+
+@cache
+def _packages() -> dict[str, str]:
+    """The libraries that a run depends on, and their versions; metadata of all that is installed is slow to read."""
     found = {dist.name.lower().replace("_", "-"): dist.version for dist in distributions() if dist.name}
-    packages = {name: found[name] for name in sorted(found) if name.startswith(LIBRARIES)}
-    _add_line(Path(folder) / "versions.jsonl", entry | {"packages": packages})
+    return {name: found[name] for name in sorted(found) if name.startswith(LIBRARIES)}
 
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
