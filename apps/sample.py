@@ -1,4 +1,4 @@
-"""Draw images from a model, with or without trained weights, onto one contact sheet.
+"""Draw samples from a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
 
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
@@ -91,6 +91,7 @@ def main(args: Args) -> None:
     """
     import numpy as np
     import torch
+    from omni_rl.report.media import still
     from omni_rl.report.sheet import contact_sheet
     from omni_rl.sampling import by_shapes, expand_groups
     from omni_rollout import Params
@@ -99,6 +100,7 @@ def main(args: Args) -> None:
     from omni_rollout.sampler import check_images
     from omni_train.dist import local_device
     from omni_train.weights import check_weights, load_weights, saved_files
+    from torch import Tensor
 
     true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
     params = Params(
@@ -132,13 +134,16 @@ def main(args: Args) -> None:
     engine = DiffusersEngine(model, parts)
     drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
     prompts = expand_groups(drawn, 1, seed=args.seed, step=0)
-    images: dict[int, np.ndarray] = {}
+    pictures: dict[int, np.ndarray] = {}
     for same in by_shapes(prompts):
         for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
-            pictures = engine.generate(batch, params.of_size(batch[0].size)).media["image"].cpu().numpy()
-            images |= zip([prompt.index for prompt in batch], pictures, strict=True)
-    contact_sheet([images[i] for i in range(len(prompts))], [prompt.text for prompt in prompts]).save(args.out)
-    print(f"{len(images)} images in {args.out}")
+            media = engine.generate(batch, params.of_size(batch[0].size)).to("cpu").media
+            each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
+            pictures |= zip([prompt.index for prompt in batch], map(still, each), strict=True)
+    columns = 1 if "video" in media else 8
+    sheet = contact_sheet([pictures[i] for i in range(len(prompts))], [p.text for p in prompts], columns=columns)
+    sheet.save(args.out)
+    print(f"{len(pictures)} samples in {args.out}")
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     if args.preferences:
         args = replace(args, prompts=args.preferences)
-    scorer = args.scorer_url or (lambda dist: LocalScorer(abstain))
+    scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
     run = Run.start(args, "dpo", scorer=scorer, reference=True)
     with Loop(run) as steps:
         for step in steps:

@@ -87,7 +87,7 @@ class NobodyScores:
     """A scorer whose scores never come."""
 
     busy_s = 0.0
-    takes_references = False
+    kinds, takes_references = ("image",), False
 
     def submit(self, media, prompts, meta=None, references=None):
         return Future()

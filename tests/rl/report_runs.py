@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
 
+RATES = {"fps": 8.0, "sample_rate": 16_000.0}
 PROMPTS = ("a red sign", "a green sign", "a blue sign")
 
 
@@ -32,6 +34,22 @@ def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
 def images(count: int, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
     """uint8 [count, height, width, 3] of noise."""
     return np.random.default_rng(seed).integers(0, 256, (count, height, width, 3), dtype=np.uint8)
+
+
+def film(num_frames: int = 9, height: int = 32, width: int = 96, seed: int = 0) -> np.ndarray:
+    """uint8 [F, H, W, 3] of noise."""
+    return images(num_frames, height, width, seed)
+
+
+def tone(seconds: float = 0.5, rate: int = 16_000, channels: int = 2) -> np.ndarray:
+    """float32 [S, C] of 440 Hz at half of full scale."""
+    wave_form = 0.5 * np.sin(2 * np.pi * 440 * np.arange(round(seconds * rate)) / rate)
+    return wave_form.astype(np.float32)[:, None].repeat(channels, axis=1)
+
+
+def clips(count: int, **sizes: int) -> list[dict[str, np.ndarray | torch.Tensor]]:
+    """Media of so many samples, each a video with sound."""
+    return [{"video": torch.from_numpy(film(seed=i, **sizes)), "audio": tone()} for i in range(count)]
 
 
 def samples(rewards: list[float | None], *, group_size: int = 1, read: str = "SIGN") -> list[Sample]:

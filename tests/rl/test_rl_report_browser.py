@@ -19,7 +19,7 @@ from omni_rl.report import (
     write_versions,
 )
 from playwright.sync_api import Page, sync_playwright
-from rl.report_runs import images, metrics, samples, write_metrics, write_run
+from rl.report_runs import RATES, clips, images, metrics, samples, tone, write_metrics, write_run
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 HOSTILE = '</script><img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>{{data}} \' & \u2028'
@@ -341,3 +341,53 @@ def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp
     page.keyboard.press("Escape")
     both = show(write_comparison([folder, write_run(tmp_path / "other")], tmp_path / "both.html"))
     assert both.locator(".card").first.locator(".label").all_inner_texts()[0] == "reference"
+
+
+def test_a_video_plays_its_frames_show_on_hover_and_its_sound_is_heard(show, tmp_path):
+    folder = write_run(tmp_path / "run")
+    rows = [Sample(f"prompt {i}", i / 2, 0, i, rates=RATES) for i in range(2)]
+    for step in (0, 12):
+        write_eval(folder, step, clips(2), rows)
+    write_samples(folder, 12, [{"audio": tone()}] * 2, rows)
+    page = show(write_report(folder))
+    pane = page.locator(".card").first.locator(".pane").first
+    picture, frames = pane.locator(".zoom img"), pane.locator(".frames")
+    first = picture.screenshot()
+    for _ in range(50):
+        page.wait_for_timeout(50)
+        if picture.screenshot() != first:
+            break
+    else:
+        raise AssertionError("the video stands still")
+    assert page.locator(".frames:visible").count() == 0
+    pane.hover()
+    box = frames.bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= 1280
+    page.mouse.move(0, 0)
+    assert not frames.is_visible()
+    pane.locator(".zoom").focus()
+    assert frames.is_visible()
+    pane.locator(".zoom").press("Enter")
+    assert page.locator("dialog .frames").is_visible()
+    page.keyboard.press("Escape")
+    groups = page.locator("section", has=page.locator("h2", has_text="Recent groups"))
+    for sound in (pane.locator("audio"), groups.locator("audio").first):
+        loaded = (
+            "(a) => new Promise((is) => (a.readyState ? is(a.duration) : (a.onloadedmetadata = () => is(a.duration))))"
+        )
+        assert sound.evaluate(loaded) == pytest.approx(0.5, abs=0.01)
+        sound.evaluate("(a) => { a.muted = true; return a.play(); }")
+        page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
+
+
+def test_who_wants_no_motion_sees_the_frames_instead(show, tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_eval(folder, 12, clips(1), [Sample("a sign", 0.5, rates=RATES)])
+    page = show(write_report(folder))
+    moving = page.locator(".card .zoom img").first.get_attribute("src")
+    page.emulate_media(reduced_motion="reduce")
+    page.reload()
+    pane = page.locator(".card .pane", has=page.locator(".zoom")).first
+    still, frames = (pane.locator(name).get_attribute("src") for name in (".zoom img", ".frames"))
+    assert moving != still == frames

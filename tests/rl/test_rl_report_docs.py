@@ -32,11 +32,14 @@ def test_the_example_and_the_commands_run(tmp_path, monkeypatch):
 
 
 def test_the_extras_and_numbers_are_those_of_the_code():
-    from omni_rl.report import data, folder
+    from omni_rl.report import data, media
 
     project = tomllib.loads((REPO / "packages" / "omni-rl" / "pyproject.toml").read_text())["project"]
     assert set(re.findall(r"`omni-rl\[(\w+)\]`", DOCS)) == set(project["optional-dependencies"]) - {"scorer"}
     assert f"at most {data.EVAL_BYTES // 10**6} MB" in DOCS
     assert f"{data.SAMPLE_BYTES / 10**6} MB of samples" in DOCS
-    assert f"up to {folder.EXACT_SIDE} pixels" in DOCS
-    assert f"to {folder.MAX_SIDE}." in DOCS
+    assert f"up to {media.EXACT_SIDE} pixels" in DOCS
+    assert f"to {media.MAX_SIDE}." in DOCS
+    assert f"at most {media.MAX_FRAMES}\nframes" in DOCS
+    assert f"first {media.MAX_SOUND_S} s" in DOCS
+    assert f"less than {2 * media.SOUND_RATE // 1000} kHz" in DOCS

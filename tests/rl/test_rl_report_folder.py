@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
-from omni_rl.report.folder import command_line, encode, read_lines, step_folders
+from omni_rl.report.folder import command_line, read_lines, step_folders
+from omni_rl.report.media import encode
 from PIL import Image
 from rl.report_runs import images, samples
 
@@ -111,13 +112,12 @@ def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (np.zeros((2, 4, 4, 3), dtype=np.float32), "images must be uint8, got float32"),
-        (
-            np.zeros((2, 3, 4, 4), dtype=np.uint8),
-            r"images must be 2 of shape \(H, W, 3\), .*, got 2 of \[\(3, 4, 4\)\]",
-        ),
-        (np.zeros((3, 4, 4, 3), dtype=np.uint8), r"images must be 2 of shape \(H, W, 3\)"),
-        (np.zeros((2, 4, 3), dtype=np.uint8), r"images must be 2 of shape \(H, W, 3\)"),
+        (np.zeros((2, 4, 4, 3), dtype=np.float32), "image must be a uint8 array, got float32"),
+        (np.zeros((2, 3, 4, 4), dtype=np.uint8), r"image must have the shape .*'H', 'W', 3\), got \(1, 3, 4, 4\)"),
+        (np.zeros((3, 4, 4, 3), dtype=np.uint8), "media must be of 2 samples, got 3"),
+        (np.zeros((2, 4, 3), dtype=np.uint8), "image must have the shape"),
+        ([{"video": np.zeros((2, 4, 4, 3), dtype=np.uint8)}] * 2, r"'fps'\] must be a finite number > 0 for video"),
+        ([{"speech": np.zeros((2, 1), dtype=np.float32)}] * 2, "media must be of the kinds"),
     ],
 )
 @pytest.mark.parametrize("write", [write_eval, write_samples])
@@ -248,5 +248,5 @@ def test_references_stay_beside_their_samples_and_a_shared_one_is_one_file(tmp_p
 
 def test_a_reference_that_is_no_picture_is_refused(tmp_path):
     rows = [Sample("edit", 0.5, references=(np.zeros((4, 4), np.uint8),))]
-    with pytest.raises(ValueError, match=r"references must be uint8 of shape \(H, W, 3\)"):
+    with pytest.raises(ValueError, match=r"references must have the shape \[H, W, 3\]"):
         write_eval(tmp_path, 1, images(1), rows)

@@ -192,7 +192,7 @@ def test_a_full_disk_is_told_once_and_the_tracker_still_gets_its_numbers(tmp_pat
     write_metrics(tmp_path, metrics(1))
     for step in (2, 3):
         pages.take({"kind": "eval", "step": 2, "samples": []}, {})
-        pages.take({"kind": "log", "step": step, "metrics": {}}, {})
+        pages.take({"kind": "log", "step": step, "metrics": {}}, [])
         pages.write()
     assert seen == [2, 3]
     assert capfd.readouterr().err.count("no space left on device") == 2  # once for the pictures, once for the page
@@ -201,9 +201,10 @@ def test_a_full_disk_is_told_once_and_the_tracker_still_gets_its_numbers(tmp_pat
 def test_references_reach_the_process_and_a_shared_one_is_sent_once(tmp_path):
     shared, own = (torch.from_numpy(images(1, 8, 12, seed=seed)[0]) for seed in (1, 2))
     rows = [replace(s, references=(shared, own) if s.group else (shared,)) for s in samples([0.1, 0.9, 0.5, 0.4])]
-    about, sent = process_module._about("eval", 4, rows, dict(enumerate(images(4))))
-    assert [row["references"] for row in about["samples"]] == [[4], [4, 5], [4, 5], [4, 5]]
-    assert sorted(sent) == [0, 1, 2, 3, 4, 5]
+    about, sent = process_module._about("eval", 4, rows, {i: {"image": image} for i, image in enumerate(images(4))})
+    assert [row["references"] for row in about["samples"]] == [[0], [0, 2], [0, 2], [0, 2]]
+    assert [row["media"] for row in about["samples"]] == [{"image": 1}, {"image": 3}, {"image": 4}, {"image": 5}]
+    assert len(sent) == 6
     with ReportProcess(tmp_path / "process") as report:
         report.show_eval(4, images(4), rows)
         report.show_samples(4, images(4), rows)

@@ -115,6 +115,15 @@ class RewardClient:
         return future
 
     @cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of media that the scorer takes; asks the (first) server when it is first read.
+
+        Raises:
+            RewardError: as of `info`.
+        """
+        return tuple(self.info()["media"])
+
+    @cached_property
     def takes_references(self) -> bool:
         """Whether the scorer wants the samples' references; asks the (first) server when it is first read.
 

@@ -42,7 +42,7 @@ class Replies:
         self._finished: dict[str, int] = {}  # id -> bytes of its reply, the latest last
         self._num_bytes = 0
 
-    async def get(self, request_id: str, body: bytes, make: Make, drop: Drop = lambda: False) -> bytes:
+    async def get(self, request_id: str, body: bytes | bytearray, make: Make, drop: Drop = lambda: False) -> bytes:
         """The reply to the request, made unless it is there already.
 
         Args:

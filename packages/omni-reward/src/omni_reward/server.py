@@ -164,7 +164,7 @@ class _Service:
                 raise HTTPException(500, self._failure(exc)) from exc
         return Response(reply, media_type="application/json")
 
-    async def _parse(self, body: bytes) -> ScoreRequest:
+    async def _parse(self, body: bytes | bytearray) -> ScoreRequest:
         try:
             request = await run_in_threadpool(wire.decode_request, body, max_batch=self._limits.max_batch)
             if request.media.keys() != set(self._scorer.media):
@@ -199,17 +199,17 @@ class _Service:
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
     @asynccontextmanager
-    async def _receive(self, request: Request) -> AsyncIterator[bytes]:
+    async def _receive(self, request: Request) -> AsyncIterator[bytes | bytearray]:
         """Body of a request, which counts as long as the `with` lasts."""
         self._check_room()
-        chunks: list[bytes] = []
+        chunks: list[bytes | bytearray] = []
         try:
             try:
                 async with asyncio.timeout(self._limits.receive_timeout_s):
                     await self._collect(request, chunks)
             except TimeoutError as exc:
                 raise HTTPException(408, "the body took too long to arrive") from exc
-            chunks[:] = [b"".join(chunks)]
+            chunks[:] = [bytearray().join(chunks)]  # the one copy: the scorer's arrays lie in it, and may be written to
             self._check_room()  # bodies that trickle take nobody's place
             self._num_requests += 1
             try:
@@ -223,7 +223,7 @@ class _Service:
         if self._num_requests > self._limits.max_waiting:
             raise _busy("too many requests are waiting")
 
-    async def _collect(self, request: Request, chunks: list[bytes]) -> None:
+    async def _collect(self, request: Request, chunks: list[bytes | bytearray]) -> None:
         """Fill chunks with the body, which is refused as soon as it is too long, whatever its Content-Length."""
         left = self._limits.max_body_bytes
         too_large = HTTPException(413, f"the body must be at most {left} bytes")

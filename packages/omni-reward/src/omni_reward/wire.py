@@ -18,8 +18,6 @@ from numbers import Real
 from typing import Any, NoReturn
 
 import numpy as np
-import safetensors.numpy
-from safetensors import SafetensorError
 
 from omni_reward.media import Arrays, Meta, References, ScoreRequest, check_text, media_kind
 
@@ -34,6 +32,7 @@ MAX_DETAILS_DEPTH = 16
 Parts = Mapping[str, float]
 Details = Mapping[str, object]
 DTYPES = {"uint8": "U8", "float16": "F16", "float32": "F32"}  # numpy's names -> safetensors'
+NUMPY = {code: "<" + np.dtype(name).str[1:] for name, code in DTYPES.items()}
 
 
 class MismatchError(ValueError):
@@ -181,20 +180,18 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     return [struct.pack("<Q", len(text)) + text, *parts]
 
 
-def decode_request(body: bytes, *, max_batch: int) -> ScoreRequest:
-    """Request in a body that nobody has checked yet.
+def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
+    """Request in a body that nobody has checked yet; its arrays lie in the body.
 
     Raises:
         ValueError: the body is not a request, or holds more than max_batch samples.
     """
-    fields = parse_message(_read_header(body), "__metadata__.request")
+    header, start = _read_header(body)
+    fields = parse_message(header.pop("__metadata__")["request"], "__metadata__.request")
     prompts: Any = fields.get("prompts")
     if isinstance(prompts, list) and len(prompts) > max_batch:
         raise ValueError(f"prompts must hold at most {max_batch} samples, got {len(prompts)}")
-    try:
-        media = safetensors.numpy.load(body)
-    except (SafetensorError, ValueError, KeyError) as exc:  # KeyError: a dtype that numpy does not have
-        raise ValueError(f"body must be a safetensors blob that numpy can hold: {exc}") from exc
+    media = _arrays_in(body, header, start)
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
@@ -279,19 +276,44 @@ def _decode_result(i: int, result: dict[str, Any]) -> Score:
         raise ValueError(f"results[{i}]: {exc}") from exc
 
 
-def _read_header(body: bytes) -> str:
-    """Text under `request` in the metadata at the front of a safetensors blob."""
+def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors blob, with text under `request` in its metadata, and where the tensors begin."""
     size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
     header = _parse_json(body[8 : 8 + size], "the safetensors header")
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
-    if not isinstance(metadata, dict) or not isinstance(metadata.get("request"), str):
+    if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get("request"), str):
         raise ValueError("the safetensors header must hold the request as text in __metadata__.request")
-    return metadata["request"]
+    return header, 8 + size
 
 
-def _parse_json(text: bytes | str, what: str) -> object:
+def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: int) -> Arrays:
+    """The tensors of a safetensors blob, which begin at `start`, as arrays over its own memory."""
+    found: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
+    for name, entry in entries.items():
+        match entry:
+            case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+                code in NUMPY and all(type(side) is int and 0 <= side <= len(body) for side in shape)
+            ):
+                found.append((begin, end, name, np.dtype(NUMPY[code]), shape))
+            case _:
+                raise ValueError(
+                    f"{name!r:.80} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {entry!r:.80}"
+                )
+    arrays, place = {}, 0
+    for begin, end, name, dtype, shape in sorted(found, key=lambda tensor: tensor[:3]):
+        count = math.prod(shape)
+        if begin != place or end - begin != count * dtype.itemsize or end > len(body) - start:
+            raise ValueError(f"{name!r:.80} must lie right after the tensor before it, got bytes {begin} to {end}")
+        arrays[name] = np.frombuffer(body, dtype, count, start + begin).reshape(shape)
+        place = end
+    if start + place != len(body):
+        raise ValueError(f"the tensors must fill the body, got {len(body) - start - place} bytes more")
+    return arrays
+
+
+def _parse_json(text: bytes | bytearray | str, what: str) -> object:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and JSONDecodeError are ValueErrors

@@ -149,7 +149,7 @@ class Plan:
             model.predict_velocity, model.decode = self._remembered(model.predict_velocity), self._decoded(model.decode)
         model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
-        run.scorer = LocalScorer(_grader(parts)) if isinstance(scorer, str) else scorer(self.dist)
+        run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)
 
     def settle(self, optimizer: torch.optim.Optimizer) -> None:

@@ -93,7 +93,7 @@ def draw(
 def show(run: Run[RunArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
     if run.report:
-        run.report.show_samples(step.number + 1, *_pictures(batches, scores))
+        run.report.show_samples(step.number + 1, *_shown(batches, scores))
 
 
 def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
@@ -112,7 +112,7 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
         seen = collect(run.dist, [submit(run.watch, batch) for batch in batches])
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
     if run.report:
-        run.report.show_eval(step, *_pictures(batches, scores))
+        run.report.show_eval(step, *_shown(batches, scores))
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
     return means | {"eval/abstained_ratio": rewards["eval/reward"].isnan().float().mean().item()}
 
@@ -133,11 +133,11 @@ def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
 
 
-def _pictures(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[torch.Tensor], list[Sample]]:
-    """This rank's images, each uint8 [H, W, 3], and what the report shows of them."""
-    prompts = [prompt for batch in batches for prompt in batch.prompts]
+def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[dict[str, torch.Tensor]], list[Sample]]:
+    """The media of each of this rank's samples, by kind, and what the report says of them."""
+    drawn = [(prompt, batch.rates) for batch in batches for prompt in batch.prompts]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images)
-        for p, s in zip(prompts, scores, strict=True)
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates)
+        for (p, rates), s in zip(drawn, scores, strict=True)
     ]
-    return [image for batch in batches for image in batch.media["image"]], rows
+    return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

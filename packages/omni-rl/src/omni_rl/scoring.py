@@ -38,6 +38,10 @@ class Scorer(Protocol):
     """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
 
     @property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of media that it takes, no more and no less."""
+
+    @property
     def takes_references(self) -> bool:
         """Whether it wants the pictures that the samples were made from."""
 
@@ -53,12 +57,12 @@ class Scorer(Protocol):
 
 
 class LocalScorer:
-    """A scorer in this process: `grade(media, texts) -> scores`, called at once."""
+    """A scorer in this process: `grade(media, texts) -> scores`, called at once with media of these kinds."""
 
     takes_references = False
 
-    def __init__(self, grade: Grade) -> None:
-        self.grade = grade
+    def __init__(self, grade: Grade, kinds: Sequence[str] = ("image",)) -> None:
+        self.grade, self.kinds = grade, kinds
         self.busy_s = 0.0
 
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
@@ -129,13 +133,13 @@ def connect(
     waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
     client.close()
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
-    client.takes_references = references is not None  # asked once
+    client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
     return client, f"{info['scorer']} {info['scorer_version']}".strip()
 
 
 def submit(scorer: Scorer, samples: Samples) -> Pending:
     """The scores to come of a batch."""
-    media = {kind: tensor.cpu().numpy() for kind, tensor in samples.media.items()}
+    media = {kind: samples.media[kind].cpu().numpy() for kind in scorer.kinds}
     prompts = samples.prompts
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
     return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts], references)

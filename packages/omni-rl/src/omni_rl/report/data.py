@@ -26,20 +26,21 @@ MAX_BARS = 60  # of the seconds per phase
 MAX_GROUPS = 12  # whose best and worst samples are shown
 EVAL_BYTES = 2_000_000  # of the evaluations' pictures in the page, over all runs
 SAMPLE_BYTES = 600_000  # of the samples' pictures
+PLAYED = 6  # times as many bytes of what plays, so that a page stays below 20 MB
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_DETAILS = 6  # that a scorer gives with a score
-MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp"}
+MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp", ".wav": "audio/wav"}
 REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
 ROW: Kinds = {
     "prompt": str, "reward": int | float | None, "seed": int | None, "file": str, "size": list, "details": dict,
-    "abstained": str | None, "references": list | None,
+    "abstained": str | None, "references": list | None, "strip": str | None, "sound": str | None,
 }  # fmt: skip
 REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
 START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
-Drawings = Sequence[tuple[Path, Mapping[str, Any]]]  # files of pictures, and what is known of them
+Drawings = Sequence[tuple[Mapping[str, Path], Mapping[str, Any]]]  # files of samples, and what is known of them
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
     stored, references = [], {}
     for step, path in step_folders(folder / "eval", last):
         rows = _entries(path / "rows.json", ROW)
-        stored.append((step, {(row["prompt"], row["seed"]): (_file(path, row), row) for row in rows}))
+        stored.append((step, {(row["prompt"], row["seed"]): (_files(path, row), row) for row in rows}))
         references = {(row["prompt"], row["seed"]): _references(path, row) for row in rows}
     keys = list(stored[-1][1]) if stored else []
     kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
@@ -188,12 +189,12 @@ def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
     for step, path in reversed(step_folders(folder / "samples", last)):
         for group in _entries(path / "groups.json", GROUP):
             rows = [_checked(row, ROW, path / "groups.json") for row in group["shown"]]
-            files = [_file(path, row) for row in rows]
+            files = [_files(path, row) for row in rows]
             references = _references(path, rows[0]) if rows else []
-            budget -= sum(map(_size, [*files, *(file for file, _ in references)]))
+            budget -= sum(map(_size, [*files, *(own for own, _ in references)]))
             if budget < 0 or len(shown) == MAX_GROUPS:
                 return shown
-            pictures = [_picture(file, row) for file, row in zip(files, rows, strict=True)]
+            pictures = [_picture(own, row) for own, row in zip(files, rows, strict=True)]
             rewards = [_score(reward) for reward in group["rewards"]]
             entry = {"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures}
             shown.append(entry | {"references": [_drawing(*each) for each in references]})
@@ -213,12 +214,12 @@ def _within(
     kept: list[Any], keys: list[Any], references: Mapping[Any, Drawings], budget: int
 ) -> tuple[list[Any], list[Any]]:
     """Evaluations and prompts whose pictures fit: at least eight evaluations while there are four prompts or more."""
-    sizes = {(step, key): _size(file) for step, rows in kept for key, (file, _) in rows.items()}
+    sizes = {(step, key): _size(files) for step, rows in kept for key, (files, _) in rows.items()}
     every, least_evals, least_prompts = list(kept), 8, 4
 
     def total() -> int:
         drawn = sum(sizes.get((step, key), 0) for step, _ in kept for key in keys)
-        return drawn + sum(_size(file) for key in keys for file, _ in references[key])
+        return drawn + sum(_size(files) for key in keys for files, _ in references[key])
 
     while keys and total() > budget:
         if len(kept) > least_evals or (len(keys) <= least_prompts and len(kept) > 2):
@@ -239,24 +240,27 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
     return [part for part in parts if part]
 
 
-def _picture(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
+def _picture(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
     details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
-    return _drawing(file, row) | {
+    return _drawing(files, row) | {
         "reward": _score(row["reward"]),
         "details": dict(details),
         "abstained": row["abstained"] and _text(row["abstained"]),
     }
 
 
-def _drawing(file: Path, row: Mapping[str, Any]) -> dict[str, Any]:
-    source = f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
-    return {"src": source, "size": row["size"], "details": {}}
+def _drawing(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
+    sources = {
+        name: f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+        for name, file in files.items()
+    }
+    return {"src": sources.pop("file"), "size": row["size"], "details": {}, **sources}
 
 
 def _references(folder: Path, row: Mapping[str, Any]) -> Drawings:
     """The pictures that a sample was made from; none in a folder of an earlier release."""
     entries = [_checked(entry, REFERENCE, folder) for entry in row.get("references") or ()]
-    return [(_file(folder, entry), entry) for entry in entries]
+    return [(_files(folder, entry), entry) for entry in entries]
 
 
 def _text(value: object) -> str:
@@ -276,16 +280,19 @@ def _short(value: float) -> float:
     return float(f"{value:.5g}")
 
 
-def _file(folder: Path, row: Mapping[str, Any]) -> Path:
-    file = folder / Path(row["file"]).name  # never a file elsewhere, whatever the row says
-    if file.suffix not in MEDIA_TYPES:
-        raise ValueError(f"{file} must be one of the kinds {', '.join(MEDIA_TYPES)}")
-    return file
+def _files(folder: Path, row: Mapping[str, Any]) -> dict[str, Path]:
+    """The files of a sample: what is shown, the strip of a video's frames, the sound."""
+    files = {name: folder / Path(row[name]).name for name in ("file", "strip", "sound") if row.get(name)}
+    for file in files.values():  # never one elsewhere, whatever the row says
+        if file.suffix not in MEDIA_TYPES:
+            raise ValueError(f"{file} must be one of the kinds {', '.join(MEDIA_TYPES)}")
+    return files
 
 
-def _size(file: Path) -> int:
-    """Bytes in the page, where three take four characters."""
-    return file.stat().st_size * 4 // 3
+def _size(files: Mapping[str, Path]) -> int:
+    """Bytes in the page, where three take four characters, of what stands still; less count those of what plays."""
+    plays = ("sound", "file") if "strip" in files else ("sound",)
+    return sum(file.stat().st_size * 4 // 3 // (PLAYED if name in plays else 1) for name, file in files.items())
 
 
 def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:

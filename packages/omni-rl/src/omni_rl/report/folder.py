@@ -35,18 +35,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from omni_reward.media import check_media, check_references
 from omni_train.files import read_jsonl, write_atomically, write_folder_atomically
 
+from omni_rl.report.media import STRIP_FRAMES, Media, files_of, still
 from omni_rl.report.sheet import contact_sheet, score_label
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor
 
-    Images = Sequence[np.ndarray | Tensor] | Mapping[int, np.ndarray | Tensor] | np.ndarray | Tensor
+    Shown = np.ndarray | Tensor | Mapping[str, np.ndarray | Tensor]  # a picture, or media by kind
+    AllMedia = Sequence[Shown] | Mapping[int, Shown] | np.ndarray | Tensor
 
-EXACT_SIDE = 128  # pixels; pictures no larger keep every bit, as PNG
-MAX_SIDE = 320  # pixels; larger pictures are reduced to this and stored as WebP
 MAX_SHEET = 64  # pictures on the sheet of an evaluation
 SHEET_SIDE = 256  # pixels; larger pictures are reduced to this on the sheet
 LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "pillow", "vllm", "triton")
@@ -54,7 +54,7 @@ LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors
 
 @dataclass(frozen=True)
 class Sample:
-    """A picture's prompt, score and origin.
+    """A sample's prompt, score and origin.
 
     Args:
         prompt: its text.
@@ -64,6 +64,7 @@ class Sample:
         details: what the scorer adds to the score; `target` and `read` are the text that was wanted and that was read.
         abstained: why there is no score.
         references: the pictures that it was made from, uint8 [H, W, 3] each, arrays or tensors.
+        rates: how fast its media play: `fps` of video, `sample_rate` of audio.
     """
 
     prompt: str
@@ -73,35 +74,41 @@ class Sample:
     details: Mapping[str, object] = field(default_factory=dict)
     abstained: str | None = None
     references: "Sequence[np.ndarray | Tensor]" = ()
+    rates: Mapping[str, float] = field(default_factory=dict)
 
 
 def write_eval(
     folder: str | Path,
     step: int,
-    images: "Images",
+    media: "AllMedia",
     samples: Sequence[Sample],
     *,
     limit: int = 16,
     keep: int = 48,
 ) -> None:
-    """Keep the first `limit` pictures of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
+    """Keep the first `limit` samples of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
-    images: RGB, one for each of `samples`: uint8 [N, H, W, 3], or N of uint8 [H, W, 3], arrays or tensors on any
-    device, of which only those that are kept are copied to the host; or a mapping of those alone, by their places.
+    media: of each of `samples` its media by kind: `image` uint8 [H, W, 3], `video` uint8 [F, H, W, 3], `audio` float32
+    [S, C], arrays or tensors on any device, of which only those that are kept are copied to the host; or a mapping of
+    those alone, by their places. Pictures need no name: uint8 [N, H, W, 3] or N of uint8 [H, W, 3] do.
     keep: where there are more evaluations, those nearest to their neighbours go, never the first and the last.
 
     Raises:
-        ValueError: images have another dtype or shape, or `keep` is below 2.
+        ValueError: media have another dtype or shape, or no rate, or `keep` is below 2.
     """
     if keep < 2:
         raise ValueError(f"keep must be >= 2, got {keep}")
-    pictures = host_pictures(images, samples, range(min(MAX_SHEET, len(samples))))
-    rows, files = _rows(pictures, samples, range(min(limit, len(samples))))
+    shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
+    rows, files = _rows(shown, samples, range(min(limit, len(samples))))
     labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
-    sheet = contact_sheet(list(pictures.values()), labels, max_side=SHEET_SIDE)
+    wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
+    pictures = [still(own) for own in shown.values()]
+    sheet = contact_sheet(pictures, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
-    write_atomically(home / f"{step:06}.png", _png(sheet))
+    file = io.BytesIO()
+    sheet.save(file, "PNG")
+    write_atomically(home / f"{step:06}.png", file.getvalue())
     stored = step_folders(home)
     while len(stored) > keep:
         nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
@@ -113,7 +120,7 @@ def write_eval(
 def write_samples(
     folder: str | Path,
     step: int,
-    images: "Images",
+    media: "AllMedia",
     samples: Sequence[Sample],
     *,
     groups: int = 4,
@@ -121,10 +128,10 @@ def write_samples(
 ) -> None:
     """Keep best and worst sample of the step's first `groups` groups, and drop all but the last `keep` steps.
 
-    images: as `write_eval` takes them. A group without any score keeps its first sample. Needs pillow.
+    media: as `write_eval` takes them. A group without any score keeps its first sample. Needs pillow.
 
     Raises:
-        ValueError: images have another dtype or shape, or `keep` is below 1.
+        ValueError: media have another dtype or shape, or no rate, or `keep` is below 1.
     """
     if keep < 1:
         raise ValueError(f"keep must be >= 1, got {keep}")
@@ -132,7 +139,7 @@ def write_samples(
     files: dict[str, bytes] = {}
     for group, indices in first_groups(samples, groups).items():
         best = best_and_worst(samples, indices)
-        shown, drawn = _rows(host_pictures(images, samples, best), samples, best)
+        shown, drawn = _rows(host_media(media, samples, best), samples, best)
         rewards = [samples[i].reward for i in indices]
         entries.append({"group": group, "prompt": samples[indices[0]].prompt, "rewards": rewards, "shown": shown})
         files |= drawn
@@ -191,18 +198,6 @@ def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
     return " ".join(words)
 
 
-def encode(image: np.ndarray) -> tuple[bytes, str]:
-    """A picture, uint8 [H, W, 3], as the bytes of a small file, and the suffix of its name."""
-    from PIL import Image
-
-    picture, file = Image.fromarray(image), io.BytesIO()
-    if max(picture.size) <= EXACT_SIDE:
-        return _png(picture), ".png"
-    picture.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
-    picture.save(file, "WEBP", quality=82)
-    return file.getvalue(), ".webp"
-
-
 def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
     """(step, folder) of the folders named after a step up to `last`, in step order; none if `home` is missing."""
     if not home.is_dir():
@@ -220,38 +215,35 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path) if path.exists() else []
 
 
-def _png(picture: "Image.Image") -> bytes:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
-
-
 def _json(document: object) -> str:
     """JSON without the credentials of URLs: nobody who reads a report needs them."""
     return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
 
 
-def host_pictures(images: "Images", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, np.ndarray]:
-    """The images that are shown, by their places, as arrays uint8 [H, W, 3]; no other is copied to the host."""
-    chosen = {i: images[i] for i in shown}
-    arrays = {i: image if isinstance(image, np.ndarray) else image.cpu().numpy() for i, image in chosen.items()}
-    for array in arrays.values():
-        if array.dtype != np.uint8:
-            raise ValueError(f"images must be uint8, got {array.dtype}")
-    is_each = isinstance(images, Mapping) or len(images) == len(samples)
-    if not is_each or any(array.shape[2:] != (3,) for array in arrays.values()):
-        got = f"{len(images)} of {sorted({array.shape for array in arrays.values()})}"
-        raise ValueError(f"images must be {len(samples)} of shape (H, W, 3), one for each sample, got {got}")
-    return arrays
+def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, Media]:
+    """The samples that are shown, by their places, as arrays by kind; no other is copied to the host."""
+    if not isinstance(media, Mapping) and len(media) != len(samples):
+        raise ValueError(f"media must be of {len(samples)} samples, got {len(media)}")
+    hosted: dict[int, Media] = {}
+    for i in shown:
+        given = media[i]
+        own = given if isinstance(given, Mapping) else {"image": given}
+        hosted[i] = {kind: _host(array) for kind, array in own.items()}
+        for kind, array in hosted[i].items():
+            check_media(kind, array[None], [dict(samples[i].rates)])
+    return hosted
 
 
 def host_references(sample: Sample) -> list[np.ndarray]:
     """The sample's references as arrays, uint8 [H, W, 3]."""
-    arrays = [image if isinstance(image, np.ndarray) else image.cpu().numpy() for image in sample.references]
-    for array in arrays:
-        if array.dtype != np.uint8 or array.shape[2:] != (3,):
-            raise ValueError(f"references must be uint8 of shape (H, W, 3), got {array.dtype} {array.shape}")
+    arrays = [_host(image) for image in sample.references]
+    if arrays:
+        check_references([tuple(arrays)], 1)
     return arrays
+
+
+def _host(array: "np.ndarray | Tensor") -> np.ndarray:
+    return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
 def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
@@ -272,23 +264,24 @@ def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[in
 
 
 def _rows(
-    pictures: Mapping[int, np.ndarray], samples: Sequence[Sample], indices: Iterable[int]
+    shown: Mapping[int, Media], samples: Sequence[Sample], indices: Iterable[int]
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The samples as JSON takes them, each with the name of its file, and the files."""
-    rows, files = [], {}
+    """The samples as JSON takes them, each with the names of its files, and the files."""
+    rows: list[dict[str, Any]] = []
+    files: dict[str, bytes] = {}
     for i in indices:
-        data, suffix = encode(pictures[i])
-        height, width = pictures[i].shape[:2]
-        details = {str(name): plain(value) for name, value in samples[i].details.items()}
-        row = vars(samples[i]) | {"details": details, "file": f"{i:04}{suffix}", "size": [width, height]}
-        files[f"{i:04}{suffix}"] = data
+        row, own = files_of(f"{i:04}", shown[i], samples[i].rates)
+        files |= own
         references = []
-        for reference in host_references(samples[i]):
-            data, suffix = encode(reference)
-            name = f"reference-{hashlib.sha256(data).hexdigest()[:16]}{suffix}"  # samples that share one share the file
-            references.append({"file": name, "size": [reference.shape[1], reference.shape[0]]})
-            files[name] = data
-        rows.append(row | {"references": references})
+        for picture in host_references(samples[i]):
+            name = (
+                f"reference-{hashlib.sha256(picture.tobytes()).hexdigest()[:16]}"  # one file for samples that share it
+            )
+            reference, own = files_of(name, {"image": picture}, {})
+            references.append(reference)
+            files |= own
+        details = {str(name): plain(value) for name, value in samples[i].details.items()}
+        rows.append(vars(samples[i]) | row | {"details": details, "references": references})
     return rows, files
 
 

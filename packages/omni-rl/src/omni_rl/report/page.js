@@ -3,6 +3,7 @@ const DATA = JSON.parse(document.getElementById("data").textContent);
 const RUNS = DATA.runs;
 const MANY = RUNS.length > 1;
 const COLORS = MANY ? ["c1", "c6", "c3", "c4", "c7", "c8", "c5", "c2"] : ["c1", "c2", "c3", "c4", "c5", "c6", "c7", "c8"];
+const STILL = matchMedia("(prefers-reduced-motion: reduce)").matches;
 const KEPT = history.state || {}; // survives a reload of the page
 
 // Words.
@@ -257,13 +258,23 @@ function pane(label, picture, prompt, mark = null) {
   const title = el("span", { class: "label", title: label }, mark, label);
   if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
   const [width, height] = picture.size;
-  const image = el("img", { src: picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
-  if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), zoom(image, label, picture, prompt));
+  const drawn = el("img", { src: (STILL && picture.strip) || picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  const shown = [zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt)];
+  if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), shown);
   const bar = el("div", { class: "bar-of-score", "aria-hidden": "true" }, el("i"));
   const share = picture.reward === null ? 0 : scoreShare(picture.reward);
   bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
   return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
-    zoom(image, label, picture, prompt), bar, el("p", { class: "said" }, said(picture)));
+    shown, bar, el("p", { class: "said" }, said(picture)));
+}
+
+// Some frames of a video side by side, which show while its pane is pointed at or in focus.
+function frames(picture, label) {
+  return picture.strip ? el("img", { src: picture.strip, class: "frames", alt: `Frames of ${label}`, decoding: "async" }) : null;
+}
+
+function sound(picture, label, prompt) {
+  return picture.sound ? el("audio", { src: picture.sound, controls: true, preload: "metadata", "aria-label": `Sound of ${label}: ${prompt}` }) : null;
 }
 
 // The pictures that a sample was made from, which no one scored.
@@ -276,7 +287,7 @@ function zoom(image, label, picture, prompt) {
   const button = el("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${label}: ${prompt}` }, image);
   button.addEventListener("click", () => {
     const close = el("button", { type: "button" }, "Close");
-    const box = el("dialog", { class: "large", "aria-label": `${label}: ${prompt}` }, image.cloneNode(), el("p", {}, prompt), el("p", { class: "said" }, said(picture)), close);
+    const box = el("dialog", { class: "large", "aria-label": `${label}: ${prompt}` }, image.cloneNode(), frames(picture, label), el("p", {}, prompt), el("p", { class: "said" }, said(picture)), close);
     box.addEventListener("click", () => box.close());
     box.addEventListener("close", () => box.remove());
     document.body.append(box);

@@ -54,7 +54,8 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     style = here.joinpath("page.css").read_text(encoding="utf-8")
     script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", "page.js"))
     parts = {
-        "policy": f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        "policy": f"default-src 'none'; img-src data:; media-src data:; style-src '{_hash(style)}'; "
+        f"script-src '{_hash(script)}'",
         "title": html.escape(" and ".join(run["name"] for run in runs)),
         "style": style,
         "data": embed({"runs": runs, "charts": [asdict(chart) for chart in CHARTS]}),

@@ -2,13 +2,12 @@
 
     python -m omni_rl.report.process FOLDER TRACKER PROJECT      what ReportProcess starts
 
-Each message on its standard input is a length, so many bytes of JSON, and the pixels of the pictures that it names.
+Each message on its standard input is a length, so many bytes of JSON, and the arrays that it names.
 When that input breaks off before the message "end", the run has died, and the process ends at once: whatever it writes,
 it writes atomically. It is in a session of its own, as Ctrl-C and torchrun speak to the run alone.
 """
 
 import json
-import math
 import os
 import select
 import subprocess
@@ -29,28 +28,29 @@ from omni_rl.report.folder import (
     Sample,
     best_and_worst,
     first_groups,
-    host_pictures,
+    host_media,
     host_references,
     plain,
     write_eval,
     write_samples,
 )
+from omni_rl.report.media import Media, few_frames
 from omni_rl.report.page import write_report
 from omni_rl.sinks import Sink, Tracker, tracker
 
 if TYPE_CHECKING:
-    from omni_rl.report.folder import Images
+    from omni_rl.report.folder import AllMedia
 
 MAX_SHARE = 0.25  # of the process's time that goes into the page
 MAX_WAITING = 3  # steps whose samples wait to be written; those of older ones would be deleted soon anyway
 GROUPS = 4  # of a step, that are shown
-Message = tuple[dict[str, Any], Mapping[int, np.ndarray]]
+Message = tuple[dict[str, Any], Sequence[np.ndarray]]  # the second holds what the first names by number
 
 
 class ReportProcess:
-    """A sink of `omni_train.log.RunLog` that hands on each line, and pictures where there are any; it never waits.
+    """A sink of `omni_train.log.RunLog` that hands on each line, and samples where there are any; it never waits.
 
-    Pictures that it is given must not be written to afterwards. If the process ends before its time, that is said once,
+    Media that it is given must not be written to afterwards. If the process ends before its time, that is said once,
     and the run goes on without. To be closed, as the log does.
     """
 
@@ -81,18 +81,17 @@ class ReportProcess:
         """Hand on the metrics of a step."""
         self._put({"kind": "log", "step": step, "metrics": dict(metrics)})
 
-    def show_eval(self, step: int, images: "Images", samples: Sequence[Sample]) -> None:
-        """Hand on the pictures of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
-        pictures = host_pictures(images, samples, range(min(MAX_SHEET, len(samples))))
-        self._put(*_about("eval", step, samples[:MAX_SHEET], pictures))
+    def show_eval(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
+        """Hand on the samples of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
+        shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
+        self._put(*_about("eval", step, samples[:MAX_SHEET], shown))
 
-    def show_samples(self, step: int, images: "Images", samples: Sequence[Sample]) -> None:
+    def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Hand on the samples of a step that `omni_rl.report.write_samples` shows."""
         groups = first_groups(samples, GROUPS).values()
         places = {i: place for place, i in enumerate(i for indices in groups for i in indices)}
-        shown = host_pictures(images, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
-        pictures = {places[i]: picture for i, picture in shown.items()}
-        self._put(*_about("samples", step, [samples[i] for i in places], pictures))
+        shown = host_media(media, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
+        self._put(*_about("samples", step, [samples[i] for i in places], {places[i]: own for i, own in shown.items()}))
 
     def close(self) -> None:
         """Wait until all is written and the process has ended."""
@@ -110,11 +109,11 @@ class ReportProcess:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _put(self, about: dict[str, Any], pictures: Mapping[int, np.ndarray] = {}) -> None:
+    def _put(self, about: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         with self._change:
             if self._is_lost:
                 return
-            self._waiting.append((about, pictures))
+            self._waiting.append((about, arrays))
             late = [message for message in self._waiting if message[0]["kind"] == "samples"][:-MAX_WAITING]
             for message in late:
                 self._waiting.remove(message)
@@ -125,9 +124,9 @@ class ReportProcess:
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
-                about, pictures = self._waiting.popleft()
+                about, arrays = self._waiting.popleft()
             try:
-                _send(_end(self._process.stdin), about, pictures)
+                _send(_end(self._process.stdin), about, arrays)
             except OSError:
                 self._say_lost()
                 return
@@ -146,46 +145,47 @@ class ReportProcess:
                 )
 
 
-def _about(kind: str, step: int, samples: Sequence[Sample], pictures: Mapping[int, np.ndarray]) -> Message:
-    """The message: after the pictures, by their samples' places, come their references, each once."""
-    rows, sent, found = [], dict(pictures), dict[tuple[int, ...], int]()  # where a reference lies -> its place
+def _about(kind: str, step: int, samples: Sequence[Sample], shown: Mapping[int, Media]) -> Message:
+    """The message: rows that name the arrays of their media and references by number, and the arrays, each once."""
+    sent: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}  # where an array lies -> its number, and itself
+
+    def number(array: np.ndarray) -> int:
+        return sent.setdefault((array.ctypes.data, *array.shape, *array.strides), (len(sent), array))[0]
+
+    rows = []
     for i, sample in enumerate(samples):
-        references = host_references(sample) if i in pictures else []
-        keys = [(array.ctypes.data, *array.shape, *array.strides) for array in references]
-        for key, array in zip(keys, references, strict=True):
-            sent[found.setdefault(key, len(samples) + len(found))] = array
+        own, rates = shown.get(i, {}), sample.rates
+        own, rates = few_frames(own, rates) if "video" in own else (own, rates)
         details = {str(name): plain(value) for name, value in sample.details.items()}
-        rows.append(vars(sample) | {"details": details, "references": [found[key] for key in keys]})
-    return {"kind": kind, "step": step, "samples": rows}, sent
+        references = [number(array) for array in host_references(sample)] if own else []
+        media = {kind: number(array) for kind, array in own.items()}
+        rows.append(vars(sample) | {"details": details, "references": references, "media": media, "rates": rates})
+    return {"kind": kind, "step": step, "samples": rows}, [array for _, array in sent.values()]
 
 
-def _send(stream: IO[bytes], about: dict[str, Any], pictures: Mapping[int, np.ndarray]) -> None:
-    shapes = {str(place): picture.shape for place, picture in pictures.items()}
-    head = json.dumps(about | {"shapes": shapes}, default=str).encode()
-    for part in (len(head).to_bytes(8, "little") + head, *(picture.tobytes() for picture in pictures.values())):
-        left = memoryview(part)
+def _send(stream: IO[bytes], about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+    forms = [(str(array.dtype), array.shape) for array in arrays]
+    head = json.dumps(about | {"arrays": forms}, default=str).encode()
+    for part in (np.frombuffer(len(head).to_bytes(8, "little") + head, np.uint8), *arrays):
+        left = np.ascontiguousarray(part).data.cast("B")
         while left:
             left = left[stream.write(left) :]
 
 
 def _receive(stream: IO[bytes]) -> Message:
-    about = json.loads(_read(stream, int.from_bytes(_read(stream, 8), "little")))
-    pictures = {
-        int(place): np.frombuffer(_read(stream, math.prod(shape)), np.uint8).reshape(shape)
-        for place, shape in about.pop("shapes").items()
-    }
-    return about, pictures
+    size = int.from_bytes(_fill(stream, np.empty(8, np.uint8)), "little")
+    about = json.loads(_fill(stream, np.empty(size, np.uint8)).tobytes())
+    return about, [_fill(stream, np.empty(shape, dtype)) for dtype, shape in about.pop("arrays")]
 
 
-def _read(stream: IO[bytes], size: int) -> bytes:
-    parts = []
-    while size:
-        part = stream.read(min(size, 2**20))
-        if not part:
+def _fill(stream: IO[bytes], array: np.ndarray) -> np.ndarray:
+    left = array.data.cast("B")
+    while left:
+        count = stream.readinto(left)  # type: ignore[attr-defined]  # the stream is not buffered
+        if not count:
             os._exit(0)  # the run has died
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+        left = left[count:]
+    return array
 
 
 def _end(pipe: IO[bytes] | None) -> IO[bytes]:
@@ -202,16 +202,17 @@ class _Pages:
         self._lines: dict[float, Mapping[str, float]] | None = None
         self._told: set[str] = set()
 
-    def take(self, about: dict[str, Any], pictures: Mapping[int, np.ndarray]) -> None:
-        """Write the pictures of a message; remember its metrics, and tell them to the tracker."""
+    def take(self, about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+        """Write the samples of a message; remember its metrics, and tell them to the tracker."""
         kind, step = about["kind"], about["step"]
         if kind == "log":
             self._add(step, about["metrics"])
             return
         write = write_eval if kind == "eval" else write_samples
-        with self._guarded(f"the pictures of step {step} could not be written"):
-            rows = [row | {"references": [pictures[i] for i in row["references"]]} for row in about["samples"]]
-            write(self._folder, step, pictures, [Sample(**row) for row in rows])
+        with self._guarded(f"the samples of step {step} could not be written"):
+            rows = [row | {"references": [arrays[i] for i in row["references"]]} for row in about["samples"]]
+            media = {i: {kind: arrays[n] for kind, n in row.pop("media").items()} for i, row in enumerate(rows)}
+            write(self._folder, step, media, [Sample(**row) for row in rows])
 
     def write(self) -> None:
         """Write the page."""
@@ -280,11 +281,11 @@ def main(folder: str, track: Tracker, project: str) -> None:
             is_old, end = False, time.monotonic()
             due = end + (end - now) * (1 / MAX_SHARE - 1)
         elif select.select([stream], [], [], due - now if is_old else None)[0]:
-            about, pictures = _receive(stream)
+            about, arrays = _receive(stream)
             if about["kind"] == "end":
                 break
-            pages.take(about, pictures)
-            is_old = is_old or about["kind"] == "log"  # pictures come before the line of their step
+            pages.take(about, arrays)
+            is_old = is_old or about["kind"] == "log"  # samples come before the line of their step
     pages.close()
 
 

@@ -1,0 +1,133 @@
+"""Videos and sounds in a run folder, and in the page: what is kept of them, and its size."""
+
+import io
+import json
+import wave
+
+import numpy as np
+import pytest
+from omni_rl.report import Sample, data, write_eval, write_report, write_samples
+from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform
+from omni_rl.report.process import ReportProcess
+from PIL import Image, ImageSequence
+from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
+
+
+def row(i: int, reward: float = 0.5) -> Sample:
+    return Sample(f"prompt {i}", reward, i // 2, i, rates=RATES)
+
+
+def pictures_in(data: bytes) -> tuple[list[np.ndarray], list[int]]:
+    """The frames of an animation and how many milliseconds each stands."""
+    found = [
+        (np.asarray(frame.convert("RGB")), frame.info["duration"])
+        for frame in ImageSequence.all_frames(Image.open(io.BytesIO(data)))
+    ]
+    return [frame for frame, _ in found], [time for _, time in found]
+
+
+def test_a_small_video_keeps_every_bit_and_its_speed():
+    frames, times = pictures_in(animate(film(), 8))
+    np.testing.assert_array_equal(frames, film())
+    assert times == [125] * 9
+    assert sum(pictures_in(animate(film(24), 24))[1]) == 1000  # no third of a millisecond is lost
+
+
+def test_a_large_video_is_reduced_and_a_long_one_loses_frames_and_no_time():
+    clip = np.full((81, 240, 480, 3), (200, 40, 90), np.uint8)
+    few, rates = few_frames({"video": clip}, {"fps": 24.0})
+    assert few["video"].shape[0] == 27 <= MAX_FRAMES
+    assert np.shares_memory(few["video"], clip)
+    assert rates["fps"] == 8
+    frames, times = pictures_in(animate(few["video"][:2] // np.array([[[[1]]], [[[2]]]], np.uint8), rates["fps"]))
+    assert frames[0].shape == (160, 320, 3)
+    assert times == [125, 125]
+    assert np.abs(frames[0].astype(int) - (200, 40, 90)).max() <= 8
+
+
+def test_a_strip_has_the_first_and_the_last_frame_whole():
+    picture = strip(film(17), 5)
+    assert picture.shape == (32, 5 * 96 + 4, 3)
+    for place, frame in enumerate((0, 4, 8, 12, 16)):
+        np.testing.assert_array_equal(picture[:, 97 * place : 97 * place + 96], film(17)[frame])
+    assert strip(film(2)).shape == (32, 2 * 96 + 1, 3)
+
+
+def read_wave(data: bytes) -> tuple[np.ndarray, int, int]:
+    with wave.open(io.BytesIO(data)) as file:
+        samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
+        return samples / 32767, file.getframerate(), file.getnchannels()
+
+
+@pytest.mark.parametrize(("rate", "written"), [(16_000, 16_000), (44_100, 44_100), (48_000, 24_000)])
+def test_a_sound_keeps_its_pitch_and_its_length(rate, written):
+    sound, found, channels = read_wave(encode_sound(tone(rate=rate), rate))
+    assert (found, channels) == (written, 1)
+    assert len(sound) == pytest.approx(0.5 * written, abs=1)
+    spectrum = np.abs(np.fft.rfft(sound))
+    assert np.fft.rfftfreq(len(sound), 1 / found)[spectrum.argmax()] == pytest.approx(440, abs=2)
+    assert np.abs(sound).max() == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_sound_is_cut_after_ten_seconds_and_clipped():
+    sound, rate, _ = read_wave(encode_sound(4 * tone(seconds=11, rate=8000), 8000))
+    assert len(sound) == 10 * rate
+    assert np.abs(sound).max() <= 1
+
+
+def test_a_waveform_is_as_high_as_the_sound_is_loud():
+    loud = tone() * np.linspace(0, 2, 8000, dtype=np.float32)[:, None]
+    picture = waveform(loud)
+    heights = (picture[..., 0] == 70).sum(axis=0)
+    assert picture.shape == (48, 192, 3)
+    assert picture.dtype == np.uint8
+    assert heights[-1] >= 46
+    assert (np.diff(heights) >= 0).all()
+    assert waveform(loud[:5]).shape[0] == 48
+
+
+def test_one_picture_stands_for_a_sample_of_any_kind():
+    video, sound = film(), tone()
+    assert still({"image": video[0]}) is not None
+    np.testing.assert_array_equal(still({"video": video, "audio": sound}), strip(video))
+    np.testing.assert_array_equal(still({"audio": sound}), waveform(sound))
+
+
+def test_a_video_and_its_sound_stay_beside_what_is_known_of_them(tmp_path):
+    write_eval(tmp_path, 8, clips(3), [row(i) for i in range(3)], limit=2)
+    folder = tmp_path / "eval" / "000008"
+    rows = json.loads((folder / "rows.json").read_text())
+    assert [each["size"] for each in rows] == [[96, 32]] * 2
+    names = [each[name] for each in rows for name in ("file", "strip", "sound")]
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*names, "rows.json"])
+    np.testing.assert_array_equal(pictures_in((folder / rows[1]["file"]).read_bytes())[0], film(seed=1))
+    assert rows[0]["rates"] == RATES
+    sheet = Image.open(tmp_path / "eval" / "000008.png")
+    assert sheet.width > 6 * 96  # strips, and no single frames
+
+
+def test_a_process_writes_the_same_files_and_is_sent_few_frames(tmp_path):
+    media, rows = clips(4, num_frames=40), [row(i, i / 4) for i in range(4)]
+    with ReportProcess(tmp_path / "process") as report:
+        report.show_eval(4, media, rows)
+        report.show_samples(4, media, rows)
+    write_eval(tmp_path / "here", 4, media, rows)
+    write_samples(tmp_path / "here", 4, media, rows)
+    for kind in ("eval", "samples"):
+        written, wanted = (sorted((tmp_path / home / kind).rglob("*.w*")) for home in ("process", "here"))
+        assert [path.name for path in written] == [path.name for path in wanted] != []
+        assert [path.read_bytes() for path in written] == [path.read_bytes() for path in wanted]
+
+
+def test_a_page_of_long_videos_stays_below_20_mb(tmp_path, monkeypatch):
+    noise = film(MAX_FRAMES, 128, 128)  # which no format makes small
+    media = [{"video": noise, "audio": tone(10, 24_000)} for _ in range(8)]
+    for step in range(0, 24, 4):
+        write_eval(tmp_path, step, media[:4], [row(i) for i in range(4)])
+    write_samples(tmp_path, 20, media, [row(i, i / 8) for i in range(8)])
+    write_metrics(tmp_path, metrics(48))
+    whole = sum(path.stat().st_size for path in tmp_path.rglob("*.w*"))
+    assert whole > 25e6
+    page = write_report(tmp_path)
+    assert 2e6 < page.stat().st_size < 20e6
+    assert data.EVAL_BYTES + data.SAMPLE_BYTES < 20e6 / data.PLAYED
