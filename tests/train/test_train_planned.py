@@ -84,7 +84,9 @@ def test_the_host_reads_what_it_has_sent(device):
     sigmas = torch.tensor([1.0, 0.5, 0.0]).to(PLANNED)
     assert sigmas[1].item() == 0.5
     assert bool((sigmas[:2] > 0).all())
-    assert torch.tensor([], device=PLANNED).device == PLANNED
+    for numbers in ([], [0.5]):
+        assert torch.tensor(numbers).to(PLANNED).device == PLANNED
+    assert torch.tensor([0.5]).to(PLANNED).item() == 0.5
     sigmas += torch.randn(3, device=PLANNED)
     assert sigmas[1].item() == READ  # no longer known
 
