@@ -1,4 +1,4 @@
-"""What the two benchmarks of the engines share: the model, the prompts, the clock and the table.
+"""What benchmarks share: the model, the prompts, the clock and the table.
 
 Where there is no checkpoint of a meaningful size, `--random` makes a transformer of Qwen-Image's shape with random
 weights beside the small checkpoint's other parts. Only its text input is narrower, as wide as the small text encoder.
@@ -65,14 +65,10 @@ def checkpoint(args: Args, device: torch.device, dtype: torch.dtype) -> Iterator
         yield folder
 
 
-@torch.no_grad()
 def random_transformer(
     num_blocks: int, num_heads: int, text_width: int, *, device: torch.device, dtype: torch.dtype
 ) -> Any:
-    """Weights and biases normal with standard deviation 0.02; norms as they are in a fresh model, 1.
-
-    Never zeros: matrix products of zeros draw less power, and run faster than any real ones.
-    """
+    """A transformer of Qwen-Image's shape, filled."""
     from diffusers import QwenImageTransformer2DModel
 
     with torch.device("meta"):
@@ -84,11 +80,20 @@ def random_transformer(
             joint_attention_dim=text_width,
         )
     net = net.to(dtype).to_empty(device=device)
+    fill(net)
+    return net
+
+
+@torch.no_grad()
+def fill(net: nn.Module) -> None:
+    """Weights and biases normal with standard deviation 0.02; norms as they are in a fresh model, 1.
+
+    Never zeros: matrix products of zeros draw less power, and run faster than any real ones.
+    """
     torch.manual_seed(0)
     for module in net.modules():
         for param in module.parameters(recurse=False):
             param.normal_(std=0.02) if isinstance(module, nn.Linear) else param.fill_(1)
-    return net
 
 
 def config(path: str, part: str) -> dict[str, Any]:

@@ -20,11 +20,12 @@ from typing import Any
 import engines
 import numpy as np
 import omni_rl.run
+import trainer
 from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.cli import from_toml, parse_cli, recipes
 from omni_rl.scoring import LocalScorer
-from omni_train.dist import default_compute_dtype, local_device
+from omni_train.dist import local_device
 from omni_train.log import RunLog
 from torch import Tensor, nn
 
@@ -72,7 +73,7 @@ def measure(args: Args) -> dict[str, float]:
         went_back(self, *arguments, **options)
         spent["backward"] += engines.now(device) - start
 
-    with engines.checkpoint(args, device, default_compute_dtype(device)) as model:
+    with trainer.model(args) as model:
         settings = from_toml(recipes("train_flowgrpo")["tiny-signs"], app.Args, "tiny-signs") | {
             "model": str(Path(model).resolve()), "scorer_url": "http://127.0.0.1:1",
             "prompts": str(REPO / "data/tiny-signs/train.txt"), "eval_prompts": "eval.txt",

@@ -1,0 +1,249 @@
+"""How near a FlowGRPO step comes to what the device can do, by phase.
+
+python benchmarks/roofline.py
+python benchmarks/roofline.py --random 60 --height 512 --width 512 --batch-size 16 --group-size 16 \
+    --prompts-per-step 1 --lora-rank 64 --variant recomputed --no-measured
+
+Counted: the operators of the trainer's forward, of its forward and backward, and of the VAE, with shapes and without
+values (`omni_train.planned`). Measured: short matrix products, attentions and copies on the device at hand, which are
+its ceilings. An operator then takes the longest of its bytes over the bandwidth, its operations over the rate of its
+kind, and a launch; the sum is what eager kernels at these rates would take. The limit is that of the operations alone,
+without any that is computed twice. Fractions are the limit over what the trainer's step took.
+"""
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from datetime import date
+from typing import Any
+
+import engines
+import torch
+import trainer
+from omni_rl.cli import parse_cli
+from omni_rl.run import Run, Step
+from omni_rollout import Params
+from omni_rollout.models import open_model
+from omni_rollout.models.diffusers_model import DiffusersModel
+from omni_train.dist import default_compute_dtype, local_device
+from omni_train.lora import add_lora
+from omni_train.planned import PLANNED, PlannedDevice
+from omni_train.recompute import Recompute
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attend
+from torch.utils._pytree import tree_leaves
+from trainer import app
+
+Kernel = tuple[str, int, int]  # kind, a field of Ceilings or "elementwise"; bytes; floating-point operations
+PHASES = ("rollout", "decode", "update")
+FREE = ("detach", "lift_fresh", "_unsafe_view", "empty", "new_empty")  # how the names of what moves no bytes begin
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What a device does at most: bytes a second, operations a second by kind, and seconds of the smallest kernel."""
+
+    bandwidth: float
+    bfloat16: float
+    float32: float
+    attention: float
+    attention_backward: float
+    launch: float
+
+    def seconds(self, kernels: Mapping[Kernel, int]) -> float:
+        """What so many kernels take one after the other."""
+        return sum(n * max(size / self.bandwidth, self.work(kind, flops), self.launch)
+                   for (kind, size, flops), n in kernels.items())  # fmt: skip
+
+    def limit(self, kernels: Mapping[Kernel, int]) -> float:
+        """What their operations alone take."""
+        return sum(n * self.work(kind, flops) for (kind, _, flops), n in kernels.items())
+
+    def work(self, kind: str, flops: int) -> float:
+        """Seconds of the operations of one kernel."""
+        return flops / float(getattr(self, kind)) if flops else 0.0
+
+
+ASSUMED = {  # from data sheets and published kernels, not measured here
+    "H100": Ceilings(2.9e12, 660e12, 50e12, 560e12, 430e12, 2e-6),
+    "H200": Ceilings(4.1e12, 700e12, 50e12, 580e12, 450e12, 2e-6),
+}
+
+
+def measure_ceilings(device: torch.device, *, side: int = 0) -> Ceilings:
+    """The ceilings of the device at hand. side: of square matrices; 0 takes one that fills it."""
+    side, low = side or (1024 if device.type == "cpu" else 8192), default_compute_dtype(device)
+    rates = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
+        rates[dtype] = 2 * side**3 / fastest(lambda a=a, b=b: torch.mm(a, b), device)
+    q, k, v = (torch.randn(4, 8, side // 4, 128, device=device, dtype=low, requires_grad=True) for _ in range(3))
+    flops, small = 4 * q.numel() * q.shape[2], torch.ones(16, device=device)
+    with torch.no_grad():
+        forward = fastest(lambda: attend(q, k, v), device)
+    both = fastest(lambda: torch.autograd.grad(attend(q, k, v).sum(), (q, k, v)), device)
+    return Ceilings(
+        bandwidth=2 * a.nbytes / fastest(a.clone, device),
+        bfloat16=rates[torch.bfloat16],
+        float32=rates[torch.float32],
+        attention=flops / forward,
+        attention_backward=2.5 * flops / max(both - forward, forward),
+        launch=fastest(lambda: [small.add_(1) for _ in range(100)], device) / 100,
+    )
+
+
+def fastest(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
+    """Seconds of the fastest call; the first does not count."""
+    call()
+    found = []
+    for _ in range(repeats):
+        start = engines.now(device)
+        call()
+        found.append(engines.now(device) - start)
+    return min(found)
+
+
+class Kernels(PlannedDevice):
+    """Notes each kernel that would run on the planned device, by phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: dict[str, Counter[Kernel]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator, and note it unless it only looks at memory in another way."""
+        before = self.flops.total()
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        flops, name = self.flops.total() - before, func.overloadpacket.__name__
+        read = {id(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.device == PLANNED}
+        written = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.device == PLANNED]
+        if written and not func.is_view and not name.startswith(FREE):
+            size = sum(map(extent, [*read.values(), *written]))
+            self.kernels.setdefault(self.current, Counter())[kind_of(name, written[0], flops), size, flops] += 1
+        return out
+
+
+def kind_of(name: str, out: Tensor, flops: int) -> str:
+    """The ceiling of an operator's operations."""
+    if not flops:
+        return "elementwise"
+    if "attention" in name:
+        return "attention_backward" if "backward" in name else "attention"
+    return "bfloat16" if out.dtype == torch.bfloat16 else "float32"
+
+
+def extent(tensor: Tensor) -> int:
+    """The bytes of a tensor, once where it is expanded."""
+    return math.prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride) * tensor.itemsize
+
+
+def count(args: app.Args) -> dict[str, Counter[Kernel]]:
+    """The kernels of a step by phase."""
+    model, dtype = open_model(args.model), getattr(torch, args.dtype)
+    assert isinstance(model, DiffusersModel)
+    model.reads_weights = False
+    params = Params(args.num_inference_steps, args.height, args.width, guidance={"true_cfg_scale": args.true_cfg_scale})
+    batches = args.prompts_per_step * args.group_size // args.batch_size
+    tokenizer: Any = model._load("tokenizer", "cpu", dtype)
+    lengths = {"": len(tokenizer(trainer.TEXTS[0]).input_ids), "negative_": len(tokenizer(" ").input_ids)}
+    width = model.config["transformer"]["joint_attention_dim"]
+    with Kernels() as device:
+        parts = model.load(device=PLANNED, dtype=dtype)
+        add_lora(parts.net, model.LORA_TARGETS, rank=args.lora_rank, alpha=args.lora_alpha, seed=0)
+        if args.gradient_checkpointing:
+            parts.net.enable_gradient_checkpointing(Recompute(args.keep_products_gb * 1e9))  # type: ignore[operator]
+        x = torch.zeros(args.batch_size, *model.latent_shape(params)).to(PLANNED)
+        cond = {}
+        for side, length in lengths.items():
+            cond[f"{side}embeds"] = torch.zeros(len(x), length, width, dtype=dtype).to(PLANNED)
+            cond[f"{side}embeds_mask"] = torch.ones(len(x), length, dtype=torch.bool)
+
+        def predict() -> Tensor:
+            return model.predict_velocity(parts.net, x, torch.full((len(x),), 0.5).to(PLANNED), cond, params)
+
+        with torch.no_grad():
+            predict()  # brings to the device what stays there
+            with device.phase("rollout"):
+                predict()
+            with device.phase("decode"):
+                model.decode(parts, x, cond, params)
+        predict().sum().backward()  # blocks measure what they may keep
+        with device.phase("update"):
+            predict().sum().backward()
+    times = {
+        "rollout": args.num_inference_steps * batches,
+        "decode": batches,
+        "update": (args.window_size or 1) * batches,
+    }
+    return {name: Counter({kernel: n * times[name] for kernel, n in device.kernels[name].items()}) for name in PHASES}
+
+
+def measure(args: app.Args) -> dict[str, float]:
+    """Seconds of each phase in the second step of a run."""
+    spent = Counter[str]()
+
+    def steps(run: Run[app.Args]) -> Iterator[Step]:
+        trainer.clock(run, spent)
+        yield Step(0)
+        spent.clear()
+        yield Step(0)
+
+    trainer.train(args, steps)
+    return {"rollout": spent["rollout"] - spent["decode"], "decode": spent["decode"], "update": spent["update"]}
+
+
+def table(
+    kernels: Mapping[str, Counter[Kernel]],
+    least: Mapping[str, Counter[Kernel]],
+    devices: Mapping[str, Ceilings],
+    took: Mapping[str, float],
+) -> str:
+    """Markdown: what each phase asks, what it would take on each device, and what it took on the last of them.
+
+    least: the kernels without those that are computed again. took: seconds; may be empty.
+    """
+    *_, last = devices.values()
+    rows = []
+    for name in (*PHASES, "all"):
+        phases = [phase for phase in PHASES if name in (phase, "all")]
+        every, few = (sum((each[phase] for phase in phases), Counter[Kernel]()) for each in (kernels, least))
+        flops, size = (sum(n * kernel[i] for kernel, n in every.items()) for i in (2, 1))
+        cells = [flops / 1e12, size / 1e9, every.total(), *(device.seconds(every) for device in devices.values())]
+        if took:
+            seconds, limit = sum(took[phase] for phase in phases), last.limit(few)
+            cells += [limit, seconds, limit / seconds]
+        rows.append([name, *(f"{cell:,.4g}" for cell in cells)])
+    head = ["phase", "TFLOP", "GB", "kernels", *(f"{name} eager, s" for name in devices)]
+    return engines.table(head + ["limit, s", "took, s", "limit / took"] * bool(took), rows)
+
+
+@dataclass(frozen=True)
+class Args(trainer.Args):
+    """What is trained."""
+
+    variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
+    measured: bool = True  # Measure the device at hand and a step on it; without, only count
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Count, measure, and print two tables."""
+    words = sys.argv[1:] if argv is None else argv
+    args, device = parse_cli(Args, lambda args: None, words, app="roofline", description=__doc__), local_device()
+    print(f"{date.today()}, {device.type}, {args}\n")
+    devices = ASSUMED | ({"here": measure_ceilings(device)} if args.measured else {})
+    rows = [[name, *(f"{value:.3g}" for value in asdict(each).values())] for name, each in devices.items()]
+    print(engines.table(["device", *(field.name for field in fields(Ceilings))], rows) + "\n")
+    with trainer.model(args) as path:
+        lora = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
+        settings = trainer.settings(args, path, **lora | trainer.VARIANTS[args.variant].settings)
+        settings = settings if args.measured else replace(settings, dtype="bfloat16")
+        least = count(replace(settings, gradient_checkpointing=False, keep_products_gb=0.0))
+        print(table(count(settings), least, devices, measure(settings) if args.measured else {}))
+
+
+if __name__ == "__main__":
+    main()

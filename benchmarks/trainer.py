@@ -1,0 +1,173 @@
+"""FlowGRPO's own training step for benchmarks: of the shipped model, or of random weights that are on no disk.
+
+    with model(args) as path:
+        train(settings(args, path, gradient_checkpointing=True), steps)
+
+`steps(run)` yields each Step that the trainer is to take, and looks around before and after it.
+"""
+
+import gc
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import engines
+import numpy as np
+import omni_rl.run
+import torch
+from fixed_cost import quiet
+from omni_reward import Score
+from omni_rl.loop import Loop
+from omni_rl.run import Run, Step
+from omni_rl.scoring import Grade, LocalScorer
+from omni_rollout.models.qwen_image import QwenImage
+from omni_train.dist import default_compute_dtype, local_device
+from torch import nn
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "apps"))
+import train_flowgrpo as app
+
+PLACES = (
+    "a street at night after rain",
+    "a market in the morning",
+    "an old harbor under heavy clouds",
+    "a quiet desert",
+)
+TEXTS = [  # about 60 tokens of Qwen-Image's tokenizer each, and no two of one length
+    f'{place}, with a neon sign above a door that says "K{i}QX" in pink letters, a bicycle that leans on the wall, and '
+    f"{'far ' * i}behind them hills, a tower with a clock, and people who wait for a bus and read the newspaper"
+    for i, place in enumerate(PLACES)
+]
+GIVEN: dict[str, Any] = {  # what a published recipe for Qwen-Image has, qwen-image-ocr-lora
+    "algo": "flowgrpo", "noise_level": 1.2, "window_size": 2, "window_low": 0, "window_high": 5, "clip_range": 1e-5,
+    "lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0,
+}  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """Settings of memory and speed, and by how much smaller batches then fit 80 GB than recomputed ones."""
+
+    settings: Mapping[str, Any]
+    smaller: int
+
+
+VARIANTS = {  # all compute the same
+    "as it is": Variant({}, 16),
+    "recomputed": Variant({"gradient_checkpointing": True}, 1),
+    "products kept": Variant({"gradient_checkpointing": True, "keep_products_gb": 16.0}, 2),
+}
+
+
+@dataclass(frozen=True)
+class Args(engines.Args):
+    """What is trained."""
+
+    batch_size: int = 4  # Samples in one forward
+    group_size: int = 4  # Samples of each of the prompts
+    prompts_per_step: int = 2  # Prompts of a step
+
+
+@contextmanager
+def model(args: engines.Args) -> Iterator[str]:
+    """The folder of the model; within the `with` block that of `--random` is opened with weights made on the device."""
+    if not args.random:
+        yield str(Path(args.model).resolve())
+        return
+    kept = QwenImage.check_files, QwenImage.load_net
+
+    def load_net(self: QwenImage, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        is_plan, self.reads_weights = not self.reads_weights, False
+        net = kept[1](self, device=device, dtype=dtype)
+        if not is_plan:
+            engines.fill(net)
+            self.reads_weights = True
+        return net.requires_grad_(False)
+
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(
+            args.model,
+            folder,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("*.safetensors", "vae", "text_encoder"),
+        )
+        for part in ("vae", "text_encoder"):
+            (Path(folder) / part).symlink_to(Path(args.model).resolve() / part)
+        shape = {"num_layers": args.random, "num_attention_heads": args.random_heads,
+                 "attention_head_dim": engines.HEAD_SIZE, "axes_dims_rope": engines.ROPE_AXES}  # fmt: skip
+        config = engines.config(folder, "transformer") | shape
+        (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
+        QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]
+        try:
+            yield folder
+        finally:
+            QwenImage.check_files, QwenImage.load_net = kept  # type: ignore[method-assign]
+
+
+def settings(args: Args, path: str, **changes: Any) -> app.Args:
+    """The trainer's settings for a model's folder."""
+    own = {name: getattr(args, name) for name in ("height", "width", "num_inference_steps", "batch_size", "group_size",
+                                                  "prompts_per_step")}  # fmt: skip
+    dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
+    files = {"model": path, "prompts": "prompts.txt", "eval_prompts": "prompts.txt", "scorer_url": "http://127.0.0.1:1"}
+    return replace(app.Args(), **{"name": "run", "shard": "auto", "dtype": dtype, **files, **GIVEN, **own, **changes})
+
+
+def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+    """Scores that depend on a sample's place in its batch alone: pictures that differ in a bit are scored alike."""
+    return [Score(0.61803 * i % 1) for i in range(len(texts))]
+
+
+def train(args: app.Args, steps: Callable[[Run[app.Args]], Iterator[Step]], grade: Grade = in_order) -> None:
+    """Run the trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards."""
+
+    class Steps(Loop):
+        def __iter__(self) -> Iterator[Step]:
+            with torch.no_grad():
+                for name, param in self.run.net.named_parameters():
+                    if ".lora_B." in name:  # as after training: a zero would leave A without a gradient
+                        param.normal_(std=0.02)
+            yield from steps(self.run)
+
+    kept = app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess
+    app.Loop, omni_rl.run.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
+    omni_rl.run.ReportProcess = lambda *_: None  # type: ignore
+    try:
+        with quiet():
+            Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
+            app.check_args(args)
+            app.main(args)
+    finally:
+        app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess = kept  # type: ignore
+        gc.collect()  # the next run needs the memory
+
+
+def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+    """The mean level of each picture, in [0, 1]."""
+    return [Score(float(image.mean()) / 255) for image in media["image"]]
+
+
+def clock(run: Run[app.Args], spent: Counter[str]) -> None:
+    """Add up the seconds of the run's phases, and of the VAE's part in them; the device is waited for at both ends."""
+    phase, decode = run.phase, run.model.decode
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        start = engines.now(run.dist.device)
+        with phase(name):
+            yield
+        spent[name] += engines.now(run.dist.device) - start
+
+    def timed_decode(*args: Any) -> Any:
+        start = engines.now(run.dist.device)
+        found = decode(*args)
+        spent["decode"] += engines.now(run.dist.device) - start
+        return found
+
+    run.phase, run.model.decode = timed, timed_decode  # type: ignore

@@ -1,0 +1,229 @@
+"""The trainer's FlowGRPO step against a plain loop in the way of flow_grpo, which takes the same step.
+
+python benchmarks/versus_plain.py --random 4 --random-heads 4 --height 256 --width 256
+python benchmarks/versus_plain.py --random 60 --height 512 --width 512 --batch-size 16 --group-size 16 \
+    --prompts-per-step 1 --lora-rank 64 --variant recomputed
+
+The plain loop: peft's LoRA layers over the same frozen weights, under autocast where these are bfloat16; guidance as
+one batch of prompts and negatives, padded to one length and masked; texts encoded anew for each batch; blocks
+recomputed where the trainer recomputes any; torch's AdamW and clipping; eager, one stream. It keeps the log-probs of
+sampling, as flow_grpo does, or computes them again before the update, as others do.
+
+All take turns in one process with the same prompts, noise, scores and window; of each the fastest round counts. They
+must agree in the gradient's norm and in the loss, within BOUNDS.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date
+from typing import Any
+
+import engines
+import torch
+import trainer
+from omni_losses import group_advantages
+from omni_rl.cli import parse_cli
+from omni_rl.run import Run, Step
+from omni_rl.sampling import prompts_of
+from omni_rollout import Params, Prompt
+from omni_rollout.models.diffusers_model import both, pack, unpack
+from omni_rollout.sampler import to_wire
+from omni_rollout.types import Cond, join
+from omni_sched import INITIAL_NOISE, euler_step, sde_step, step_noise
+from omni_train.dist import default_compute_dtype, local_device
+from peft import LoraConfig
+from torch import Tensor, nn
+from trainer import app
+
+BOUNDS = {"float32": 1e-4, "bfloat16": 5e-2}  # on the relative difference of gradient norms, and on that of losses
+OURS, PLAIN = "trainer", "plain loop"
+ARMS: dict[str, dict[str, bool]] = {
+    PLAIN: {},
+    "plain loop that computes old log-probs again": {"again": True},
+    "plain loop without autocast, LoRA in float32": {"autocast": False},
+}
+
+
+@dataclass(frozen=True)
+class Args(trainer.Args):
+    """What is trained."""
+
+    rounds: int = 2  # Steps of each
+    variant: str = "as it is"  # Of the trainer's memory and speed, a row of trainer.VARIANTS
+
+
+@dataclass(frozen=True)
+class Result:
+    """A step. seconds: as `engines.now` counts. x0: all clean latents."""
+
+    seconds: float
+    grad_norm: float
+    loss: float
+    x0: Tensor
+
+
+class Plain:
+    """The plain loop. Its net has the trainer's weights, in the same memory, and a copy of its adapter."""
+
+    def __init__(self, run: Run[app.Args]) -> None:
+        self.run, self.model, self.args, self.device = run, run.model, run.args, run.dist.device
+        own: dict[str, nn.Parameter] = dict(run.net.named_parameters())
+        self.net: Any = run.model.empty_net(buffers=True)
+        self.net.load_state_dict({name: p for name, p in own.items() if ".lora_" not in name}, assign=True)
+        rank, alpha, targets = self.args.lora_rank, self.args.lora_alpha, list(run.model.LORA_TARGETS)
+        self.net.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False))
+        for name, param in self.net.named_parameters():
+            if ".lora_" in name:
+                param.data = own[name].detach().clone()
+        if self.args.gradient_checkpointing:
+            self.net.enable_gradient_checkpointing()
+        self.params = [p for p in self.net.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.params, lr=self.args.lr)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Cond, scale: float) -> Tensor:
+        """Both halves of guidance as one padded batch."""
+        embeds, mask, tokens = both(cond, "embeds"), both(cond, "embeds_mask").to(x.device), pack(torch.cat([x, x]))
+        out = self.net(
+            hidden_states=tokens.to(embeds.dtype), timestep=torch.cat([sigma, sigma]), encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask, img_shapes=[[(1, x.shape[-2] // 2, x.shape[-1] // 2)]] * len(tokens),
+            return_dict=False,
+        )[0].float()  # fmt: skip
+        positive, negative = out.chunk(2)
+        combined = negative + scale * (positive - negative)
+        return unpack(combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)), x.shape)
+
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> Cond:
+        """Texts and negatives of a batch."""
+        parts, texts = self.run.engine.parts, {p.text: p for p in prompts}
+        known = {text: self.model.encode(parts, prompt) for text, prompt in texts.items()}
+        cond = join([known[p.text] for p in prompts], dim=0, what="texts")
+        negative = join([self.model.encode(parts, prompts[0], negative=True)] * len(prompts), dim=0, what="texts")
+        return cond | {f"negative_{name}": tensor for name, tensor in negative.items()}
+
+    def step(self, prompts: Sequence[Prompt], params: Params, *, again: bool = False, autocast: bool = True) -> Result:
+        """Sample, score, and train once on all stochastic steps of all samples."""
+        is_low = autocast and self.run.dtype != torch.float32
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_low):
+            return self._step(prompts, params, again)
+
+    def _step(self, prompts: Sequence[Prompt], params: Params, again: bool) -> Result:
+        args, scale, start = self.args, params.guidance["true_cfg_scale"], engines.now(self.device)
+        sigmas, shape, size = self.model.sigmas(params), self.model.latent_shape(params), args.batch_size
+        levels = sigmas.tolist()
+
+        def predict(x: Tensor, k: int, cond: Cond) -> Tensor:
+            return self.velocity(x, torch.full((len(x),), levels[k], device=self.device), cond, scale)
+
+        def log_prob(x: Tensor, x_next: Tensor, k: int, cond: Cond) -> Tensor:
+            velocity = predict(x, k, cond)
+            return sde_step(
+                velocity, x, sigmas[k], sigmas[k + 1], noise_level=params.noise_level, x_next=x_next
+            ).log_prob
+
+        batches, latents, scores = [], [], []
+        with torch.no_grad():
+            for batch in (prompts[i : i + size] for i in range(0, len(prompts), size)):
+                seeds, cond, kept = [p.seed for p in batch], self.encode(batch), []
+                x = step_noise(seeds, INITIAL_NOISE, shape).to(self.device)
+                for k in range(args.num_inference_steps):
+                    velocity = predict(x, k, cond)
+                    if k not in params.sde_steps:
+                        x = euler_step(velocity, x, sigmas[k], sigmas[k + 1])
+                        continue
+                    noise, level = step_noise(seeds, k, shape).to(self.device), params.noise_level
+                    out = sde_step(velocity, x, sigmas[k], sigmas[k + 1], noise_level=level, noise=noise)
+                    kept.append((k, x, out.x_next, out.log_prob))
+                    x = out.x_next
+                media, _ = self.model.decode(self.run.engine.parts, x, cond, params)
+                images = {name: tensor.cpu().numpy() for name, tensor in to_wire(media).items()}
+                scores += [score.value for score in trainer.in_order(images, [p.text for p in batch])]
+                batches.append((cond, kept))
+                latents.append(x)
+            if again:
+                batches = [
+                    (cond, [(k, x, after, log_prob(x, after, k, cond)) for k, x, after, _ in kept])
+                    for cond, kept in batches
+                ]
+        groups = torch.tensor([p.group for p in prompts])
+        advantages = group_advantages(torch.tensor(scores), groups).to(self.device).split(size)
+        losses = []
+        for (cond, kept), advantage in zip(batches, advantages, strict=True):
+            for k, x, after, old in kept:
+                ratio = (log_prob(x, after, k, cond) - old).exp()
+                clipped = ratio.clamp(1 - args.clip_range, 1 + args.clip_range)
+                loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean()
+                (loss / (len(batches) * len(kept))).backward()
+                losses.append(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(self.params, args.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        found = norm.item(), torch.stack(losses).mean().item(), torch.cat(latents)
+        return Result(engines.now(self.device) - start, *found)
+
+
+def measure(args: Args) -> dict[str, Result]:
+    """The fastest round of the trainer and of each arm."""
+    found: dict[str, list[Result]] = {OURS: []}
+
+    def steps(run: Run[app.Args]) -> Iterator[Step]:
+        plain, drawn, generate = Plain(run), list[Tensor](), run.engine.generate
+
+        def kept(*args: Any) -> Any:
+            batch = generate(*args)
+            drawn.append(batch.x0)
+            return batch
+
+        run.engine.generate = kept  # type: ignore[method-assign]
+        for _ in range(args.rounds):
+            step, start = Step(0), engines.now(run.dist.device)
+            drawn.clear()
+            yield step
+            seconds, metrics = engines.now(run.dist.device) - start, step.metrics
+            norm, loss = metrics["policy/grad_norm"], metrics["policy/loss"]
+            found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
+            for name, options in ARMS.items():
+                if options.get("autocast", True) or run.dtype != torch.float32:
+                    prompts, params = prompts_of(run, step), app.params_at(run, step)
+                    found.setdefault(name, []).append(plain.step(prompts, params, **options))
+
+    with trainer.model(args) as path:
+        changes = trainer.VARIANTS[args.variant].settings
+        rank = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank, "lr": 0.0}
+        trainer.train(trainer.settings(args, path, **rank | changes), steps)
+    return {name: min(results, key=lambda result: result.seconds) for name, results in found.items()}
+
+
+def agree(ours: Result, other: Result, dtype: str) -> bool:
+    """Whether two steps are the same within BOUNDS."""
+    bound = BOUNDS[dtype]
+    return abs(ours.grad_norm / other.grad_norm - 1) <= bound and abs(ours.loss - other.loss) <= bound
+
+
+def table(found: dict[str, Result]) -> str:
+    """Markdown: seconds, and in how far each is the trainer's step."""
+    ours = found[OURS]
+    rows = [
+        (name, f"{each.seconds:.2f}", f"{each.seconds / ours.seconds:.3f}", f"{each.grad_norm:.6g}",
+         f"{each.loss - ours.loss:.1e}", f"{(each.x0 - ours.x0).abs().max().item():.1e}")
+        for name, each in found.items()
+    ]  # fmt: skip
+    head = ("step of", "seconds", "over the trainer's", "gradient norm", "loss, difference", "latents, difference")
+    return engines.table(head, rows)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print a table; the exit code is 1 where the steps are not the same."""
+    words = sys.argv[1:] if argv is None else argv
+    args = parse_cli(Args, lambda args: None, words, app="versus_plain", description=__doc__)
+    dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
+    found = measure(args)
+    print(f"{date.today()}, {local_device().type}, {dtype}, {args}")
+    print(table(found))
+    if off := [name for name, result in found.items() if not agree(found[OURS], result, dtype)]:
+        sys.exit(f"not the trainer's step within {BOUNDS[dtype]:g}: {', '.join(off)}")
+
+
+if __name__ == "__main__":
+    main()
