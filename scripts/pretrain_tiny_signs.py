@@ -287,7 +287,6 @@ def train_flow(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny-signs-qwen-image"))
-    parser.add_argument("--vae", type=Path, help="take the VAE of this pipeline folder instead of training one")
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--text-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=4000)
@@ -298,10 +297,7 @@ def main() -> None:
     prompts, images = draw_signs(random.Random(args.seed), args.signs)
     latents = to_latents(images, *principal_code(images))
     torch.manual_seed(args.seed)
-    if args.vae:
-        vae = AutoencoderKLQwenImage.from_pretrained(args.vae, subfolder="vae")
-    else:
-        vae = train_vae(images, latents, steps=args.vae_steps)
+    vae = train_vae(images, latents, steps=args.vae_steps)
     torch.manual_seed(args.seed + 1)
     words = "a " + " ".join(tiny_signs.COLORS) + " sign that says"
     tokenizer = build_tokenizer(qwen_image.TEMPLATE, qwen_image.TEMPLATE_TOKENS, words)

@@ -3,6 +3,7 @@
 import inspect
 import os
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,13 @@ TEST_SEED = os.environ.get("TEST_SEED", "0")
 def public_names(package):
     """What a package's __init__ imports for its users."""
     return {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}
+
+
+def absolute_paths(folder):
+    """What the JSON files of a folder say of places on the machine that wrote them."""
+    files = sorted(Path(folder).rglob("*.json"))
+    assert files, folder
+    return [(file.name, found) for file in files for found in re.findall(r'": "(/.+)"', file.read_text("utf-8"))]
 
 
 def load_newest(checkpoints, *parts):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import absolute_paths
 from model_rows import NEGATIVE, ROWS, Row
 from omni_rollout import Model, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -309,6 +310,10 @@ def test_a_net_that_is_given_takes_the_place_of_the_checkpoint_s(case, monkeypat
 def test_all_files_are_there(case):
     case.model.check_files()
     assert all(file.suffix == ".safetensors" for file in case.model.weight_files())
+
+
+def test_no_file_names_a_folder_of_the_machine_that_wrote_it(case):
+    assert absolute_paths(case.model.path) == []
 
 
 def test_every_model_has_a_row():

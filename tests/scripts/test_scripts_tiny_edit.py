@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny_edit
 import torch
-from helpers import REPO
+from helpers import REPO, absolute_paths
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.ocr import load_ocr
 from omni_reward.scorers.text import target_text
@@ -79,3 +79,4 @@ def test_the_pretraining_script_writes_a_model_that_edits(tmp_path):
     model = open_model(tmp_path / "pipe")
     model.check_files()
     assert model.config["_class_name"] == "QwenImageEditPipeline"
+    assert absolute_paths(tmp_path / "pipe") == absolute_paths(REPO / "checkpoints") == []

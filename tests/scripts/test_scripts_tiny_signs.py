@@ -9,7 +9,7 @@ import pytest
 import tiny_signs
 import torch
 from diffusers import QwenImagePipeline
-from helpers import CHECKPOINT, REPO
+from helpers import CHECKPOINT, REPO, absolute_paths
 from omni_reward.scorers.ocr import load_ocr
 
 MB = 2**20
@@ -74,6 +74,7 @@ def test_the_pretraining_script_writes_a_pipeline_that_stock_diffusers_runs(tmp_
     few = ["--signs", "64", "--vae-steps", "4", "--text-steps", "2", "--steps", "2"]
     script = REPO / "scripts" / "pretrain_tiny_signs.py"
     subprocess.run([sys.executable, str(script), "--out", str(tmp_path / "pipe"), *few], check=True)
+    assert absolute_paths(tmp_path / "pipe") == []
     pipe = QwenImagePipeline.from_pretrained(tmp_path / "pipe")
     pipe.set_progress_bar_config(disable=True)
     image = pipe('a red sign that says "AB"', height=32, width=96, num_inference_steps=2, output_type="np").images[0]
