@@ -35,6 +35,7 @@ class Args:
     seed: int = 0  # Seed of the noise
     height: int = 32  # Height in pixels
     width: int = 96  # Width in pixels
+    num_frames: int = 1  # Frames of a video; 1 for pictures
     num_inference_steps: int = 10  # Denoising steps
     guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
     true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
@@ -46,7 +47,8 @@ class Args:
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
     check_finite(args)
-    check_least(args, {"num_images": 1, "num_inference_steps": 2, "batch_size": 1, "height": 1, "width": 1})
+    least_one = dict.fromkeys(("num_images", "batch_size", "height", "width", "num_frames"), 1)
+    check_least(args, {"num_inference_steps": 2, **least_one})
     parse_numbers(args.guidance, "--guidance")
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
@@ -99,7 +101,7 @@ def main(args: Args) -> None:
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
     from omni_train.dist import local_device
-    from omni_train.weights import check_weights, load_weights, saved_files
+    from omni_train.weights import check_weights, homes, load_weights, saved_files
     from torch import Tensor
 
     true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
@@ -107,6 +109,7 @@ def main(args: Args) -> None:
         num_inference_steps=args.num_inference_steps,
         height=args.height,
         width=args.width,
+        num_frames=args.num_frames,
         guidance_scale=args.guidance_scale,
         guidance={**parse_numbers(args.guidance, "--guidance"), **true_cfg},
     )
@@ -116,21 +119,21 @@ def main(args: Args) -> None:
     with flag("--"):  # the message itself begins with height, width or another setting
         model.check(params)
     records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
-    part = model.NETS[0]
     with flag("--images: "):
         for record in records:
             check_images(model, reference_sizes(record))
     folders = listed(args.weights)
     with flag("--weights: "):
-        for folder in folders:
-            check_weights(model.empty_net(), folder, part=part)
-        are_full = [bool(saved_files(folder, part=part)) for folder in folders]
+        found = [(name, home) for folder in folders for name, home in homes(folder, model.nets).items()]
+        for name, home in found:
+            check_weights(model.empty_net().get_submodule(name), home)
+        are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
     Path(args.out).parent.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
-    for folder in folders:
-        load_weights(parts.net, folder, part=part)
+    for name, home in found:
+        load_weights(parts.net.get_submodule(name), home)
     engine = DiffusersEngine(model, parts)
     drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
     prompts = expand_groups(drawn, 1, seed=args.seed, step=0)

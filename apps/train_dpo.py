@@ -81,6 +81,7 @@ if __name__ == "__main__":
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
+from omni_rl.experts import clamp_to_side, on_one_side
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
@@ -189,19 +190,35 @@ class Noised:
     count: int
 
 
-def noise_afresh(args: Args, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
-    """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels."""
+def noise_afresh(run: Run[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
+    """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels.
+
+    Of two experts one is drawn for each level of the step.
+    """
+    args = run.args
     first, count = args.num_inference_steps, args.levels_per_pair  # the noise of the steps before is the rollout's
     rows = [*own, *[0] * (args.batch_size // 2 - len(own))]
     seeds, onto = [pairs.seeds[i] for i in rows], partial(to_device, device=pairs.win.device)
     x0 = torch.cat([pick(pairs.win, rows), pick(pairs.lose, rows)])
     cond = {name: torch.cat([pick(tensor, rows)] * 2) for name, tensor in pairs.cond.items()}
-    sigmas = onto(shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift))
+    sigmas = shift_sigmas(step_noise(seeds, first + count, (count,)).sigmoid(), args.level_shift)
+    if run.model.boundary:
+        sigmas = torch.stack([of_one_expert(run, step, sigma, k) for k, sigma in enumerate(sigmas.T)], dim=1)
+    sigmas = onto(sigmas)
     points = []
     for k in range(count):
         noise = onto(step_noise(seeds, first + k, x0.shape[1:]))
         points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.params, len(own)))
     return points
+
+
+def of_one_expert(run: Run[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
+    """Noise levels [B], the k-th of a step, moved to the side of one of two experts by their quantiles."""
+    shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
+    places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
+    normal = -torch.special.ndtri(on_one_side(run, step, places, cut.item(), k))
+    moved = shift_sigmas(normal.sigmoid(), shift).float()
+    return clamp_to_side(run, moved, moved.mean())
 
 
 def errors(run: Run[Args], net: nn.Module, at: Noised) -> Tensor:
@@ -229,7 +246,7 @@ def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, floa
     num_pairs, most = torch.tensor(counts).sum(dim=0)[:, 0].tolist(), torch.tensor(counts).amax(dim=0)[:, 1].tolist()
     # Every rank computes as many batches as the one with the most, as sharded weights demand.
     filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
-    points = [[at for same, rows in batches for at in noise_afresh(args, same, rows)] for batches in filled]
+    points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
     with torch.no_grad(), run.reference() as net:
         references = [[errors(run, net, at) for at in batches] for batches in points]
     seen, results = [], []

@@ -79,8 +79,7 @@ def check_args(args: Args) -> None:
     check_scored(args, num_ranks())
     check_least(args, LEAST)
     parse_numbers(args.reward_parts, "--reward-parts")
-    low = args.window_low
-    high = args.num_inference_steps - 1 if args.window_high is None else args.window_high
+    low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
     rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
     require(
@@ -105,6 +104,11 @@ def check_args(args: Args) -> None:
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
     )  # fmt: skip
+
+
+def window_range(args: Args) -> tuple[int, int]:
+    """The first step that may be stochastic, and one past the last."""
+    return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
 
 
 def repacks(args: Args) -> bool:
@@ -197,7 +201,8 @@ RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     parts = list(parse_numbers(args.reward_parts, "--reward-parts"))
-    run = Run.start(args, args.algo, scorer=args.scorer_url, parts=parts, reference=bool(args.kl_coef))
+    reference, window = bool(args.kl_coef), window_range(args)
+    run = Run.start(args, args.algo, scorer=args.scorer_url, parts=parts, reference=reference, steps=window)
     run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
     unit = args.group_size if args.same_start_noise and has_groups else 1  # a group shares what precedes its window

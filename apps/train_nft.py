@@ -102,6 +102,7 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_reward import Score
+from omni_rl.experts import on_one_side
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
@@ -153,7 +154,14 @@ ALGOS: dict[str, Callable[[Args, Tensor, Tensor, Noised], LossOutput]] = {"nft":
 
 def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = Run.start(args, args.algo, scorer=args.scorer_url, old_policy=True, reference=bool(args.kl_coef))
+    run = Run.start(
+        args,
+        args.algo,
+        scorer=args.scorer_url,
+        old_policy=True,
+        reference=bool(args.kl_coef),
+        steps=trained_levels(args)[:2],
+    )
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
@@ -200,13 +208,20 @@ def grade(
     return [TrainBatch(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
 
 
-def noise_afresh(args: Args, batch: TrainBatch) -> list[Noised]:
-    """The batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule."""
-    low, high, count = trained_levels(args)
+def noise_afresh(run: Run[Args], step: Step, batch: TrainBatch) -> list[Noised]:
+    """The batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule.
+
+    Where two experts share a stratum, one of them is drawn for the step.
+    """
+    args, (low, high, count) = run.args, trained_levels(run.args)
     x0, sigmas = batch.trajectory.x0, batch.trajectory.sigmas
     seeds = [prompt.seed for prompt in batch.trajectory.prompts]
     first = args.num_inference_steps  # the noise of the steps before is the rollout's
     uniform = torch.special.ndtr(step_noise(seeds, first + count, (count,)).double())
+    if run.model.boundary:
+        first_low = int((run.model.sigmas(batch.trajectory.params)[:-1] >= run.model.boundary).sum())
+        cuts = [(first_low - low) * count / (high - low) - k for k in range(count)]
+        uniform = torch.stack([on_one_side(run, step, uniform[:, k], cut, k) for k, cut in enumerate(cuts)], dim=1)
     index = low + ((torch.arange(count) + uniform) * (high - low) / count).long().clamp(max=high - low - 1)
     index, points = to_device(index, x0.device), []
     for k in range(count):
@@ -245,7 +260,7 @@ def anchor_velocities(run: Run[Args], points: list[Noised]) -> dict[str, list[Te
 def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo]
-    points = [at for batch in batches for at in noise_afresh(args, batch)]
+    points = [at for batch in batches for at in noise_afresh(run, step, batch)]
     size = len(points) // args.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
     seen, results = [], []

@@ -91,12 +91,14 @@ import torch
 from omni_losses import LossOutput, direct_align, srpo_loss
 from omni_reward import Score
 from omni_rl.direct_rewards import REWARDS, Reward
+from omni_rl.experts import clamp_to_side, on_one_side
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, collect, describe_rewards, gather_rewards
 from omni_rollout import Trajectory
+from omni_rollout.models import open_model
 from omni_rollout.types import to_device
 from omni_sched import INITIAL_NOISE, add_noise, step_noise
 from omni_train.dist import Dist
@@ -105,9 +107,16 @@ from torch import Tensor
 
 @torch.no_grad()
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """The scores of finished images, uint8 [N, H, W, 3], for their texts as they are."""
-    images = to_device(torch.from_numpy(media["image"]), dist.device).permute(0, 3, 1, 2).float() / 255
-    return [Score(value) for value in reward(images, list(texts)).tolist()]
+    """The scores of finished images or videos, uint8 [N, ..., H, W, 3], for their texts as they are."""
+    pixels = to_device(torch.from_numpy(next(iter(media.values()))), dist.device).float() / 255
+    return [Score(value) for value in graded(reward, pixels, texts).tolist()]
+
+
+def graded(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
+    """The rewards [N] of images [N, H, W, 3], or of videos [N, F, H, W, 3] as the mean over frames, in [0, 1]."""
+    frames = pixels.movedim(-1, -3).reshape(len(texts), -1, 3, *pixels.shape[-3:-1])
+    rewards = reward(frames.flatten(0, 1), [text for text in texts for _ in range(frames.shape[1])])
+    return rewards.view(len(texts), -1).mean(dim=1)
 
 
 # 3. A training step: rollout, then a step down and one up to each sample's own noise level
@@ -116,7 +125,11 @@ def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Se
 def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
-    run = Run.start(args, "srpo", scorer=lambda dist: LocalScorer(partial(grade, load_reward(dist.device), dist)))
+
+    def open_scorer(dist: Dist) -> LocalScorer:
+        return LocalScorer(partial(grade, load_reward(dist.device), dist), open_model(args.model).MEDIA)
+
+    run = Run.start(args, "srpo", scorer=open_scorer)
     reward = load_reward(run.dist.device)
     with Loop(run) as steps:
         for step in steps:
@@ -133,22 +146,29 @@ def main(args: Args) -> None:
             show(run, step, batches, scores)
 
 
-def levels(args: Args, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
+def levels(run: Run[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Noise levels [B] before and after the model's one step, and the discounts [B] there.
 
     u in (0, 1) is a sample's place in the range of levels, where the step ends. It begins `level_step` above, or below
-    when inverting, and nowhere beyond the range.
+    when inverting, and nowhere beyond the range. Where the model has two experts, it begins on the side of one of them.
     """
+    args = run.args
     seeds = [prompt.seed for prompt in batch.prompts]
     first = args.num_inference_steps  # the noise of the steps before is the rollout's
     u = torch.special.ndtr(step_noise(seeds, first, (1,))[:, 0])
+    span, boundary = args.level_high - args.level_low, run.model.boundary
+    if boundary:
+        u = 1 - on_one_side(run, step, 1 - u, 1 - (boundary - args.level_low) / span, int(inversion))
     length = torch.minimum(torch.minimum(u, 1 - u), torch.full_like(u, args.level_step))
     start = u - length if inversion else u + length
     at, low, high = u, args.discount_low, args.discount_high
     if inversion:
         at, low, high = start, args.inversion_discount_low, args.inversion_discount_high
-    span, device = args.level_high - args.level_low, batch.x0.device
-    values = (args.level_low + span * start, args.level_low + span * u, low + (high - low) * at)
+    sigma_next, device = args.level_low + span * u, batch.x0.device
+    sigma = args.level_low + span * start
+    if boundary:
+        sigma = clamp_to_side(run, sigma, sigma_next[0])
+    values = (sigma, sigma_next, low + (high - low) * at)
     sigma, sigma_next, discount = (to_device(value, device) for value in values)
     return sigma, sigma_next, discount
 
@@ -156,16 +176,16 @@ def levels(args: Args, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, T
 def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool) -> LossOutput:
     """The loss of one step of the model from the noised samples, through the decoder and the reward."""
     args, prompts = run.args, batch.prompts
-    sigma, sigma_next, discount = levels(args, batch, inversion=inversion)
+    sigma, sigma_next, discount = levels(run, step, batch, inversion=inversion)
     seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]
     noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # it began with this
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
     velocity = run.model.predict_velocity(run.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
     media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
-    images = media["image"].permute(0, 3, 1, 2)
+    (pixels,) = media.values()
     positive, negative = (
-        reward(images, [f"{control[step.number % len(control)]}. {p.text}" for p in prompts])
+        graded(reward, pixels, [f"{control[step.number % len(control)]}. {p.text}" for p in prompts])
         for control in (words(args.positive_words), words(args.negative_words))
     )
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)

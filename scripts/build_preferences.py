@@ -26,7 +26,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.data import PromptRecord, load_prompts
 from omni_train.dist import local_device
-from omni_train.weights import load_weights
+from omni_train.weights import homes, load_weights
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -39,7 +39,12 @@ def draw_groups(
     """Each prompt with its samples and their rewards [G], NaN where there is none."""
     guidance = parse_numbers(args.guidance, "--guidance")
     params = Params(
-        args.num_inference_steps, args.height, args.width, guidance_scale=args.guidance_scale, guidance=guidance
+        args.num_inference_steps,
+        args.height,
+        args.width,
+        num_frames=args.num_frames,
+        guidance_scale=args.guidance_scale,
+        guidance=guidance,
     )
     for record in records:
         prompts = expand_groups([record], args.group_size, seed=args.seed, step=0)
@@ -69,9 +74,12 @@ def build(args: Any) -> tuple[int, int]:
     with RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s) as client:
         client.check()
         model = open_model(args.model)
+        if args.save == "images" and "image" not in model.MEDIA:
+            raise ValueError(f"--save must be latents for a model of {model.MEDIA[0]}, got images")
         parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
         if args.weights:
-            load_weights(parts.net, args.weights, part=model.NETS[0])
+            for name, home in homes(args.weights, model.nets).items():
+                load_weights(parts.net.get_submodule(name), home)
         temporary = args.out / "pairs.tmp"
         with temporary.open("w", encoding="utf-8") as file:
             for record, group, rewards in draw_groups(DiffusersEngine(model, parts), client, records, args):
@@ -108,6 +116,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=8, help="samples per forward")
     parser.add_argument("--height", type=int, default=32)
     parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--num-frames", type=int, default=1, help="of a video, which --save latents keeps")
     parser.add_argument("--num-inference-steps", type=int, default=10)
     parser.add_argument("--guidance-scale", type=float, default=1.0)
     parser.add_argument("--guidance", default="", help="further knobs of the pipeline, as true_cfg_scale=4")

@@ -253,6 +253,75 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
     return pipe
 
 
+def build_wan(pipeline: str = "WanPipeline", *, clip: bool = False, per_token: bool = False, **config: Any) -> Any:
+    """A pipeline of Wan, with two experts if `boundary_ratio` is given.
+
+    per_token: as TI2V-5B has it, a timestep for each token and a VAE of 48 channels. clip: 2.1's, which sees an image.
+    """
+    import diffusers
+    from torch.nn.init import normal_
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    tokenizer = build_t5_tokenizer()
+    channels = 48 if per_token else 16
+    encoder: dict[str, Any] = SIDES | {"num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
+    seen = {"image_dim": 32, "added_kv_proj_dim": 48} if clip else {}
+    taken = channels if per_token or pipeline == "WanPipeline" else 2 * channels + 4
+
+    def build_net() -> Any:
+        return diffusers.WanTransformer3DModel(
+            num_layers=2,
+            attention_head_dim=24,
+            num_attention_heads=2,
+            in_channels=taken,
+            out_channels=channels,
+            text_dim=32,
+            freq_dim=32,
+            ffn_dim=64,
+            rope_max_seq_len=64,
+            **seen,
+        )
+
+    if "boundary_ratio" in config:
+        config["transformer_2"] = build_net()
+    if clip:
+        import transformers
+
+        vision = transformers.CLIPVisionConfig(**encoder)
+        config["image_encoder"] = transformers.CLIPVisionModel(vision)
+        size = {"height": 28, "width": 28}
+        config["image_processor"] = transformers.CLIPImageProcessorPil(crop_size=size, size={"shortest_edge": 28})
+    sizes: dict[str, Any] = {"base_dim": 8, "dim_mult": [1, 2, 2, 2], "num_res_blocks": 1, "z_dim": channels}
+    if per_token:
+        sizes |= {"is_residual": True, "in_channels": 12, "out_channels": 12, "patch_size": 2}
+        sizes |= {"decoder_base_dim": 8, "scale_factor_spatial": 16}
+        sizes |= {"latents_mean": [0.1] * channels, "latents_std": [1.5] * channels}
+        config["expand_timesteps"] = True
+    vae = diffusers.AutoencoderKLWan(**sizes)
+    normal_(vae.decoder.conv_out.weight, std=0.3)  # videos, not grey
+    t5: dict[str, Any] = {
+        "d_model": 32,
+        "d_kv": 16,
+        "d_ff": 64,
+        "num_layers": 2,
+        "num_heads": 2,
+        "is_encoder_decoder": False,
+    }
+    pipe = getattr(diffusers, pipeline)(
+        transformer=build_net(),
+        scheduler=diffusers.UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        ),
+        vae=vae,
+        text_encoder=UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), **t5)),
+        tokenizer=tokenizer,
+        **config,
+    )
+    if clip:
+        pipe.register_to_config(image_processor=("transformers", "CLIPImageProcessor"))
+    return pipe
+
+
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     """An AutoencoderKL.
 
@@ -429,6 +498,11 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
     "sd35-large": build_sd35,
+    "wan21": build_wan,
+    "wan22": lambda: build_wan(boundary_ratio=0.875),
+    "wan22-ti2v": lambda: build_wan(per_token=True),
+    "wan21-i2v": lambda: build_wan("WanImageToVideoPipeline", clip=True),
+    "wan22-i2v": lambda: build_wan("WanImageToVideoPipeline", boundary_ratio=0.9),
     "z-image": build_z_image,
     "flux-dev": build_flux,
     "flux-schnell": lambda: build_flux(guidance_embeds=False),

@@ -33,7 +33,7 @@ def main() -> None:
     model = open_model(args.model)
     parts = model.load(device="cpu", dtype=torch.float32)
     if args.weights:
-        load_weights(parts.net, args.weights, part=model.NETS[0])
+        load_weights(parts.net, args.weights)
     engine, score = DiffusersEngine(model, parts), load_ocr()
     records = load_prompts(args.prompts)
     prompts = [

@@ -4,15 +4,20 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import diffusers
 import torch
 from build_tiny_models import build_qwen_processor, build_qwen_tokenizer, tiny_checkpoint
+from diffusers.pipelines.wan import pipeline_wan_i2v
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
 from PIL import Image
+from transformers import CLIPImageProcessorPil
 
 
 def built(name: str) -> Callable[[], Path]:
@@ -37,9 +42,10 @@ class Row:
     sizes the model lacks, and those it names. refused: changes of `unguided` that the model refuses, and the rule it
     names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures,
     in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with, where the
-    default takes long. idle: options that only references have a use for, which the row has none of. pipe: makes the
-    stock pipeline one to compare with.
+    default takes long. idle: options that only references or two experts have a use for, which the row has none of, or
+    that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
+    unit: pixels, of which sides are multiples. given: references as arguments of the stock pipeline.
     """
 
     checkpoint: Callable[[], Path]
@@ -57,8 +63,10 @@ class Row:
     images: tuple[tuple[int, int], ...] = ()
     instead: Mapping[str, float] = field(default_factory=dict)
     idle: frozenset[str] = frozenset()
-    pipe: Callable[[Any], None] = lambda pipe: None
+    pipe: Callable[[Any], Any] = lambda pipe: None
     never_guided: bool = False
+    unit: int = 16
+    given: Callable[[list[Any]], dict[str, Any]] = lambda images: {"image": images if len(images) > 1 else images[0]}
 
     def references(self, seed: int) -> tuple[torch.Tensor, ...]:
         """A prompt's references, uint8 [H, W, 3]: noise in large squares."""
@@ -75,17 +83,16 @@ class Row:
         missing = {part: None for part, kind in index.items() if str(kind).endswith("Processor']")}
         pipe = DiffusionPipeline.from_pretrained(folder, dtype=dtype, **missing)
         pipe.set_progress_bar_config(disable=True)
-        self.pipe(pipe)
-        return pipe
+        return self.pipe(pipe) or pipe
 
     def draw_stock(self, pipe: Any, prompts: Sequence[Prompt], params: Params, noise: torch.Tensor) -> torch.Tensor:
-        """Its pictures [B, 3, H, W] in [0, 1] from initial noise [B, ...]; prompts with references go one by one."""
+        """Its media [B, ..., 3, H, W] in [0, 1] from initial noise [B, ...]; prompts with references go one by one."""
         batches = [[i] for i in range(len(prompts))] if self.images else [range(len(prompts))]
         drawn = []
         for batch in batches:
             own = [prompts[i] for i in batch]
             images = [Image.fromarray(image.numpy()) for image in own[0].images]
-            drawn += pipe(
+            output = pipe(
                 prompt=[prompt.text for prompt in own],
                 height=params.height,
                 width=params.width,
@@ -93,8 +100,9 @@ class Row:
                 latents=self.latents(noise[list(batch)]),
                 output_type="pt",
                 **self.stock(params, [prompt.negative for prompt in own]),
-                **({"image": images if len(images) > 1 else images[0]} if images else {}),
-            ).images
+                **(self.given(images) if images else {}),
+            )
+            drawn += output.frames if "frames" in output else output.images
         return torch.stack(drawn)
 
 
@@ -136,6 +144,44 @@ def mend_flux2_dev(pipe: Any) -> None:
     pipe.tokenizer = build_qwen_tokenizer()
 
 
+def mend_wan(pipe: Any, *, shift: float = 5.0) -> Any:
+    """Give a stock pipeline the levels of Wan's released code, by Euler's steps, and what it lacks here.
+
+    Its scheduler is another solver, and begins a thousandth below pure noise. Frames are given to the second pipeline
+    alone, which wants a library that mends broken characters, of which the texts have none.
+    """
+    pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
+    set_timesteps = pipe.scheduler.set_timesteps
+    pipe.scheduler.set_timesteps = lambda n, device: set_timesteps(sigmas=[1 - i / n for i in range(n)], device=device)
+    vars(pipeline_wan_i2v)["ftfy"] = SimpleNamespace(fix_text=lambda text: text)
+    if getattr(pipe, "image_encoder", None):
+        pipe.image_processor = CLIPImageProcessorPil.from_pretrained(
+            pipe.config._name_or_path, subfolder="image_processor"
+        )
+    return pipe
+
+
+def mend_wan_ti2v(pipe: Any) -> Any:
+    """The same with the parts of TI2V-5B in the pipeline that is given frames."""
+    taken = {name: part for name, part in pipe.components.items() if name != "scheduler"}
+    frames = diffusers.WanImageToVideoPipeline(scheduler=pipe.scheduler, expand_timesteps=True, **taken)
+    frames.set_progress_bar_config(disable=True)
+    return mend_wan(frames)
+
+
+def stock_wan(params: Params, negative: list[str]) -> dict[str, Any]:
+    """Arguments of the stock pipelines that draw videos."""
+    second = params.guidance.get("guidance_scale_2")
+    return {
+        "num_frames": params.num_frames,
+        "guidance_scale": params.guidance_scale,
+        "negative_prompt": negative if params.guidance_scale > 1 else None,
+        **({"guidance_scale_2": second} if second else {}),
+    }
+
+
+TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
+WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5.0})
 FLUX2 = Params(6, 48, 80)
 NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
@@ -347,4 +393,39 @@ ROWS = {
         images=((48, 64),),
         instead={"image_area": 96 * 96},
     ),
+    **{
+        name: Row(
+            checkpoint=built(name.removesuffix("-first")),
+            unguided=replace(WAN, **changes),
+            guided=replace(WAN, guidance_scale=4.0, **changes, **(TWO_SCALES if experts else {})),
+            stock=stock_wan,
+            without_gradient=frozenset(),
+            lora_layers=20 * (1 + experts),
+            nearest=(({"height": 40}, 32), ({"width": 1100}, 1024 if unit == 16 else 1088)),
+            refused=(
+                ({"num_frames": 7}, r"num_frames must be 4k \+ 1, up to 253, such as 9, got 7"),
+                ({"num_frames": 300}, r"num_frames must be 4k \+ 1, up to 253, such as 253, got 300"),
+                ({"guidance": {"flow_shift": -1.0}}, "flow_shift must be > 0, or 0 for the checkpoint's, got -1"),
+                (
+                    {"guidance": {"guidance_scale_2": 0.5}},
+                    "guidance_scale_2 must be >= 1, or 0 for guidance_scale, got 0.5"
+                    if experts
+                    else "guidance_scale_2 must be 0 for a checkpoint without a transformer_2, got 0.5",
+                ),
+            ),
+            images=images,
+            idle=frozenset(["guidance_scale_2"] * (not experts) + ["flow_shift"] * bool(changes)),
+            pipe=pipe,
+            unit=unit,
+            given=lambda images: dict(zip(("image", "last_image"), images, strict=False)),
+        )
+        for name, unit, images, experts, pipe, changes in (
+            ("wan21", 16, (), False, partial(mend_wan, shift=3.0), {"guidance": {}}),
+            ("wan22", 16, (), True, mend_wan, {}),
+            ("wan22-ti2v", 32, (), False, mend_wan, {}),
+            ("wan22-ti2v-first", 32, ((40, 90),), False, mend_wan_ti2v, {}),
+            ("wan21-i2v", 16, ((40, 90),), False, mend_wan, {}),
+            ("wan22-i2v", 16, ((40, 90), (32, 64)), True, mend_wan, {}),
+        )
+    },
 }

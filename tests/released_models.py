@@ -5,7 +5,7 @@ Here is of each part only what its class in diffusers does not have as its defau
 
 import inspect
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import diffusers
 from omni_rollout.models import MODELS
 
 FILES = {"scheduler": "scheduler_config.json", "processor": "preprocessor_config.json"}
+FILES["image_processor"] = FILES["processor"]
 FLUX_VAE = {
     "block_out_channels": [128, 256, 512, 512],
     "down_block_types": ["DownEncoderBlock2D"] * 4,
@@ -70,7 +71,8 @@ SD35_MEDIUM = {
 class Release:
     """A released model: its pipeline, what is said of its size, the layers of its LoRA, and its parts.
 
-    billions: of weights of the net. channels, stride: of its latents, against pixels.
+    billions: of weights of the net. channels, stride: of its latents, against pixels. absent: parts that it lacks.
+    index: what model_index.json says besides.
     """
 
     pipeline: str
@@ -79,6 +81,8 @@ class Release:
     parts: dict[str, dict[str, Any]]
     channels: int = 16
     stride: int = 8
+    absent: tuple[str, ...] = ()
+    index: dict[str, Any] = field(default_factory=dict)
 
     def write(self, folder: Path) -> Path:
         """The folder of that name, with the configuration of each part."""
@@ -92,8 +96,11 @@ class Release:
         if self.pipeline == "BagelForConditionalGeneration":  # no pipeline of diffusers
             return self.parts
         kinds = MODELS[self.pipeline].PARTS
-        files: dict[str, dict[str, Any]] = {"model_index.json": {"_class_name": self.pipeline, **kinds}}
+        index = {"_class_name": self.pipeline, **kinds, **dict.fromkeys(self.absent, (None, None)), **self.index}
+        files: dict[str, dict[str, Any]] = {"model_index.json": index}
         for part, (library, kind) in kinds.items():
+            if part in self.absent:
+                continue
             name = "tokenizer_config.json" if "tokenizer" in part else FILES.get(part, "config.json")
             made = inspect.signature(getattr(diffusers, kind)).parameters if library == "diffusers" else {}
             defaults = {key: value.default for key, value in made.items()}
@@ -171,7 +178,71 @@ KLEIN_9B = {
     },
     "scheduler": FLUX2_SCHEDULE,
 }
+UMT5_XXL = {"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 256384}
+WAN_SCHEDULE = {"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True}
+WAN = {"text_encoder": UMT5_XXL, "scheduler": WAN_SCHEDULE}
+NO_CLIP = ("image_encoder", "image_processor")
+WAN_I2V = {"in_channels": 36}
+WAN_CLIP = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16, "num_hidden_layers": 32}
+WAN_5B = {
+    "text_encoder": UMT5_XXL,
+    "transformer": {
+        "ffn_dim": 14336,
+        "in_channels": 48,
+        "num_attention_heads": 24,
+        "num_layers": 30,
+        "out_channels": 48,
+    },
+    "vae": {
+        "base_dim": 160,
+        "decoder_base_dim": 256,
+        "in_channels": 12,
+        "is_residual": True,
+        "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48,
+        "out_channels": 12,
+        "patch_size": 2,
+        "scale_factor_spatial": 16,
+        "z_dim": 48,
+    },
+    "scheduler": WAN_SCHEDULE | {"flow_shift": 5.0},
+}
 RELEASES = {
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(
+        "WanPipeline",
+        1.42,
+        30 * 10,
+        WAN | {"transformer": {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}},
+        absent=("transformer_2", *NO_CLIP),
+    ),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Release(
+        "WanPipeline",
+        5,
+        30 * 10,
+        WAN_5B,
+        channels=48,
+        stride=16,
+        absent=("transformer_2", *NO_CLIP),
+        index={"boundary_ratio": None, "expand_timesteps": True},
+    ),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Release(
+        "WanPipeline", 28.6, 2 * 40 * 10, WAN, absent=NO_CLIP, index={"boundary_ratio": 0.875}
+    ),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Release(
+        "WanImageToVideoPipeline",
+        28.6,
+        2 * 40 * 10,
+        WAN | {"transformer": WAN_I2V, "transformer_2": WAN_I2V},
+        absent=NO_CLIP,
+        index={"boundary_ratio": 0.9},
+    ),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Release(
+        "WanImageToVideoPipeline",
+        16.4,
+        40 * 10,
+        WAN | {"transformer": WAN_I2V | {"added_kv_proj_dim": 5120, "image_dim": 1280}, "image_encoder": WAN_CLIP},
+        absent=("transformer_2",),
+    ),
     "ByteDance-Seed/BAGEL-7B-MoT": Release("BagelForConditionalGeneration", 14, 28 * 7, BAGEL_FILES),
     "Qwen/Qwen-Image": Release("QwenImagePipeline", 20, 60 * 12, QWEN_PARTS),
     "Qwen/Qwen-Image-Edit": Release("QwenImageEditPipeline", 20, 60 * 12, QWEN_PARTS),

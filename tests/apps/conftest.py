@@ -1,12 +1,13 @@
 """Reward servers for the trainers: a cheap one in this process, and the real OCR scorer in its own."""
 
 import pytest
+from omni_reward import Scorer
 from omni_reward.testing import serving, serving_here
 
 
 def brightness(media, prompts, meta):
-    """The mean level of each image, in [0, 1]: a reward that any model can raise."""
-    return [float(image.mean()) / 255 for image in media["image"]]
+    """The mean level of each image or video, in [0, 1]: a reward that any model can raise."""
+    return [float(sample.mean()) / 255 for kind in media for sample in media[kind]]
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +15,13 @@ def bright_url():
     """URL of a server in this process that scores brightness."""
     with serving_here(brightness, name="brightness") as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def bright_urls(bright_url):
+    """By the kind of media, URLs of servers in this process that score brightness."""
+    with serving_here(Scorer(brightness, media=("video",)), name="brightness") as url:
+        yield {"image": bright_url, "video": url}
 
 
 @pytest.fixture(scope="session")

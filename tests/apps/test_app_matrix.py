@@ -9,6 +9,7 @@ import math
 import random
 import re
 import shutil
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -16,9 +17,9 @@ import torch
 from helpers import REPO
 from model_rows import ROWS
 from omni_rollout.models import open_model
-from omni_train.weights import saved_files
+from omni_train.weights import homes, saved_files
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny, train
 
 import train_dpo
@@ -46,31 +47,37 @@ def untrained(model):
     return dict(open_model(model).load_net(device="cpu", dtype=torch.float32).named_parameters())
 
 
-def write_inputs(folder, num_images):
-    """Prompts, and pairs of pictures of them; each with that many references."""
+def write_inputs(folder, num_images, latents=None):
+    """Prompts, and pairs of pictures of them, or of latents of a shape; each with that many references."""
     drawn = random.Random(0)
     for name, height in (("win", 32), ("lose", 32), ("reference", 64)):
         Image.frombytes("RGB", (96, height), drawn.randbytes(96 * height * 3)).save(folder / f"{name}.png")
     texts = [f'a blue sign that says "{word}"' for word in ("AB", "CDEF")]
     records = [{"prompt": text, "images": ["reference.png"] * num_images} for text in texts]
-    pairs = [record | {"win": "win.png", "lose": "lose.png"} for record in records]
+    ending = "safetensors" if latents else "png"
+    pairs = [record | {side: f"{side}.{ending}" for side in ("win", "lose")} for record in records]
+    for side in ("win", "lose") if latents else ():
+        save_file({"x0": torch.randn(latents)}, folder / f"{side}.safetensors")
     for name, lines in (("prompts", records), ("pairs", pairs)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_url, record_property):
+def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, record_property):
     name, algorithm = cell.split(": ")
     (app, changes), row = ALGORITHMS[algorithm], ROWS[name]
     model = row.checkpoint()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("omni_rl.run.ReportProcess", lambda *folder_and_tracker: None)  # it takes a third of the time
-    write_inputs(tmp_path, len(row.images))
+    opened = open_model(model)
+    sizes = {"height": 32, "width": 96, "num_frames": row.guided.num_frames}
+    is_video, shape = "video" in opened.MEDIA, opened.latent_shape(replace(row.guided, **sizes))
+    write_inputs(tmp_path, len(row.images), shape if is_video else None)
     places = {"model": str(model), "prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
-    scorer = {} if app is train_srpo else {"scorer_url": bright_url}
+    scorer = {} if app is train_srpo else {"scorer_url": bright_urls[opened.MEDIA[0]]}
     knobs = ",".join(f"{knob}={value}" for knob, value in row.guided.guidance.items())
     guided = {"guidance_scale": row.guided.guidance_scale, "guidance": knobs}
-    args = tiny(recipe(app, "tiny-signs"), **(SIZES | EXACT | places | scorer | guided | changes))
+    args = tiny(recipe(app, "tiny-signs"), **(SIZES | sizes | EXACT | places | scorer | guided | changes))
 
     lines = train(app, args)[1:]
     assert len(lines) == 2
@@ -79,9 +86,14 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_url, re
         assert [line["policy/first_ratio_max_dev"] for line in lines] == [0.0, 0.0]
     if app is train_dpo:
         assert lines[0]["policy/loss"] == pytest.approx(math.log(2))  # the policy is the reference still
-    [file] = saved_files(tmp_path / "runs" / args.name / "weights")
-    before, after = untrained(model), load_file(file)
-    assert {weight for weight, value in before.items() if torch.equal(after[weight], value)} == row.without_gradient
+    before, after = untrained(model), {}
+    for expert, home in homes(tmp_path / "runs" / args.name / "weights", opened.nets).items():
+        [file] = saved_files(home)
+        after |= {f"{expert}.{weight}".lstrip("."): value for weight, value in load_file(file).items()}
+    idle = tuple(f"{e}." for e in opened.nets if not any(line.get(f"policy/forwards_{e}", 1) for line in lines))
+    assert len(idle) < len(opened.nets)
+    left = {weight for weight, value in before.items() if torch.equal(after[weight], value)}
+    assert left == row.without_gradient | {weight for weight in before if idle and weight.startswith(idle)}
     record_property("trained", cell)
     shutil.rmtree(tmp_path / "runs")  # 10 MB
 

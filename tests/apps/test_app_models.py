@@ -21,7 +21,7 @@ from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.weights import load_weights
+from omni_train.weights import homes, load_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
@@ -56,10 +56,12 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def settings(app, model, url, **changes):
-    """Small settings of the trainer for that model, with guidance."""
-    row, scorer = ROWS[model], {"scorer_url": url} if app in SCORED else {"group_size": 1}
-    args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer))
+def settings(app, model, urls, **changes):
+    """Small settings of the trainer for that model, with guidance, and a scorer of its kind of media."""
+    row = ROWS[model]
+    url = urls if isinstance(urls, str) else urls[open_model(row.checkpoint()).MEDIA[0]]
+    scorer = {"scorer_url": url} if app in SCORED else {"group_size": 1}
+    args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer | {"num_frames": row.guided.num_frames}))
     guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
     scale = row.guided.guidance_scale
     files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval_prompts)}
@@ -83,12 +85,12 @@ def add_references(row, prompts):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", TRAINED)
-def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_url, case):
+def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls, case):
     """All weights sharded, and LoRA copied to both ranks; the rewards are the same on any number of them."""
     name, model = case.split()
     app = APPS[name]
     for kind, changes, mode in (("full", {}, "fsdp2"), ("lora", LORA, "ddp")):
-        args = settings(app, model, bright_url, **changes)
+        args = settings(app, model, bright_urls, **changes)
         one = train(app, replace(args, name=f"{kind}-one"))
         two = train_on_ranks(app, replace(args, name=f"{kind}-two", shard=mode, batch_size=2))
         assert all(line["policy/grad_norm"] > 0 for line in one[1:])
@@ -116,10 +118,10 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, bright_url, case):
+def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, bright_urls, case):
     kind, model = case.split()
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, model, bright_url, save_every=1, shard="fsdp2", batch_size=2, **changes)
+    args = settings(train_flowgrpo, model, bright_urls, save_every=1, shard="fsdp2", batch_size=2, **changes)
     unbroken = train_on_ranks(train_flowgrpo, replace(args, name="unbroken"))
     train_on_ranks(train_flowgrpo, replace(args, name="broken", train_steps=1))
     for line, other in zip(unbroken, train_on_ranks(train_flowgrpo, replace(args, name="broken")), strict=True):
@@ -130,10 +132,10 @@ def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, br
 
 
 @pytest.mark.parametrize("case", STOCK)
-def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_url, case):
+def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_urls, case):
     kind, name = case.split()
     row, changes = ROWS[name], LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, name, bright_url, lr=1e-2, **changes)
+    args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, **changes)
     train(train_flowgrpo, args)
     weights, model = here / "runs" / args.name / "weights", open_model(row.checkpoint())
     prompt = Prompt('a blue sign that says "AB"', group=0, index=0, seed=5, images=row.references(0))
@@ -141,30 +143,32 @@ def test_the_stock_pipeline_opens_the_export_and_draws_our_image(here, bright_ur
     pipe = row.stock_pipeline(model.folder, torch.float32)
 
     def stock():
-        return row.draw_stock(pipe, [prompt], row.unguided, noise)[0].movedim(0, -1).numpy()
+        return row.draw_stock(pipe, [prompt], row.unguided, noise)[0].movedim(-3, -1).numpy()
 
     untrained = stock()
-    if kind == "lora":
-        pipe.load_lora_weights(str(weights))
-    else:
-        pipe.transformer = type(pipe.transformer).from_pretrained(weights, subfolder="transformer")
-    trained = stock()
     parts = model.load(device="cpu", dtype=torch.float32)
-    load_weights(parts.net, weights)
+    for expert, home in homes(weights, model.nets).items():
+        part = model.nets[expert]
+        if kind == "lora":
+            pipe.load_lora_weights(str(home), **({} if part == "transformer" else {f"load_into_{part}": True}))
+        else:
+            setattr(pipe, part, type(pipe.transformer).from_pretrained(home, subfolder="transformer"))
+        load_weights(parts.net.get_submodule(expert), home)
+    trained = stock()
     drawn = DiffusersEngine(model, parts).generate([prompt], row.unguided)
-    ours = model.decode(parts, drawn.x0, drawn.cond, row.unguided)[0]["image"][0].numpy()
+    ours = model.decode(parts, drawn.x0, drawn.cond, row.unguided)[0][model.MEDIA[0]][0].numpy()
     change = np.abs(trained - untrained).max()
     assert change > 1e-3  # there is something to see
     assert np.abs(trained - ours).max() < change / 100
 
 
 @pytest.mark.parametrize("case", sampled([f"{kind} {name}" for kind in ("full", "lora") for name in BAGELS], 1))
-def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_image_there(here, bright_url, case):
+def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_image_there(here, bright_urls, case):
     kind, name = case.split()
     folder, row = here / "model", ROWS[name]
     shutil.copytree(row.checkpoint(), folder)
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, name, bright_url, lr=1e-2, save_every=1, **changes)
+    args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, save_every=1, **changes)
     args = replace(args, model=str(folder), train_steps=1)
     train(train_flowgrpo, args)
     weights = here / "runs" / args.name / "weights"
@@ -194,6 +198,6 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
         train(train_flowgrpo, replace(args, train_steps=2))
 
 
-def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, bright_url):
+def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, bright_urls):
     with pytest.raises(ValueError, match="true_cfg_scale"):
-        train(train_flowgrpo, settings(train_flowgrpo, "sd35-medium", bright_url, true_cfg_scale=2.0))
+        train(train_flowgrpo, settings(train_flowgrpo, "sd35-medium", bright_urls, true_cfg_scale=2.0))

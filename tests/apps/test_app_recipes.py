@@ -61,7 +61,8 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
         assert sigmas[0] == 1
         assert sigmas[-1] == 0
     size = args.height // release.stride, args.width // release.stride
-    assert model.latent_shape(run.base_params) == (release.channels, *size)
+    frames = [(args.num_frames - 1) // 4 + 1] * ("video" in model.MEDIA)
+    assert model.latent_shape(run.base_params) == (release.channels, *frames, *size)
     assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 

@@ -186,7 +186,8 @@ def test_both_steps_end_at_one_level_and_stay_in_the_range():
     args = replace(TINY, level_low=0.3, level_high=0.9, level_step=0.2)
     seeds = list(range(200))
     batch = SimpleNamespace(prompts=[SimpleNamespace(seed=seed) for seed in seeds], x0=torch.zeros(200, 1))
-    down, up = (app.levels(args, batch, inversion=inversion) for inversion in (False, True))
+    run = SimpleNamespace(args=args, model=SimpleNamespace(boundary=0.0))
+    down, up = (app.levels(run, Step(0), batch, inversion=inversion) for inversion in (False, True))
     assert torch.equal(down[1], up[1])
     u = (down[1] - 0.3) / 0.6
     assert 0.4 < u.mean() < 0.6
@@ -214,7 +215,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
         texts = [p.text for p in batch.prompts]
         noise = step_noise([p.seed for p in batch.prompts], -1, batch.x0.shape[1:])
         for inversion in (False, True):
-            start, end, discount = app.levels(args, batch, inversion=inversion)
+            start, end, discount = app.levels(run, step, batch, inversion=inversion)
             s, t = start.view(-1, 1, 1, 1), end.view(-1, 1, 1, 1)
             x = (1 - s) * batch.x0 + s * noise
             velocity = run.model.predict_velocity(run.net, x, start, batch.cond, batch.params)

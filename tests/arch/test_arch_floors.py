@@ -71,9 +71,9 @@ MAY_NAME_ENGINES = ("omni_rl/engines.py", "omni_rollout/engines/*")
 MODEL_WORDS = {
     word
     for kind, door in MODELS.items()
-    for word in (kind, door.__name__, door.__module__.split(".")[-1], door.PARTS[door.NETS[0]][1])
+    for word in (kind, door.__name__, door.__module__.split(".")[-1], door.PARTS["transformer"][1])
 }
-MODEL = re.compile(rf"(?<![a-zA-Z0-9])({'|'.join(MODEL_WORDS)})(?![0-9])")
+MODEL = re.compile(rf"(?<![a-zA-Z0-9])({'|'.join(MODEL_WORDS)})(?![0-9a-z])")
 DEVICE = re.compile(r"(?<![a-z])(cuda|npu)(?![a-z])")
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}

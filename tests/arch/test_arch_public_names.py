@@ -126,7 +126,8 @@ SIGNATURES = {
     "omni_train.lora.reference": "module",
     "omni_train.lora.ema_update": "module, src, dst, decay",
     "omni_train.weights.named_weights": "module",
-    "omni_train.weights.save_weights": "module, folder, dist, *, part='transformer', adapter='default', card=None",
+    "omni_train.weights.save_weights": "module, folder, dist, *, part='transformer', adapter='default', into=None, "
+    "card=None",
     "omni_train.weights.check_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.load_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.load_adapter": "module, folder, *, adapter='default', part='transformer'",
@@ -142,7 +143,7 @@ SIGNATURES = {
     "omni_train.lock.RunLock": "folder, dist, **others",
     "omni_train.dist.gather_by_index": "dist, indices, values, total",
     "omni_train.signals.catch_stop": "numbers=...",
-    "omni_train.export.model_card": "facts, *, is_lora, part='transformer'",
+    "omni_train.export.model_card": "facts, *, is_lora, part='transformer', into='transformer'",
     "omni_train.data.PromptSampler": "path, **others",
     "omni_train.data.PromptSampler.at": "self, step",
     "omni_train.log.RunLog": "folder, **others",
@@ -276,7 +277,7 @@ def test_every_model_takes_what_the_door_promises():
         assert {
             name: signature_fault(getattr(model, name), SIGNATURES[f"omni_rollout.Model.{name}"]) for name in door
         } == dict.fromkeys(door, "")
-        for constant in ("NETS", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA", "IMAGES"):
+        for constant in ("nets", "boundary", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA", "IMAGES"):
             assert hasattr(model, constant), constant
 
 

@@ -38,6 +38,11 @@ class Case:
     dtype: torch.dtype
 
     @property
+    def kind(self) -> str:
+        """What it draws."""
+        return self.model.MEDIA[0]
+
+    @property
     def prompts(self) -> list[Prompt]:
         """PROMPTS, with references where the model needs them."""
         return [replace(prompt, images=self.row.references(prompt.index)) for prompt in PROMPTS]
@@ -76,12 +81,12 @@ def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pip
     for params in (first, *(each for each in case.row.more if case.model.is_guided(each) == guided)):
         assert case.model.is_guided(params) == (guided and not case.row.never_guided)
         trajectory = exact.generate(prompts, params)
-        ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0]["image"]
+        ours = case.model.decode(exact.parts, trajectory.x0, trajectory.cond, params)[0][case.kind]
         noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, case.model.latent_shape(params))
         theirs = case.row.draw_stock(pipe, prompts, params, noise.double())
         assert theirs.std() > 0.01  # pictures, not grey
         tolerance = case.row.guided_tolerance if guided else 1e-5
-        torch.testing.assert_close(ours.movedim(-1, 1), theirs.float(), rtol=0, atol=tolerance)
+        torch.testing.assert_close(ours.movedim(-1, -3), theirs.float(), rtol=0, atol=tolerance)
         torch.testing.assert_close(trajectory.sigmas, pipe.scheduler.sigmas, rtol=0, atol=2e-7)
 
 
@@ -137,7 +142,8 @@ def test_a_gradient_reaches_every_weight_but_those_that_lead_nowhere(case, engin
     cond = engine.generate(case.prompts, params).cond
     x = torch.randn(3, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0))
     net = case.model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
-    case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5, 0.1]), cond, params).square().mean().backward()
+    for levels in ([0.95, 0.92, 0.9], [0.5, 0.3, 0.1]):  # of either expert, where there are two
+        case.model.predict_velocity(net, x, torch.tensor(levels), cond, params).square().mean().backward()
     without = {name for name, p in net.named_parameters() if p.grad is None or not p.grad.abs().max() > 0}
     assert without == case.row.without_gradient
 
@@ -156,7 +162,7 @@ def test_gradients_are_the_same_bits_whether_blocks_keep_their_products_or_compu
         if recompute:
             net.enable_gradient_checkpointing(recompute)
         net.zero_grad()
-        case.model.predict_velocity(net, x, torch.tensor([0.9, 0.5]), cond, params).square().mean().backward()
+        case.model.predict_velocity(net, x, torch.tensor([0.95, 0.9]), cond, params).square().mean().backward()
         found.append([p.grad for p in factors if p.grad is not None])
     assert all(all(map(torch.equal, found[0], other)) for other in found[1:])
     assert any(grad.any() for grad in found[0])
@@ -205,13 +211,16 @@ def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):
 
 
 class BlockVAE(nn.Module):
-    """A VAE that has an inverse: each 8 x 8 block of pixels is its mean, in the first three of the channels.
+    """A VAE that has an inverse: each block of `side` x `side` pixels is its mean, in the first three of the channels.
+
+    Of a video [B, 3, F, H, W] the first frame is coded alone, and each four that follow as their mean.
 
     bn: statistics of latents of four times the channels, for the models that take them from there.
     """
 
-    def __init__(self, channels: int) -> None:
+    def __init__(self, channels: int, side: int = 8) -> None:
         super().__init__()
+        self.side = side
         self.channels, self.dtype, self.device = channels, torch.float32, torch.device("cpu")
         self.bn = nn.BatchNorm2d(4 * channels, affine=False)
         self.bn.running_mean.fill_(0.5)
@@ -219,27 +228,36 @@ class BlockVAE(nn.Module):
 
     def encode(self, pixels):
         height, width = pixels.shape[-2:]
-        code = pixels.reshape(*pixels.shape[:-2], height // 8, 8, width // 8, 8).mean(dim=(-3, -1))
+        side = self.side
+        code = pixels.reshape(*pixels.shape[:-2], height // side, side, width // side, side).mean(dim=(-3, -1))
+        if code.dim() == 5:
+            code = torch.cat([code[:, :, :1], code[:, :, 1:].unflatten(2, (-1, 4)).mean(3)], dim=2)
         code = torch.cat([code, code.new_zeros(len(code), self.channels - 3, *code.shape[2:])], dim=1)
         return SimpleNamespace(latent_dist=SimpleNamespace(mode=lambda: code))
 
     def decode(self, latents, return_dict=False):
-        return (latents[:, :3].repeat_interleave(8, dim=-1).repeat_interleave(8, dim=-2),)
+        frames = latents[:, :3].repeat_interleave(self.side, dim=-1).repeat_interleave(self.side, dim=-2)
+        if frames.dim() == 5:
+            frames = torch.cat([frames[:, :, :1], frames[:, :, 1:].repeat_interleave(4, dim=2)], dim=2)
+        return (frames,)
 
 
 def test_media_are_encoded_by_the_inverse_of_decoding(case):
     model, params = open_model(case.row.checkpoint()), case.row.unguided
     model.config["vae"] |= case.row.statistics
     shape = model.latent_shape(params)
-    unit = params.height // shape[1]  # pixels; 8, or 16 where the latents are the code's 2 x 2 patches
-    parts = SimpleNamespace(vae=BlockVAE(shape[0] * 64 // unit**2))
+    unit = params.height // shape[-2]  # pixels; 8, or 16 where the latents are the code's 2 x 2 patches
+    vae = BlockVAE(shape[0] * 64 // unit**2) if case.kind == "image" else BlockVAE(shape[0], unit)
+    parts = SimpleNamespace(vae=vae)
     blocks = torch.randint(0, 256, (2, *shape[1:], 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    image = blocks.repeat_interleave(unit, dim=1).repeat_interleave(unit, dim=2)
-    x0 = model.encode_media(parts, {"image": image}, params)
+    image = blocks.repeat_interleave(unit, dim=-2).repeat_interleave(unit, dim=-3)
+    if case.kind == "video":
+        image = torch.cat([image[:, :1], image[:, 1:].repeat_interleave(4, dim=1)], dim=1)
+    x0 = model.encode_media(parts, {case.kind: image}, params)
     assert x0.shape == (2, *shape)
     media, rates = model.decode(parts, x0, {}, params)
-    torch.testing.assert_close(media["image"], image / 255, rtol=0, atol=1e-5)
-    assert rates == {}
+    torch.testing.assert_close(media[case.kind], image / 255, rtol=0, atol=1e-5)
+    assert rates == ({} if case.kind == "image" else {"fps": params.frame_rate})
     torch.testing.assert_close(model.encode_media(parts, media, params), x0, rtol=0, atol=1e-5)
 
 
@@ -247,13 +265,14 @@ def test_a_gradient_flows_through_decoding(case, engine):
     params = case.row.unguided
     x0 = torch.randn(2, *case.model.latent_shape(params), generator=torch.Generator().manual_seed(0)).requires_grad_()
     media, _ = case.model.decode(engine.parts, x0, {}, params)
-    media["image"].mean().backward()
+    media[case.kind].mean().backward()
     assert x0.grad.flatten(1).abs().max(dim=1).values.min() > 0
 
 
 def test_a_size_that_the_model_lacks_is_refused_with_the_nearest(case):
-    for change, named in (*case.row.nearest, ({"height": 0}, 16), ({"width": -16}, 16)):
-        rule = r"must be a positive multiple of 16 pixels( up to \d+)?"
+    unit = case.row.unit
+    for change, named in (*case.row.nearest, ({"height": 0}, unit), ({"width": -16}, unit)):
+        rule = rf"must be a positive multiple of {unit} pixels( up to \d+)?"
         with pytest.raises(ValueError, match=f"{rule}, such as {named}, got {next(iter(change.values()))}"):
             case.model.check(replace(case.row.unguided, **change))
         case.model.check(replace(case.row.unguided, **dict.fromkeys(change, named)))
@@ -262,8 +281,8 @@ def test_a_size_that_the_model_lacks_is_refused_with_the_nearest(case):
 def test_knobs_of_other_models_are_refused(case):
     with pytest.raises(ValueError, match=r"guidance of a \w+ must be .*, got no_such_knob"):
         case.model.check(replace(case.row.unguided, guidance={"no_such_knob": 1.0}))
-    with pytest.raises(ValueError, match="num_frames must be 1"):
-        case.model.check(replace(case.row.unguided, num_frames=5))
+    with pytest.raises(ValueError, match="num_frames must be "):
+        case.model.check(replace(case.row.unguided, num_frames=6))
 
 
 def test_without_guidance_all_but_its_scales_stay(case):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import init_empty_weights
-from diffusers import QwenImageTransformer2DModel
+from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from omni_train.load import check_files, load_sharded
 from omni_train.lora import add_lora, draw_adapter
 from omni_train.optim import build_adamw, optimizer_step
@@ -92,6 +92,26 @@ def test_ranks_that_read_their_rows_hold_and_train_the_weights_of_a_whole_load(r
 
     for num_tensors, num_equal in run_ranks(work):
         assert num_tensors == num_equal > 100
+
+
+def test_submodules_are_read_from_files_of_their_own_and_keep_the_buffers_that_diffusers_keeps(tmp_path):
+    """Names in the files are those within the submodule."""
+    wan = {"num_layers": 1, "attention_head_dim": 12, "num_attention_heads": 1, "text_dim": 8, "freq_dim": 8}
+    pair = [WanTransformer3DModel(**wan, ffn_dim=8, rope_max_seq_len=8) for _ in range(2)]
+    files = {}
+    for name, net in zip("ab", pair, strict=True):
+        net.save_pretrained(tmp_path / name)
+        files[name] = sorted((tmp_path / name).glob("*.safetensors"))
+    with init_empty_weights(include_buffers=False):
+        empty_pair = nn.ModuleDict(
+            {name: type(net).from_config(net.config) for name, net in zip("ab", pair, strict=True)}
+        )
+    add_lora(empty_pair, ["to_q"], rank=2, alpha=2, seed=0)
+    loaded = load_sharded(empty_pair, files, None, param_dtype=torch.bfloat16)
+    for name, net in zip("ab", pair, strict=True):
+        for weight, value in net.state_dict().items():
+            assert torch.equal(loaded[name].state_dict()[weight], value.bfloat16()), weight
+        assert {buffer.dtype for buffer in loaded[name].buffers()} == {torch.float32}
 
 
 def test_a_frozen_net_under_adapters_is_that_of_a_whole_load(run_ranks, checkpoint, tiny_qwen):

@@ -34,6 +34,13 @@ def param_with_gradient(*gradient):
     return param
 
 
+def test_a_group_of_parameters_may_have_a_learning_rate_of_its_own(alone):
+    params = [param_with_gradient(0.5), param_with_gradient(0.5)]
+    groups = [{"params": [params[0]]}, {"params": [params[1]], "lr_scale": 0.1}]
+    optimizer_step(torch.optim.SGD(groups, lr=0), params, lr=2.0, max_grad_norm=1.0, dist=alone)
+    assert [param.item() for param in params] == pytest.approx([-1.0, -0.1])
+
+
 def test_a_small_gradient_is_not_scaled(alone):
     param = param_with_gradient(0.3, 0.4)
     result = optimizer_step(torch.optim.SGD([param], lr=0), [param], lr=2.0, max_grad_norm=1.0, dist=alone)

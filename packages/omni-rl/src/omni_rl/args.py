@@ -49,6 +49,7 @@ class RunArgs:
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
+    train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
@@ -65,6 +66,8 @@ class RunArgs:
     # Sampling
     height: int = 512  # Height in pixels
     width: int = 512  # Width in pixels
+    num_frames: int = 1  # Frames of a video; 1 for pictures
+    frame_rate: float = 24.0  # Frames of a video in a second
     num_inference_steps: int = 10  # Denoising steps of a rollout
     guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
     true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
@@ -86,6 +89,7 @@ class RunArgs:
     # Optimizer
     num_minibatches: int = 1  # Optimizer steps per rollout
     lr: float = 3e-4  # Learning rate of AdamW
+    low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
     lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
     warmup_steps: int = 0  # Training steps over which the learning rate rises
     weight_decay: float = 1e-4  # Weight decay of AdamW
@@ -114,12 +118,13 @@ LEAST = {  # setting -> least value
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
-    "keep_products_gb": 0.0,
+    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
     "height": 16_384, "width": 16_384, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536,
     "guidance_scale": 1e3, "true_cfg_scale": 1e3, "lr": 1.0, "weight_decay": 1e3,
+    "num_frames": 16_384, "frame_rate": 1e3,
 }  # fmt: skip
 
 

@@ -79,6 +79,8 @@ class Loop:
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
             step.metrics |= run.memory("", peak=True)
             step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, run.counts["forwards"])))
+            if run.model.boundary:
+                step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
             stopping = self._finish(step)
         if run.dist.is_main and self._done == args.train_steps:
             print(_summary(run), flush=True)
@@ -123,9 +125,10 @@ def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:
         run.sync_weights(done)
         metrics = evaluate(run, done)
         if done:
-            save_weights(
-                run.net, run.folder / "weights", run.dist, part=run.model.NETS[0], card=_model_card(run, metrics)
-            )
+            card = _model_card(run, metrics)
+            for name, part in run.trained.items():
+                net, folder = run.net.get_submodule(name), run.folder / "weights" / name
+                save_weights(net, folder, run.dist, into=part, card=card)
     run.sync_weights(done)
     return metrics
 

@@ -146,7 +146,8 @@ class Plan:
         model: Any = run.model
         model.reads_weights = False
         if self.remembers:
-            model.predict_velocity, model.decode = self._remembered(model.predict_velocity), self._decoded(model.decode)
+            model.predict_velocity = self._remembered(model.predict_velocity, model.boundary)
+            model.decode = self._decoded(model.decode)
         model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
@@ -174,11 +175,11 @@ class Plan:
 
         return phased
 
-    def _remembered(self, predict: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def _remembered(self, predict: Callable[..., Tensor], boundary: float) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
             active = [layer.active for layer in lora_layers(net).values()][:1]
             shapes = {name: tensor.shape for name, tensor in cond.items()}
-            scales = params.guidance_scale, params.guidance
+            scales = params.guidance_scale, params.guidance, boundary and sigma.tolist()[0] < boundary
             key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
             if key not in self._seen:
                 self._seen[key] = seen = _Seen(self.device, net)

@@ -47,7 +47,9 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
             x0: Tensor = file.get_tensor("x0").float()
     else:
-        x0 = model.encode_media(parts, {"image": read_picture(path)[None]}, params)[0]
+        still = read_picture(path)[None]
+        media = {kind: still[None] if kind == "video" else still for kind in model.MEDIA}  # a video of one frame
+        x0 = model.encode_media(parts, media, params)[0]
     if x0.shape != shape:
         raise ValueError(f"{path} must be a sample of latent shape {shape}, got {tuple(x0.shape)}")
     return x0

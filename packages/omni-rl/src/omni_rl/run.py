@@ -42,7 +42,7 @@ from omni_train.optim import StepResult, build_adamw, optimizer_step, reduce_gra
 from omni_train.recompute import Recompute
 from omni_train.shard import shard
 from omni_train.snapshot import Ema, Snapshot
-from omni_train.weights import check_adapter, check_weights, load_adapter, named_weights, saved_files
+from omni_train.weights import check_adapter, check_weights, homes, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
 
 from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, without_secrets
@@ -86,6 +86,8 @@ class Run(Generic[ArgsT]):
             num_inference_steps=args.num_inference_steps,
             height=args.height,
             width=args.width,
+            num_frames=args.num_frames,
+            frame_rate=args.frame_rate,
             guidance_scale=args.guidance_scale,
             guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
         )
@@ -98,8 +100,8 @@ class Run(Generic[ArgsT]):
         self.snapshot: Snapshot | None = None
         self.reference_net: nn.Module | None = None
         self.report: ReportProcess | None = None
-        self._start_files: list[Path] = []  # full weights in --init-weights
-        self._adapter = ""  # --init-weights where it holds an adapter
+        self._start_files: dict[str, list[Path]] = {}  # full weights in --init-weights, by expert
+        self._adapters: dict[str, Path] = {}  # folders of adapters there, by expert
         self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
 
     @staticmethod
@@ -111,12 +113,13 @@ class Run(Generic[ArgsT]):
         parts: Sequence[str] = (),
         old_policy: bool = False,
         reference: bool = False,
+        steps: tuple[int, int] | None = None,
     ) -> "Run[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
         algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
         parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
-        first one, for `reference()`.
+        first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
 
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -128,6 +131,7 @@ class Run(Generic[ArgsT]):
         run = Run(args, algorithm, dist, old_policy=old_policy, reference=reference)
         with same_error(dist):
             run._read_inputs()
+            run._check_steps(steps)
         run._check_alike()
         run._find_checkpoint()
         if args.dry_run:
@@ -240,6 +244,12 @@ class Run(Generic[ArgsT]):
         with flag("--model: "):
             self.model = model = open_model(args.model)
             model.check_files()
+        only = " or ".join(("both", *filter(None, model.nets)))
+        require(
+            (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
+            (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
+             "--low-expert-lr needs two experts that are trained, and --lr > 0"),
+        )  # fmt: skip
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
@@ -252,8 +262,8 @@ class Run(Generic[ArgsT]):
             self.eval_records = load_prompts(args.eval_prompts, check=self._check_record)
         if args.init_weights:
             with flag("--init-weights: "):
-                self._read_start(args.init_weights, model.NETS[0])
-        kept = [name for name in self._wants if name == "old" or self._adapter]
+                self._read_start(args.init_weights)
+        kept = [name for name in self._wants if name == "old" or self._adapters]
         self.frozen = tuple(kept) if args.lora_rank else ()  # adapters beside the trained one
         self.base = args.init_weights if args.lora_rank and self._start_files else args.model
         start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
@@ -266,6 +276,16 @@ class Run(Generic[ArgsT]):
         if images:
             self.config["images_digest"] = probe_digest(images, num_blocks=1)
 
+    def _check_steps(self, steps: tuple[int, int] | None) -> None:
+        """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
+        if not self.model.boundary or steps is None:
+            return
+        high = (self.model.sigmas(self.base_params)[:-1] >= self.model.boundary).tolist()
+        least, most = 0 if "high" in self.trained else sum(high), len(high) if "low" in self.trained else sum(high)
+        which, last = self.args.train_experts, steps[1] - 1
+        rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
+        require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
+
     def _check_record(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt with another number of references, or of another size, than the model takes."""
         check_images(self.model, reference_sizes(record))
@@ -274,15 +294,21 @@ class Run(Generic[ArgsT]):
             self.model.check(self.base_params.of_size(size))
             self.sizes.add(size)
 
-    def _read_start(self, folder: str, part: str) -> None:
-        """Check the weights to start from, which are full ones or an adapter."""
-        check_weights(self.model.empty_net(), folder, part=part)
-        self._start_files = saved_files(folder, part=part)
-        if not self._start_files:
-            require((self.args.lora_rank, f"{folder} holds a LoRA adapter, which needs --lora-rank > 0"))
-            trial = self._add_adapters(self.model.empty_net())  # without weights: layers and rank must fit
-            check_adapter(trial, folder, part=part)
-            self._adapter = folder
+    def _read_start(self, folder: str) -> None:
+        """Check the weights to start from, which are full ones or an adapter; of either of two experts, or of both."""
+        net, found = self.model.empty_net(), homes(folder, self.model.nets)
+        for name, home in found.items():
+            check_weights(net.get_submodule(name), home)
+        self._start_files = {name: files for name, home in found.items() if (files := saved_files(home))}
+        if len(self._start_files) < len(found):
+            require(
+                (self.args.lora_rank, f"{folder} holds a LoRA adapter, which needs --lora-rank > 0"),
+                (not self._start_files, f"{folder} must hold full weights or adapters, got both"),
+            )
+            trial = self._add_adapters(net)  # without weights: layers and rank must fit
+            for name, home in found.items():
+                check_adapter(trial.get_submodule(name), home)
+            self._adapters = found
 
     def _check_alike(self) -> None:
         """Raise ValueError on every rank unless all have the same settings and files."""
@@ -381,10 +407,10 @@ class Run(Generic[ArgsT]):
         self.engine, self.net = ENGINES[args.engine].open(model, own, dist, self.dtype, texts)
         if not is_filled:
             self._add_adapters(self.net, *self.frozen)
-        if self._adapter:
-            with flag("--init-weights: "):
-                for name in ("default", *self.frozen):
-                    load_adapter(self.net, self._adapter, adapter=name, part=model.NETS[0])
+        with flag("--init-weights: "):
+            for name, home in self._adapters.items():
+                for adapter in ("default", *self.frozen):
+                    load_adapter(self.net.get_submodule(name), home, adapter=adapter)
         choose_attention(self.net, self.attention, model.BLOCK_NAMES)
         if args.gradient_checkpointing:
             run_block = Recompute(args.keep_products_gb * 1e9)
@@ -402,6 +428,11 @@ class Run(Generic[ArgsT]):
         args = self.args
         self.params = [p for p in self.net.parameters() if p.requires_grad]
         self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay)
+        if args.low_expert_lr is not None:
+            low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
+            group["params"] = [p for p in self.params if p not in low]
+            own = {"params": [p for p in self.params if p in low], "lr_scale": args.low_expert_lr / args.lr}
+            self.optimizer.add_param_group(own)
         self.ema = Ema(self.params, decay=args.ema_decay)
         if self._keeps("old"):
             self.snapshot = Snapshot(self.params, name="copy")
@@ -411,9 +442,16 @@ class Run(Generic[ArgsT]):
             if self._keeps("reference"):
                 self.reference_net = self._fill(trained=False)
                 choose_attention(self.reference_net, self.attention, self.model.BLOCK_NAMES)
+        if self.model.boundary:
+            self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
         for net in {self.engine.net, self.net, self.reference_net}:  # the embedded engine's is the trainer's
             if net is not None:
                 net.register_forward_pre_hook(self._count, with_kwargs=True)
+
+    @property
+    def trained(self) -> dict[str, str]:
+        """The experts that are trained, as `Model.nets` has them."""
+        return {name: part for name, part in self.model.nets.items() if self.args.train_experts in ("both", name)}
 
     def averages(self) -> tuple[Ema | Snapshot, ...]:
         """What checkpoints hold besides the net and its optimizer."""
@@ -426,12 +464,14 @@ class Run(Generic[ArgsT]):
     def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
         """The net with what is trained: a fresh adapter, and frozen ones that equal it, or all weights."""
         args = self.args
-        if not args.lora_rank:
-            return net.requires_grad_(True)
         targets = args.lora_targets.split(",") if args.lora_targets else self.model.LORA_TARGETS
         add = partial(lora.add_lora, net, targets, rank=args.lora_rank, alpha=args.lora_alpha, init=args.lora_init)
-        for name in ("default", *frozen):
+        for name in ("default", *frozen) if args.lora_rank else ():
             add(adapter=name, seed=args.seed)
+        if not args.lora_rank:
+            net.requires_grad_(True)
+        for name in self.model.nets.keys() - self.trained.keys():
+            net.get_submodule(name).requires_grad_(False)
         return net
 
     def _fill(self, *, trained: bool) -> nn.Module:
@@ -439,13 +479,16 @@ class Run(Generic[ArgsT]):
 
         trained: with what is trained, adapters or all weights in float32; else frozen, in the type of --dtype.
         """
-        args, is_sharded, net = self.args, self.mode == "fsdp2", self.model.empty_net(buffers=True)
+        args, is_sharded, model = self.args, self.mode == "fsdp2", self.model
+        net, files = model.empty_net(buffers=True), None
+        if model.reads_weights:
+            files = {name: self._start_files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
         net = load_sharded(
             self._add_adapters(net, *self.frozen) if trained else net,
-            self._start_files or self.model.weight_files(self.model.NETS[0]) if self.model.reads_weights else None,
+            files,
             self.dist.mesh if is_sharded else None,
             device=self.dist.device,
-            block_names=self.model.BLOCK_NAMES,
+            block_names=model.BLOCK_NAMES,
             compute_dtype=self.dtype if is_sharded else None,
             param_dtype=torch.float32 if trained and not args.lora_rank else self.dtype,
         ).eval()
@@ -456,6 +499,10 @@ class Run(Generic[ArgsT]):
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Count the samples that pass a net."""
         self.counts["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input of any model is a batch
+
+    def _count_trained(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, str]) -> None:
+        """Count the forwards that train an expert."""
+        self.counts[kwargs["expert"]] += torch.is_grad_enabled()
 
     def _open_log(self) -> None:
         """Open the log of the run, with its report and tracker as a sink; beside it the settings and all versions."""

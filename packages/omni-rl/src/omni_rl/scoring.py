@@ -94,7 +94,7 @@ def connect(
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
 
-    Each server has scored a canary: a grey image with the size, text, meta and references of a prompt.
+    Each server has scored a canary: a grey image or video with the size, text, meta and references of a prompt.
 
     kinds: of media that the model draws, of which the scorer may take some. name: of the flag that holds the URLs.
     parts: that its scores must name.
@@ -116,12 +116,13 @@ def connect(
     with flag(f"{name}: "):
         client = open_client()
     image = np.full((1, *(canary.size or (args.height, args.width)), 3), 127, dtype=np.uint8)
+    grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
     try:
         info = client.info()
-        media = {"image": image} if info["media"] == ["image"] else None
+        media = {kind: grey[kind] for kind in info["media"]} if info["media"] in (["image"], ["video"]) else None
         references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
-        replies = client.check(media, [canary.text], [dict(canary.meta)], references)
+        replies = client.check(media, [canary.text], [{**canary.meta, "fps": args.frame_rate}], references)
     except RewardError as exc:
         raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
     require(

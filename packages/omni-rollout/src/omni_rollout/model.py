@@ -18,13 +18,17 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 class Model(Protocol):
     """A model for one checkpoint: it knows the checkpoint's configuration and holds no weight."""
 
-    NETS: ClassVar[tuple[str, ...]]  # the subfolders of what is trained; two make one module
     BLOCK_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's blocks, which are sharded and recomputed one by one
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # how the names of layers that LoRA wraps end
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
-    IMAGES: ClassVar[range]  # how many references a prompt may have
     reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
+    IMAGES: range  # how many references a prompt may have
+    boundary: float  # noise level below which the second of two experts is the net; 0 where there is one
+
+    @property
+    def nets(self) -> Mapping[str, str]:
+        """The net's experts, as its submodules are called, each with its subfolder; {"": "transformer"} for one net."""
 
     @property
     def path(self) -> str:

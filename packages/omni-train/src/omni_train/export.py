@@ -11,30 +11,32 @@ CARD_FILE = "README.md"
 
 _LORA_USE = """\
 pipe = DiffusionPipeline.from_pretrained({base})
-pipe.load_lora_weights("PATH/OF/THIS/FOLDER")
+pipe.load_lora_weights("PATH/OF/THIS/FOLDER"{option})
 """
 _FULL_USE = """\
 pipe = DiffusionPipeline.from_pretrained({base})
-pipe.{part} = type(pipe.{part}).from_pretrained("PATH/OF/THIS/FOLDER", subfolder="{part}")
+pipe.{into} = type(pipe.{into}).from_pretrained("PATH/OF/THIS/FOLDER", subfolder="{part}")
 """
 
 
-def model_card(facts: Mapping[str, Any], *, is_lora: bool, part: str = "transformer") -> str:
+def model_card(facts: Mapping[str, Any], *, is_lora: bool, part: str = "transformer", into: str = "transformer") -> str:
     """A model card in Markdown with the header that model hubs read.
 
     Args:
         facts: `base` (folder or hub id of the model that was trained), `algorithm`, `settings` and `scores` (name ->
             value; scores are numbers), `command` (what repeats the run). All five, none empty.
         is_lora: whether the folder holds a LoRA adapter or full weights.
-        part: what was trained, by its name in the pipeline.
+        part: what was trained, by its name in the folder.
+        into: its name in the pipeline.
 
     Raises:
         ValueError: a fact is missing, empty or unknown, or a score is not a finite number.
     """
     _check_facts(facts)
     base, algorithm = str(facts["base"]), str(facts["algorithm"])
-    kind = "LoRA adapter" if is_lora else f"full weights of the {part}"
-    use = (_LORA_USE if is_lora else _FULL_USE).format(base=json.dumps(base), part=part)
+    kind = "LoRA adapter" if is_lora else f"full weights of the {into}"
+    option = "" if into == part else f", load_into_{into}=True"
+    use = (_LORA_USE if is_lora else _FULL_USE).format(base=json.dumps(base), part=part, into=into, option=option)
     scores = {name: f"{value:.4g}" for name, value in facts["scores"].items()}
     return "\n".join(
         [

@@ -25,7 +25,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def load_sharded(
     net: ModuleT,
-    files: Sequence[str | Path] | None,
+    files: Sequence[str | Path] | Mapping[str, Sequence[str | Path]] | None,
     mesh: DeviceMesh | None,
     *,
     block_names: Collection[str] = (),
@@ -42,7 +42,8 @@ def load_sharded(
             include_buffers=False)` builds it. Adapters of `add_lora` stay as they are in type and have no values
             afterwards: `draw_adapter` or `load_adapter` gives them some.
         files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
-            nothing else but what `check_files` lets be. None leaves the values open.
+            nothing else but what `check_files` lets be; or such files for each of the submodules that the net is made
+            of, by their names. None leaves the values open.
         mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
         block_names: as for `shard`.
         compute_dtype: as for `shard`.
@@ -56,18 +57,21 @@ def load_sharded(
         OSError: a file cannot be read.
     """
     _check_built(net)
-    if files is not None:
-        check_files(net, files)
+    by_module = {} if files is None else files if isinstance(files, Mapping) else {"": files}
+    for name, own in by_module.items():
+        check_files(net.get_submodule(name), own)
     adapters = all_factors(net)
-    for t in chain(net.parameters(), net.buffers() if adapters else ()):
+    # As diffusers does: it leaves the buffers of a class that keeps some of its modules in float32.
+    keeps = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
+    for t in chain(net.parameters(), net.buffers() if adapters and not keeps else ()):
         if t not in adapters and t.is_floating_point():
             t.data = t.data.to(param_dtype)
     if mesh is not None:
         shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
-    if files is not None:
-        read_tensors(_own(net), files)
+    for name, own in by_module.items():
+        read_tensors(_own(net.get_submodule(name)), own)
     return net
 
 

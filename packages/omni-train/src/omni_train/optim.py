@@ -95,7 +95,7 @@ def optimizer_step(
 
     Args:
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
-        lr: learning rate of this step.
+        lr: learning rate of this step; a group with an `lr_scale` has its own.
         max_grad_norm: L2 norm above which gradients are scaled down; `math.inf` never clips.
     """
     if not max_grad_norm > 0:
@@ -107,7 +107,7 @@ def optimizer_step(
         if norm > max_grad_norm:
             torch._foreach_mul_(grads, max_grad_norm / norm)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(grad_norm=norm, skipped=skipped)

@@ -4,7 +4,7 @@ Sharded tensors are gathered one at a time, and every rank has to take part.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ def save_weights(
     *,
     part: str = "transformer",
     adapter: str = "default",
+    into: str | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
     """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
@@ -84,6 +85,7 @@ def save_weights(
         dist: rank 0 holds all the weights in host memory while it writes.
         part: the module's name in its pipeline.
         adapter: which adapter to save.
+        into: the pipeline's part that is to open it, for the card, where it is another: the second of two experts.
         card: facts for a model card, README.md, as `omni_train.export.model_card` takes them; None writes none.
 
     Raises:
@@ -94,7 +96,7 @@ def save_weights(
     is_lora = bool(lora_layers(module))
     texts = {} if is_lora else {f"{part}/config.json": _config(module)}
     if card is not None:
-        texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part)
+        texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
     file, prefix = (LORA_FILE, f"{part}.") if is_lora else (f"{part}/{FULL_FILE}", "")
     weights = named_adapter(module, adapter) if is_lora else named_weights(module)
     # The other ranks only help to gather.
@@ -105,6 +107,20 @@ def save_weights(
                 write_folder_atomically(folder, partial(_write, file=file, tensors=tensors, texts=texts))
             except (OSError, SafetensorError) as exc:
                 raise OSError(f"{folder} could not be written: {exc}") from exc
+
+
+def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
+    """The folders of a run's weights by expert, of those that there are; {"": folder} for a net without experts.
+
+    names: of the net's submodules, or "" for the net itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
+    if not found:
+        raise ValueError(f"folder must have a folder of {' or '.join(name or '.' for name in names)}, got {folder}")
+    return found
 
 
 def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:

@@ -12,6 +12,7 @@ from omni_rollout.models.flux2 import Flux2, Flux2Klein
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
+from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
 
 # What model_index.json calls the pipeline, or config.json the architecture where there is none -> the model's class.
@@ -23,6 +24,8 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "StableDiffusion3Pipeline": StableDiffusion3,
     "ZImagePipeline": ZImage,
+    "WanPipeline": Wan,
+    "WanImageToVideoPipeline": WanImageToVideo,
     "FluxPipeline": Flux1,
     "FluxKontextPipeline": Flux1Kontext,
     "Flux2KleinPipeline": Flux2Klein,

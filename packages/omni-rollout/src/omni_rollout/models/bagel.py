@@ -84,7 +84,7 @@ class Bagel(ImageModel):
         "vae_max_size": 1024,
         "vit_max_size": 980,
     }
-    IMAGES: ClassVar[range] = range(11)
+    IMAGES = range(11)
 
     def __init__(self, path: str | Path) -> None:
         self.path, self.folder = str(path), local_folder(path)

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ class DiffusersModel:
     """The half of a Model that the checkpoint's files decide; a subclass adds the arithmetic.
 
     PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
+    OPTIONAL: those that a checkpoint may lack.
     GUIDANCE: `guidance_scale`, or those of OPTIONS, that are scales of classifier-free guidance, each with its lowest
     value, where that is off; negatives are wanted if one of them is above.
 
@@ -48,13 +49,14 @@ class DiffusersModel:
 
     PIPELINE: ClassVar[str]
     PARTS: ClassVar[Mapping[str, tuple[str, str]]]
-    NETS: ClassVar[tuple[str, ...]] = ("transformer",)
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
-    IMAGES: ClassVar[range] = range(1)
+    IMAGES = range(1)
+    boundary = 0.0
     reads_weights = True  # without, parts are made of their configuration alone, with values left open
 
     def __init__(self, path: str | Path) -> None:
@@ -62,7 +64,18 @@ class DiffusersModel:
         self.folder = local_folder(path)
         self.config: dict[str, Any] = read_json(self.folder / "model_index.json")
         for part, kind in self.PARTS.items():
-            self.config[part] = self._part_config(part, *kind)
+            if part not in self.OPTIONAL or self.config.get(part) not in (None, [None, None]):
+                self.config[part] = self._part_config(part, *kind)
+
+    @property
+    def nets(self) -> Mapping[str, str]:
+        """The net's experts, each with its subfolder; the net itself, whose name is empty, where it is one."""
+        return {"": "transformer"}
+
+    @property
+    def parts(self) -> list[str]:
+        """The parts of PARTS that this checkpoint has."""
+        return [part for part in self.PARTS if isinstance(self.config.get(part), dict)]
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
         """The configuration of one part; its class, wherever the files name it, is the one that will be loaded."""
@@ -78,8 +91,8 @@ class DiffusersModel:
 
     def config_file(self, part: str) -> Path:
         """Where the configuration of a part lies."""
-        kinds = {"scheduler": "scheduler_config", "processor": "preprocessor_config"}
-        kind = "tokenizer_config" if "tokenizer" in part else kinds.get(part, "config")
+        kinds = {"scheduler": "scheduler_config", "processor": "preprocessor_config", "tokenizer": "tokenizer_config"}
+        kind = next((file for word, file in kinds.items() if word in part), "config")
         return self.folder / part / f"{kind}.json"
 
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
@@ -147,8 +160,8 @@ class DiffusersModel:
 
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
-        for part, (_, name) in self.PARTS.items():
-            if name.endswith(("Tokenizer", "Processor")) or part == "scheduler":
+        for part in self.parts:
+            if self.PARTS[part][1].endswith(("Tokenizer", "Processor")) or part == "scheduler":
                 continue
             wanted = self._empty(part).state_dict()
             if Path(self.path).is_dir():  # what a hub id names is fetched when it is loaded
@@ -157,7 +170,7 @@ class DiffusersModel:
     def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
         files = self.weight_files(part)
         folder, found = files[0].parent, safetensors_shapes(files)
-        if part not in self.NETS:  # older names are translated while they are loaded
+        if part not in self.nets.values():  # older names are translated while they are loaded
             return
         if missing := wanted.keys() - found.keys():
             raise ValueError(f"model is incomplete: {folder} lacks {len(missing)} weights, such as {min(missing)}")
@@ -176,19 +189,18 @@ class DiffusersModel:
         Raises:
             ValueError: a part that cannot be made of its files, lacks weights, or has some that are not finite.
         """
-        others = [part for part in self.PARTS if part not in (*self.NETS, "scheduler")]
+        others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
         parts = Parts(**{part: self._load(part, device, dtype) for part in others})
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
         return parts
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The net alone, as `load` has it."""
-        net: nn.Module = self._load(self.NETS[0], device, dtype)
-        return net
+        return joined({name: self._load(part, device, dtype) for name, part in self.nets.items()})
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
         """The net on the meta device, for names and shapes. buffers: all but its parameters is real, to be filled."""
-        return self._empty(self.NETS[0], buffers=buffers)
+        return joined({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """The safetensors files of a part; those of a hub id are fetched."""
@@ -274,6 +286,29 @@ class ImageModel(DiffusersModel):
     def _statistics(self) -> tuple[float, float]:
         """The VAE's scale and shift."""
         return self.value("vae", "scaling_factor", float), self.value("vae", "shift_factor", float)
+
+
+class Experts(nn.Module):
+    """Several nets as one module, of which a call names the one that runs, by the keyword `expert`."""
+
+    def __init__(self, nets: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        for name, net in nets.items():
+            self.add_module(name, net)
+
+    def forward(self, *, expert: str, **inputs: Any) -> Any:
+        """What that net gives."""
+        return self.get_submodule(expert)(**inputs)
+
+    def enable_gradient_checkpointing(self, run_block: Callable[..., Any]) -> None:
+        """Have all nets run their blocks by that function, as each of diffusers' models does."""
+        for net in self.children():
+            net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
+
+
+def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
+    """The nets as one module; the only one as it is."""
+    return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
 
 
 def local_folder(path: str | Path, *patterns: str) -> Path:

@@ -118,7 +118,7 @@ class Flux1Kontext(Flux1):
 
     PIPELINE = "FluxKontextPipeline"
     OPTIONS: ClassVar[Mapping[str, float]] = {**Flux1.OPTIONS, "image_area": AREA}
-    IMAGES: ClassVar[range] = range(1, 2)
+    IMAGES = range(1, 2)
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""

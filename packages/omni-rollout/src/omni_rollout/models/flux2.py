@@ -47,7 +47,7 @@ class Flux2Klein(DiffusersModel):
         "vae": ("diffusers", "AutoencoderKLFlux2"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
-    IMAGES: ClassVar[range] = range(11)
+    IMAGES = range(11)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks the first layer alone
         *JOINT_ATTENTION,

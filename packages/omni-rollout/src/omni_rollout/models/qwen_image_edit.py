@@ -38,7 +38,7 @@ class QwenImageEditPlus(QwenImage):
         "processor": ("transformers", "Qwen2VLProcessor"),
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {**QwenImage.OPTIONS, "image_area": 1024 * 1024}
-    IMAGES: ClassVar[range] = range(1, 11)
+    IMAGES = range(1, 11)
     SEEN_AREA: ClassVar[int] = 384 * 384  # pixels of a reference that the text encoder sees
     CAPTION: ClassVar[str] = "Picture {}: "  # before a reference in the text
 
@@ -84,7 +84,7 @@ class QwenImageEdit(QwenImageEditPlus):
     """Qwen-Image-Edit for one checkpoint, which takes one reference."""
 
     PIPELINE = "QwenImageEditPipeline"
-    IMAGES: ClassVar[range] = range(1, 2)
+    IMAGES = range(1, 2)
     SEEN_AREA: ClassVar[int] = 1024 * 1024
     CAPTION: ClassVar[str] = ""
 

@@ -1,0 +1,63 @@
+"""Videos from the sampler to the scorer, the report and the sheets."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from model_rows import ROWS
+from omni_reward import Scorer
+from omni_reward.testing import serving_here
+from PIL import Image
+from trainer_runs import recipe, tiny, train, write_eval_prompts
+
+import sample
+import train_flowgrpo
+
+SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "train_steps": 1, "eval_every": 1, "num_frames": 9}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def settings(url, **changes):
+    """Small settings of FlowGRPO for videos of nine frames."""
+    model = str(ROWS["wan21"].checkpoint())
+    window = {"window_low": 0, "window_high": None, "frame_rate": 12.0, "model": model, "scorer_url": url}
+    return tiny(recipe(train_flowgrpo, "tiny-signs"), **(SIZES | window | changes))
+
+
+def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here):
+    seen = []
+
+    def score(media, prompts, meta):
+        seen.append((media["video"].shape, media["video"].dtype, {sample["fps"] for sample in meta}))
+        return [float(video.mean()) for video in media["video"]]
+
+    with serving_here(Scorer(score, media=("video",))) as url:
+        args = settings(url)
+        train(train_flowgrpo, args)
+    assert {(shape[1:], str(dtype), *rates) for shape, dtype, rates in seen} == {((9, 32, 96, 3), "uint8", 12.0)}
+    assert any((here / "runs" / args.name / "eval" / "000001").glob("*.webp"))
+
+
+def test_a_scorer_of_images_is_refused_for_videos(here, bright_url):
+    with pytest.raises(ValueError, match="must be a server of rewards for video, takes image"):
+        train(train_flowgrpo, settings(bright_url))
+
+
+def test_a_number_of_frames_that_the_model_lacks_is_refused_with_the_nearest(here):
+    with pytest.raises(ValueError, match=r"--num_frames must be 4k \+ 1, up to 253, such as 9, got 10"):
+        train(train_flowgrpo, replace(settings(""), num_frames=10, dry_run=True))
+
+
+def test_a_sheet_of_videos_has_their_frames(here):
+    model = settings("").model
+    args = sample.Args(model=model, num_images=2, num_frames=9, height=32, width=96, num_inference_steps=2)
+    sample.check_args(args)
+    sample.main(args)
+    assert np.asarray(Image.open("sheet.png")).shape[1] > 5 * 96
