@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help demo demo-short leaderboard test test-all test-emulated test-vllm-omni install-vllm-omni check constraints
+.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -24,6 +24,9 @@ test-all: ## The same, and those that are one of many alike
 
 test-emulated: ## Those of the emulated accelerator alone, which `make test` has too; they need g++
 	scripts/env pytest -q tests/emulated
+
+gpu-check: ## Speed, memory and exactness on the accelerator of this machine, in at most 25 minutes; called again it goes on
+	scripts/env python scripts/gpu_check.py $(ARGS)
 
 install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a machine without an accelerator
 	scripts/env scripts/install_vllm_omni

@@ -25,13 +25,13 @@ from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.cli import from_toml, parse_cli, recipes
 from omni_rl.scoring import LocalScorer
-from omni_train.dist import local_device
+from omni_train.dist import default_compute_dtype, local_device
 from omni_train.log import RunLog
 from torch import Tensor, nn
 
 REPO = Path(__file__).resolve().parents[1]
 LORA = {"lora_rank": 16, "lora_alpha": 32, "true_cfg_scale": 4.0, "algo": "flowgrpo", "noise_level": 1.2,
-        "window_size": 2, "window_low": 0, "window_high": 5, "dtype": "float32"}  # fmt: skip
+        "window_size": 2, "window_low": 0, "window_high": 5}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ def measure(args: Args) -> dict[str, float]:
             "width": args.width, "prompts_per_step": args.prompts_per_step, "group_size": args.group_size,
             "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "shard": "auto",
         }  # fmt: skip
-        settings |= LORA if args.random else {}
+        dtype = str(default_compute_dtype(device)).removeprefix("torch.")
+        settings |= LORA | {"dtype": dtype} if args.random else {}
         net_class = engines.config(model, "transformer")["_class_name"]
         logged, went_back, connect = RunLog.log, Tensor.backward, omni_rl.run.connect
         hooks = [

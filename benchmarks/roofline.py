@@ -94,14 +94,15 @@ def measure_ceilings(device: torch.device, *, side: int = 0) -> Ceilings:
     )
 
 
-def fastest(call: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Seconds of the fastest call; the first does not count."""
+def fastest(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a call, from the fastest of five series; the first call does not count."""
     call()
-    found = []
-    for _ in range(repeats):
+    number, found = 1 if device.type == "cpu" else 10, []
+    for _ in range(5):
         start = engines.now(device)
-        call()
-        found.append(engines.now(device) - start)
+        for _ in range(number):
+            call()
+        found.append((engines.now(device) - start) / number)
     return min(found)
 
 

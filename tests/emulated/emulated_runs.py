@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from emulated.npu import load
 from records import record
 
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
@@ -51,3 +52,11 @@ def run(
     return Outcome(
         [record._timeless(line) for line in lines], record.digest(folder), (folder / "out-0.txt").read_text()
     )
+
+
+def check(folder: Path, parts: list[str]) -> int:
+    """The exit code of scripts/gpu_check.py on little, with all parts in this process on the emulated accelerator."""
+    load()
+    import gpu_check
+
+    return gpu_check.main(["--small", "--folder", str(folder), "--only", *parts], launch=gpu_check.run_part)

@@ -43,7 +43,9 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",
 }
 CI = (REPO / ".ci" / "run").read_text("utf-8")
-RUN_BY_CI_AS = {"demo": "demo-short", "install-vllm-omni": "test-vllm-omni"}  # the same recipe, or a part of another
+RUN_BY_CI_AS = {  # the same recipe, a part of another, or on little
+    "demo": "demo-short", "install-vllm-omni": "test-vllm-omni", "gpu-check": "test",
+}  # fmt: skip
 TESTS = "".join(path.read_text("utf-8") for path in REPO.glob("tests/**/test_*.py"))
 
 

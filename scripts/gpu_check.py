@@ -1,0 +1,437 @@
+"""Everything about speed, memory and exactness that only an accelerator can tell, in one command.
+
+python scripts/gpu_check.py            on one card of 80 GB or more, at most 25 minutes, without a network
+python scripts/gpu_check.py --small    the same on little, on any device
+python scripts/gpu_check.py --only gate versus
+
+The model is Qwen-Image's transformer at full width and depth with random weights, beside a small text encoder and VAE.
+Each part below is a function and a row of PARTS with its limit in seconds. It runs in a process of its own and leaves
+PART.json in the folder; called again, only parts run that are missing, broke, or ran at another commit or device. Each
+row says what was found, what was predicted, and whether that holds. All rows together are page.md, for
+docs/performance.md. The exit code is 1 where a part broke or something that must be exact is not.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from omni_rl import plan
+from omni_rl.run import Run, Step
+from omni_rl.sampling import prompts_of
+from omni_train.attention import check_attention
+from omni_train.dist import default_compute_dtype, init_distributed, local_device, memory, reset_peak_memory
+from omni_train.files import write_atomically
+from torch import Tensor
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import checkpoint
+import engine_parity
+import engine_speed
+import engines
+import fixed_cost
+import framework_tax
+import redundancy
+import roofline
+import trainer
+import versus_plain
+from trainer import VARIANTS, app
+
+REPO = Path(__file__).resolve().parents[1]
+GB = 1e9
+FAILS = "FAILS"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found, beside what was predicted; verdict: "holds", by how much it is off, or FAILS."""
+
+    what: str
+    found: str
+    predicted: str = ""
+    verdict: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. steps and samples: of the run that learns. state_gb: of the checkpoint."""
+
+    random: int = 60
+    random_heads: int = 24
+    side: int = 512
+    batch_size: int = 16
+    rank: int = 64
+    rounds: int = 2
+    steps: int = 20
+    samples: int = 8
+    state_gb: float = 5.1
+    logged: int = 200
+    matrix: int = 8192
+
+
+SMALL = Size(2, 1, 32, 2, 4, rounds=1, steps=6, samples=4, state_gb=0.02, logged=3, matrix=256)
+BEST = "recomputed"  # which fits 80 GB at the recipe's batch
+FEW: dict[str, Any] = {"num_inference_steps": 3, "window_high": 2}  # both trained
+KERNELS = {  # --attention, and the variants that the gate looks at
+    "auto": list(VARIANTS), "cudnn": list(VARIANTS)[:2], "flash": list(VARIANTS)[:2], "efficient": list(VARIANTS)[:2],
+}  # fmt: skip
+PLAIN_OVER_OURS = {"recomputed": 1.25}  # by arithmetic on kernels, for an H100
+
+
+# 1. The parts
+
+
+def ceilings(size: Size) -> Iterator[Row]:
+    """What the device does at most."""
+    found = roofline.measure_ceilings(local_device(), side=size.matrix)
+    assumed = asdict(roofline.ASSUMED[kind]) if (kind := device_kind()) else {}
+    for name, value in asdict(found).items():
+        unit = 1e-6 if name == "launch" else 1e12
+        what = f"{name.replace('_', ' ')}, {'us' if name == 'launch' else 'TB/s' if name == 'bandwidth' else 'TFLOP/s'}"
+        yield near(what, value / unit, assumed.get(name, math.nan) / unit)
+
+
+def gate(size: Size) -> Iterator[Row]:
+    """The largest |ratio - 1| before the first update: kernels of attention x what blocks keep."""
+    for name, among in KERNELS.items():
+        try:
+            check_attention(name, local_device(), default_compute_dtype(local_device()))
+        except ValueError:
+            yield Row(f"attention {name}", "not there")
+            continue
+        for variant in among:
+            (step,) = take(size, variant, 1, attention=name, **FEW)
+            yield exact(f"attention {name}, {variant}: largest abs(ratio - 1)", step.gap, 0.0)
+
+
+def variants(size: Size) -> Iterator[Row]:
+    """Seconds and memory of a short step in each variant, beside the roofline and the plan."""
+    here, kind = roofline.measure_ceilings(local_device(), side=size.matrix), device_kind()
+    for variant in VARIANTS:
+        _, step = take(size, variant, 2, **FEW)
+        with trainer.model(model_args(size, variant)) as path:
+            settings = settings_of(size, variant, path, **FEW)
+            kernels = roofline.count(settings)
+            least = roofline.count(replace(settings, gradient_checkpointing=False, keep_products_gb=0.0))
+            planned = plan_of(replace(settings, dry_run=True, device_memory_gb=80.0))
+        for phase in ("rollout", "update"):
+            yield near(
+                f"{variant}: {phase}, s", step.seconds[phase], roofline.ASSUMED.get(kind, here).seconds(kernels[phase])
+            )
+            yield Row(
+                f"{variant}: {phase}, share of the limit", f"{here.limit(least[phase]) / step.seconds[phase]:.2f}"
+            )
+        if local_device().type != "cpu":  # which cannot tell the peak of a step
+            yield near(f"{variant}: peak, GB", step.peak / GB, planned / GB, within=0.05)
+
+
+def versus(size: Size) -> Iterator[Row]:
+    """The trainer's step and plain loops, in turn."""
+    args = replace(versus_plain.Args(), **asdict(model_args(size, BEST)), rounds=size.rounds, variant=BEST)
+    args = replace(args, prompts_per_step=1, group_size=size.batch_size)
+    found, dtype = versus_plain.measure(args), str(default_compute_dtype(local_device())).removeprefix("torch.")
+    ours = found[versus_plain.OURS]
+    yield Row("step of the trainer, s", f"{ours.seconds:.4g}")
+    for name, each in found.items():
+        if name != versus_plain.OURS:
+            predicted = PLAIN_OVER_OURS[BEST] if name == versus_plain.PLAIN and device_kind() else math.nan
+            yield near(f"{name} / trainer", each.seconds / ours.seconds, predicted)
+            bound = versus_plain.BOUNDS[dtype]
+            yield exact(f"gradient norm, {name}, relative difference", abs(each.grad_norm / ours.grad_norm - 1), bound)
+
+
+def sleep(size: Size) -> Iterator[Row]:
+    """The embedded engine before and after sleep; then parity, speed and sleep of vLLM-Omni, where it is installed."""
+    latents: list[Tensor] = []
+
+    def look(run: Run[app.Args]) -> None:
+        prompts, params = prompts_of(run, Step(0))[: run.args.batch_size], app.params_at(run, Step(0))
+        for _ in range(2):
+            latents.append(run.engine.generate(prompts, params).x0)
+            run.engine.sleep()
+            run.engine.wake()
+
+    take(size, BEST, 0, look, **FEW)
+    yield exact(
+        "embedded engine: largest difference of samples after sleep", (latents[0] - latents[1]).abs().max().item(), 0.0
+    )
+    if find_spec("vllm_omni") is None:
+        yield Row("parity, speed and sleep of vLLM-Omni", "not run: it is not installed")
+        return
+    blocks, device = min(size.random, 12), local_device()
+    sizes = {"random": blocks, "random_heads": size.random_heads, "height": size.side, "width": size.side}
+    dtype, least = default_compute_dtype(device), engine_parity.Args(**sizes)
+    with engines.checkpoint(least, device, dtype) as path:
+        for row in engine_parity.measure(least, path, device, dtype):
+            yield goal(
+                f"vLLM-Omni, {row[0]}, guidance {row[1]}: gap in the first half of the steps", float(row[3]), 4e-3
+            )
+        bench = engine_speed.Bench(engine_speed.Args(**sizes), device, dtype, engines.open_model(path))
+        for what, embedded, other, _ in engine_speed.measure(bench):
+            yield Row(f"{what}: embedded, vLLM-Omni", f"{embedded}, {other}")
+
+
+def benchmarks(size: Size) -> Iterator[Row]:
+    """What the framework adds, and the goals for it."""
+    tax = framework_tax.Args(random=size.random, random_heads=size.random_heads, height=size.side, width=size.side,
+                             batch_size=1, group_size=2, prompts_per_step=1, steps=1)  # fmt: skip
+    found = framework_tax.measure(tax)
+    yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
+    two = replace(model_args(size, "as it is"), random=2, batch_size=2, group_size=2)
+    for name, work in redundancy.rows(two, ["LoRA, guidance", "the same, `--keep-products-gb 8`"]):
+        yield goal(f"operations computed / needed, {name}", work.computed / work.needed, 1.0)
+    saved = checkpoint.measure(size.state_gb, 1, None, init_distributed())
+    yield goal(f"copy of a checkpoint of {size.state_gb:g} GB, s", saved["copy, s"], 0.2 * size.state_gb)
+    yield Row("save that training waits for, s", f"{saved['save that training waits for, s']:.3g}")
+    logged = fixed_cost.Args(size.logged, 0, size.side, 64, 0.05, 50, 10)
+    with fixed_cost.quiet():
+        seconds = [each["wall"] for _, each in fixed_cost.measure(logged)]
+    yield goal("step beside the model, s", sum(seconds) / len(seconds), 0.05)
+
+
+def learn(size: Size) -> Iterator[Row]:
+    """A few steps of tiny-signs, which get brighter."""
+    args = trainer.Args(prompts_per_step=size.samples // 2, group_size=8, batch_size=8)
+    settings = trainer.settings(args, args.model, lora_rank=0, true_cfg_scale=1.0, noise_level=0.7, window_high=9,
+                                window_size=3, clip_range=1e-3, lr=3e-4, weight_decay=0.0, dtype="float32")  # fmt: skip
+    rewards = []
+
+    def steps(run: Run[app.Args]) -> Iterator[Step]:
+        for number in range(size.steps):
+            yield (step := Step(number))
+            rewards.append(step.metrics["reward/mean"])
+
+    trainer.train(settings, steps, trainer.brightness)
+    part = max(1, size.steps // 4)
+    first, last = (sum(some) / part for some in (rewards[:part], rewards[-part:]))
+    rises = "holds" if last > first else FAILS
+    yield Row(
+        f"mean reward of tiny-signs, first and last {part} of {size.steps} steps",
+        f"{first:.4f}, {last:.4f}",
+        "rises",
+        rises,
+    )
+
+
+PARTS: dict[str, tuple[Callable[[Size], Iterator[Row]], int]] = {  # with a limit in seconds, 25 minutes in all
+    "ceilings": (ceilings, 40),
+    "gate": (gate, 240),
+    "variants": (variants, 360),
+    "versus": (versus, 360),
+    "sleep": (sleep, 180),
+    "benchmarks": (benchmarks, 240),
+    "learn": (learn, 80),
+}
+
+
+# 2. What parts share
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A training step: |ratio - 1| before its first update at most, seconds by phase, and the most bytes."""
+
+    gap: float
+    seconds: Mapping[str, float]
+    peak: float
+
+
+def take(
+    size: Size,
+    variant: str,
+    count: int,
+    look: Callable[[Run[app.Args]], None] = lambda run: None,
+    **changes: Any,
+) -> list[Taken]:
+    """The first training step of a variant, so many times, and then what `look` does."""
+    taken: list[Taken] = []
+    before = memory(local_device()).current_mb  # of what is there already, such as libraries' own caches
+
+    def steps(run: Run[app.Args]) -> Iterator[Step]:
+        spent, device = Counter[str](), run.dist.device
+        trainer.clock(run, spent)
+        for _ in range(count):
+            spent.clear()
+            reset_peak_memory(device)
+            yield (step := Step(0))
+            seconds = spent | {"rollout": spent["rollout"] - spent["decode"]}
+            peak = (memory(device).peak_mb - before) * 2**20
+            taken.append(Taken(step.metrics["policy/first_ratio_max_dev"], seconds, peak))
+        look(run)
+
+    with trainer.model(model_args(size, variant)) as path:
+        trainer.train(settings_of(size, variant, path, ratio_tolerance=1e30, lr=0.0, **changes), steps)
+    return taken
+
+
+def model_args(size: Size, variant: str) -> trainer.Args:
+    """One group in the batches of a variant."""
+    batch = max(1, size.batch_size // VARIANTS[variant].smaller)
+    return trainer.Args(
+        random=size.random, random_heads=size.random_heads, height=size.side, width=size.side, lora_rank=size.rank,
+        batch_size=batch, group_size=max(2, batch), prompts_per_step=1,
+    )  # fmt: skip
+
+
+def settings_of(size: Size, variant: str, path: str, **changes: Any) -> app.Args:
+    """The trainer's settings in a variant."""
+    lora = {"lora_rank": size.rank, "lora_alpha": 2 * size.rank}
+    return trainer.settings(model_args(size, variant), path, **lora | VARIANTS[variant].settings | changes)
+
+
+def plan_of(args: app.Args) -> int:
+    """The most bytes of a step as it is planned, once all is loaded."""
+    with fixed_cost.quiet():
+        Path("prompts.txt").write_text("\n".join(trainer.TEXTS) + "\n")
+        peaks = plan.measure(app.main, args, 1).peaks
+    return max(peaks[name] for name in ("rollout", "decode", "update"))
+
+
+def device_kind() -> str:
+    """The row of roofline.ASSUMED for the device at hand, or ""."""
+    return next((kind for kind in roofline.ASSUMED if kind in device_name()), "")
+
+
+def device_name() -> str:
+    """What the device calls itself."""
+    device = local_device()
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if name else device.type
+
+
+def exact(what: str, found: float, bound: float) -> Row:
+    """A row of what must not be above a bound."""
+    return Row(what, f"{found:.3g}", f"<= {bound:g}" if bound else "0", "holds" if found <= bound else FAILS)
+
+
+def near(what: str, found: float, predicted: float, *, within: float = 0.25) -> Row:
+    """A row of what has been predicted, unless that is NaN."""
+    if math.isnan(predicted):
+        return Row(what, f"{found:.4g}")
+    verdict = "holds" if abs(found / predicted - 1) <= within else f"{found / predicted:.2f} x"
+    return Row(what, f"{found:.4g}", f"{predicted:.4g}", verdict)
+
+
+def goal(what: str, found: float, most: float) -> Row:
+    """A row of what is to be at most so much."""
+    return Row(what, f"{found:.4g}", f"goal {most:g}", "holds" if found <= most else "missed")
+
+
+# 3. One after the other, each in a process of its own
+
+
+@dataclass(frozen=True)
+class Done:
+    """A part that ran, as its file has it. error: why it broke."""
+
+    date: str
+    commit: str
+    device: str
+    size: str
+    seconds: float
+    rows: list[Row]
+    error: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it ended, and all that must be exact is."""
+        return not self.error and all(row.verdict != FAILS for row in self.rows)
+
+
+def run_part(name: str, size: Size, folder: Path) -> None:
+    """Run a part here, and leave its file, which has the rows so far at any time."""
+    start, place, rows = time.perf_counter(), where(size), list[Row]()
+    for row in PARTS[name][0](size):
+        print(f"{name}: {row.what}: {' | '.join(filter(None, (row.found, row.predicted, row.verdict)))}", flush=True)
+        rows.append(row)
+        write(name, Done(*place, time.perf_counter() - start, rows, "broke off"), folder)
+    write(name, Done(*place, time.perf_counter() - start, rows), folder)
+
+
+def start(name: str, size: Size, folder: Path) -> None:
+    """Run a part in a process of its own, until its limit."""
+    command = [sys.executable, __file__, "--part", name, "--folder", str(folder), *["--small"] * (size == SMALL)]
+    began, limit = time.perf_counter(), PARTS[name][1]
+    try:
+        error = f"its process ended with {subprocess.run(command, timeout=limit).returncode}"
+    except subprocess.TimeoutExpired:
+        error = f"took more than {limit} s"
+    done = read(name, folder) or Done(*where(size), time.perf_counter() - began, [], error)
+    if done.error:
+        print(f"{name}: {error}", flush=True)
+        write(name, replace(done, error=error), folder)
+
+
+def where(size: Size) -> tuple[str, str, str, str]:
+    """Date, commit, device and size."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
+    return str(date.today()), commit.strip() or "unknown", device_name(), "small" if size == SMALL else "full"
+
+
+def write(name: str, done: Done, folder: Path) -> None:
+    """Leave the file of a part."""
+    write_atomically(folder / f"{name}.json", json.dumps(asdict(done), indent=1))
+
+
+def read(name: str, folder: Path) -> Done | None:
+    """What the file of a part says, if there is one."""
+    file = folder / f"{name}.json"
+    if not file.is_file():
+        return None
+    entry = json.loads(file.read_text())
+    return Done(**entry | {"rows": [Row(**row) for row in entry["rows"]]})
+
+
+def page(folder: Path) -> str:
+    """Markdown: a row for each row of each part."""
+    head = ("date", "commit", "device", "part", "what", "found", "predicted", "verdict")
+    rows = []
+    for name in PARTS:
+        if done := read(name, folder):
+            found = [*done.rows, *([Row(done.error, "", "", FAILS)] if done.error else [])]
+            place = (done.date, done.commit, f"{done.device}, {done.size}", f"{name}, {done.seconds:.0f} s")
+            rows += [(*place, row.what, row.found, row.predicted, row.verdict) for row in found]
+    return engines.table(head, [[cell.replace("|", "/") for cell in row] for row in rows]) + "\n"
+
+
+def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], None] = start) -> int:
+    """Run the parts that are not done; the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="little of everything, on any device")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
+    parser.add_argument("--folder", type=Path, default=REPO / "runs" / "gpu-check", help="where their files are")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    size, folder = SMALL if args.small else Size(), args.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    if args.part:
+        run_part(args.part, size, folder)
+        return 0
+    if not args.small and not torch.accelerator.is_available():
+        print("gpu-check: there is no accelerator; run it where there is one, or try scripts/gpu_check.py --small here")
+        return 1
+    place = where(size)[1:]
+    for name in args.only:
+        before = read(name, folder)
+        if before and before.is_good and (before.commit, before.device, before.size) == place:
+            print(f"{name}: done", flush=True)
+            continue
+        (folder / f"{name}.json").unlink(missing_ok=True)
+        launch(name, size, folder)
+    write_atomically(folder / "page.md", page(folder))
+    print(f"\n{page(folder)}\nThe same is in {folder / 'page.md'}", flush=True)
+    return int(not all((done := read(name, folder)) and done.is_good for name in args.only))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

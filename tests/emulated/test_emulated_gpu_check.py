@@ -1,0 +1,92 @@
+"""`make gpu-check` on little, on an accelerator; and how it goes on, ends what hangs, and says that there is none."""
+
+import json
+import time
+from contextlib import suppress
+
+import gpu_check
+import pytest
+from emulated import emulated_runs as runs
+from emulated.npu import build
+
+EXACT = {"gate", "versus", "sleep", "learn"}  # the others tell speed, which the emulated accelerator has none of
+
+
+def test_it_passes_on_the_emulated_accelerator(tmp_path, fresh):
+    build()
+    assert fresh(runs.check, tmp_path, list(gpu_check.PARTS)) == 0
+    for name in gpu_check.PARTS:
+        done = gpu_check.read(name, tmp_path)
+        assert (done.device, done.size, done.error) == ("npu", "small", "")
+        assert done.rows
+        verdicts = {row.verdict for row in done.rows}
+        assert gpu_check.FAILS not in verdicts
+        assert name not in EXACT or "holds" in verdicts
+    page = (tmp_path / "page.md").read_text()
+    assert all(f"| {name}, " in page for name in gpu_check.PARTS)
+
+
+def test_all_parts_together_take_at_most_25_minutes():
+    assert sum(limit for _, limit in gpu_check.PARTS.values()) <= 25 * 60
+
+
+def one(size):
+    yield gpu_check.Row("a number", "1", "1", "holds")
+
+
+def bad(size):
+    yield gpu_check.exact("a difference", 0.5, 0.0)
+
+
+def broken(size):
+    yield from one(size)
+    raise RuntimeError("no")
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Three parts that take no time: one that holds, one that fails, one that breaks."""
+    monkeypatch.setattr(gpu_check, "PARTS", {"one": (one, 1), "bad": (bad, 1), "broken": (broken, 1)})
+
+
+def test_a_second_call_runs_what_did_not_hold(tmp_path, parts, capfd):
+    ran = []
+
+    def launch(name, size, folder):
+        ran.append(name)
+        with suppress(RuntimeError):
+            gpu_check.run_part(name, size, folder)
+
+    flags = ["--small", "--folder", str(tmp_path)]
+    assert [gpu_check.main(flags, launch), gpu_check.main(flags, launch)] == [1, 1]
+    assert ran == ["one", "bad", "broken", "bad", "broken"]
+    rows = [line for line in (tmp_path / "page.md").read_text().splitlines() if line.startswith("| 2")]
+    assert [row.split(" | ")[-1] for row in rows] == ["holds |", "FAILS |", "holds |", "FAILS |"]
+    assert gpu_check.main([*flags, "--only", "one"], launch) == 0
+
+
+def test_what_was_found_elsewhere_is_found_anew(tmp_path, parts):
+    flags = ["--small", "--folder", str(tmp_path), "--only", "one"]
+    gpu_check.main(flags, gpu_check.run_part)
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
+    gpu_check.main(flags, gpu_check.run_part)
+    assert gpu_check.read("one", tmp_path).device != "another"
+
+
+def test_a_part_ends_at_its_limit_and_its_rows_stay(tmp_path, parts, monkeypatch):
+    before = gpu_check.Done(*gpu_check.where(gpu_check.SMALL), 1.0, list(one(None)), "broke off")
+    gpu_check.write("one", before, tmp_path)
+    (tmp_path / "hangs.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr(gpu_check, "__file__", str(tmp_path / "hangs.py"))
+    start = time.monotonic()
+    gpu_check.start("one", gpu_check.SMALL, tmp_path)
+    assert time.monotonic() - start < 30
+    done = gpu_check.read("one", tmp_path)
+    assert (done.error, [row.found for row in done.rows]) == ("took more than 1 s", ["1"])
+
+
+def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys):
+    assert gpu_check.main(["--folder", str(tmp_path)], launch=gpu_check.run_part) == 1
+    assert capsys.readouterr().out.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
