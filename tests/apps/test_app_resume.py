@@ -177,11 +177,11 @@ def hang_in_second_update(*ranks):
     """Before a life: these ranks do not come back from their second update, and leave a file each as they hang."""
     update = lives.app.update
 
-    def hang(run, step, batches):
+    def hang(run, step, *others):
         if step.number == 1:
             Path(f"hangs-{run.dist.rank}").touch()
             time.sleep(60)
-        return update(run, step, batches)
+        return update(run, step, *others)
 
     def before(rank):
         if rank in ranks:

@@ -37,11 +37,11 @@ def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(
     args, update = settings(bright_url, train_steps=2), lives.app.update
 
     def wait_in_update(rank):
-        def wait(run, step, batches):
+        def wait(run, step, *others):
             Path("waits").touch()
             while not Path("go").exists():
                 time.sleep(0.01)
-            return update(run, step, batches)
+            return update(run, step, *others)
 
         lives.app.update = wait
 
