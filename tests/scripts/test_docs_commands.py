@@ -91,7 +91,8 @@ def check_server(words, place):
     """The server takes all flags and knows the scorers; what it then does is what tests/reward does with it."""
     args = cli.build_parser().parse_args(words[3:])
     cli.read_options(args.option)
-    assert {spec for spec in parse(args.scorer).specs.values() if not spec.startswith("python:")} <= set(SCORERS)
+    named = [spec for spec in parse(args.scorer).specs.values() if not spec.startswith("python:")]
+    assert {spec.removeprefix("frames:") for spec in named} <= set(SCORERS)
 
 
 def check_beside(words, place):
