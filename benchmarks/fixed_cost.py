@@ -87,7 +87,7 @@ def open_run(args: Args) -> Run[RunArgs]:
     run.net = torch.nn.Linear(4, 4)
     run.params = list(run.net.parameters())
     run.optimizer, run.ema = build_adamw(run.params, lr=1e-3), Ema(run.params, decay=0.9)
-    run.model = SimpleNamespace(nets={"": "transformer"})
+    run.model = SimpleNamespace(nets={"": "transformer"}, boundary=0.0)
     run.net.to_json_string = lambda: "{}"
     run.base, run.config, run.saved, run.version = "none", {}, None, max(args.start, 0)
     run.engine, run.watch, run.lock = Engine(args.side, run.dist.device), None, SimpleNamespace(release=lambda: None)
