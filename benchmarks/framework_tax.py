@@ -41,6 +41,7 @@ class Args(engines.Args):
     group_size: int = 8  # Samples of each of the prompts
     prompts_per_step: int = 2  # Prompts of a step
     steps: int = 2  # Steps that count, after one that does not
+    compile: bool = False  # Compile the transformer's blocks, which the step that does not count does
 
 
 def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
@@ -80,6 +81,7 @@ def measure(args: Args) -> dict[str, float]:
             "train_steps": args.steps + 2, "eval_every": 1000, "save_every": 1000, "height": args.height,
             "width": args.width, "prompts_per_step": args.prompts_per_step, "group_size": args.group_size,
             "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "shard": "auto",
+            "compile": args.compile,
         }  # fmt: skip
         dtype = str(default_compute_dtype(device)).removeprefix("torch.")
         settings |= LORA | {"dtype": dtype} if args.random else {}

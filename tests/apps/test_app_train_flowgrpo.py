@@ -155,6 +155,15 @@ def test_attention_is_chosen_for_both_phases_and_written_down(in_tmp, bright_url
         train(bright_url, attention="cudnn", name="refused")
 
 
+@pytest.mark.timeout(900)
+def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
+    """By torch's own compiler, over recomputed blocks, with what a LoRA run in bfloat16 rounds."""
+    lora = {"lora_rank": 4, "lora_alpha": 8, "dtype": "bfloat16", "lr": 1e-2}
+    lines = train(bright_url, compile=True, gradient_checkpointing=True, **lora)
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
+    assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+
+
 def test_training_raises_a_reward_that_can_be_raised(in_tmp, bright_url):
     lines = train(bright_url, train_steps=12, eval_every=12, lr=3e-4, group_size=8, batch_size=8)
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.02

@@ -53,6 +53,7 @@ class RunArgs:
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
+    compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
     keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
 
@@ -110,7 +111,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "shard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb", "keep_products_gb",
-    "attention",
+    "attention", "compile",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -155,6 +156,8 @@ def check_run(args: RunArgs, world_size: int) -> None:
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
+        (not (args.compile and args.keep_products_gb), "--keep-products-gb does not go with --compile"),
+        (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),

@@ -24,6 +24,7 @@ from omni_rollout.sampler import TextCache, check_images
 from omni_train import lora
 from omni_train.attention import BACKENDS, check_attention, choose_attention
 from omni_train.checkpoint import Checkpoint, check_config
+from omni_train.compiled import check_compiler, compile_blocks
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import (
     Dist,
@@ -254,6 +255,8 @@ class Run(Generic[ArgsT]):
             for params in (self.base_params, self.eval_params):
                 model.check(params)
             check_attention(self.attention, self.dist.device, self.dtype)
+            if args.compile and not self.dist.is_planned:
+                check_compiler(self.dist.device)
         with flag("--prompts: "):
             self.prompts = PromptSampler(
                 args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_record
@@ -411,7 +414,7 @@ class Run(Generic[ArgsT]):
             for name, home in self._adapters.items():
                 for adapter in ("default", *self.frozen):
                     load_adapter(self.net.get_submodule(name), home, adapter=adapter)
-        choose_attention(self.net, self.attention, model.BLOCK_NAMES)
+        self._set_kernels(self.net)
         if args.gradient_checkpointing:
             run_block = Recompute(args.keep_products_gb * 1e9)
             self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
@@ -441,7 +444,7 @@ class Run(Generic[ArgsT]):
         with same_error(self.dist):
             if self._keeps("reference"):
                 self.reference_net = self._fill(trained=False)
-                choose_attention(self.reference_net, self.attention, self.model.BLOCK_NAMES)
+                self._set_kernels(self.reference_net)
         if self.model.boundary:
             self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
         for net in {self.engine.net, self.net, self.reference_net}:  # the embedded engine's is the trainer's
@@ -473,6 +476,12 @@ class Run(Generic[ArgsT]):
         for name in self.model.nets.keys() - self.trained.keys():
             net.get_submodule(name).requires_grad_(False)
         return net
+
+    def _set_kernels(self, net: nn.Module) -> None:
+        """Have the blocks of a net compiled, if they shall be, and their attention computed as --attention says."""
+        if self.args.compile and not self.dist.is_planned:
+            compile_blocks(net, self.model.BLOCK_NAMES, attention=self.attention)
+        choose_attention(net, self.attention, self.model.BLOCK_NAMES)
 
     def _fill(self, *, trained: bool) -> nn.Module:
         """The net with the weights that training starts from, each rank's rows alone where it is sharded.

@@ -7,6 +7,7 @@ Import from the modules, in reading order:
 - `omni_train.load`: `load_sharded(net, files, mesh)`, each rank's rows alone read from safetensors files
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.attention`: the kernels of attention, chosen once for sampling and training
+- `omni_train.compiled`: compiled blocks, with the same bits in sampling and training
 - `omni_train.recompute`: gradient checkpointing that keeps products as far as a budget of memory reaches
 - `omni_train.weights`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.snapshot`: copies of the weights: one that stays as it is, and a moving average, for evaluation

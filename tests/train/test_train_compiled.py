@@ -1,0 +1,155 @@
+"""Compiled blocks: one graph each, few of them whatever comes, and the same bits with gradients and without."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.fx.experimental._config as symbols
+from omni_train.attention import choose_attention
+from omni_train.compiled import MAX_GRAPHS, check_compiler, compile_blocks
+from omni_train.dist import Dist
+from omni_train.lora import adapter, adapter_params, add_lora
+from omni_train.recompute import Recompute
+from omni_train.shard import shard
+from torch._dynamo.utils import counters
+
+LENGTHS = (5, 7, 12, 30)  # of texts; 12 is that of the pictures too
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No graph of another test, and options of torch that do not stay."""
+    torch._dynamo.reset()
+    counters.clear()
+    with symbols.patch(use_duck_shape=True), torch.compiler.config.patch(cache_key_tag=""):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """The graphs that are captured, which run as they are: no compiler's seconds."""
+    captured = []
+
+    def keep(graph, inputs, **options):
+        captured.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=keep))
+    return captured
+
+
+def build(tiny_qwen, dtype=torch.float32, rank=4, compiled=True, num_blocks=1):
+    net = tiny_qwen.build().to(dtype)
+    del net.transformer_blocks[num_blocks:]
+    if rank:
+        for name in ("default", "old"):
+            add_lora(net, tiny_qwen.targets, rank=rank, alpha=8, adapter=name, seed=3)
+        with torch.no_grad():
+            for p in adapter_params(net, "default"):
+                p.add_(0.05)
+    if compiled:
+        compile_blocks(net, tiny_qwen.block_names, attention="auto")
+        choose_attention(net, "auto", tiny_qwen.block_names)
+    return net
+
+
+def run(net, length=5, samples=2, masked=False):
+    """The velocity at inputs that depend on the sizes alone."""
+    generator = torch.Generator().manual_seed(length)
+    dtype = net.img_in.weight.dtype
+    x, text = (torch.randn(samples, *size, generator=generator).to(dtype) for size in ((12, 64), (length, 32)))
+    mask = torch.arange(length) < torch.arange(length - samples + 1, length + 1)[:, None] if masked else None
+    shapes = [[(1, 2, 6)]] * samples
+    levels = torch.linspace(0.9, 0.5, samples)
+    return net(x, text, mask, levels, shapes, return_dict=False)[0]
+
+
+def test_a_block_is_one_graph_and_few_are_made_whatever_comes(tiny_qwen, graphs):
+    """Without gradients, of the old policy, masked, with gradients: four."""
+    net = build(tiny_qwen)
+
+    def everything():
+        for length in LENGTHS:
+            for samples in (2, 3):
+                with torch.no_grad():
+                    run(net, length, samples)
+                    with adapter(net, "old"):
+                        run(net, length, samples)
+                    run(net, length, samples, masked=True)
+                run(net, length, samples).sum().backward()
+
+    everything()
+    assert len(graphs) == 4 < MAX_GRAPHS
+    assert counters["graph_break"] == {}
+    with torch._dynamo.config.patch(error_on_recompile=True):  # as in all further steps
+        with torch.no_grad():
+            for p in adapter_params(net, "default"):
+                p.mul_(0.5)
+        everything()
+
+
+def test_a_block_that_is_no_single_graph_is_an_error(tiny_qwen, graphs):
+    net = build(tiny_qwen, compiled=False)
+    net.transformer_blocks[0].img_mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    compile_blocks(net, tiny_qwen.block_names, attention="auto")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        run(net)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_or_not_and_recomputed_or_not_the_bits_are_the_same(tiny_qwen, dtype):
+    """By torch's own compiler. Float32 is also as near to what is not compiled as rounding allows."""
+    net, plain = build(tiny_qwen, dtype), build(tiny_qwen, dtype, compiled=False)
+    found = []
+    for recompute in (None, Recompute(0)):
+        if recompute:
+            net.enable_gradient_checkpointing(recompute)
+        net.zero_grad()
+        for length in LENGTHS[:2]:
+            with torch.no_grad():
+                sampled = run(net, length)
+            trained = run(net, length)
+            assert torch.equal(sampled, trained)
+            trained.float().square().sum().backward()
+        found.append([p.grad for p in adapter_params(net, "default")])
+    assert counters["stats"]["unique_graphs"] == 2
+    with_gradient = [(a, b) for a, b in zip(*found, strict=True) if a is not None]
+    assert len(with_gradient) > 8
+    assert all(map(torch.equal, *zip(*with_gradient, strict=True)))
+    if dtype == torch.float32:
+        for length in LENGTHS[:2]:
+            out = run(plain, length)
+            torch.testing.assert_close(run(net, length), out, rtol=1e-4, atol=1e-5)
+            out.square().sum().backward()
+        for p, grad in zip(adapter_params(plain, "default"), found[0], strict=True):
+            if grad is not None:
+                torch.testing.assert_close(grad, p.grad, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_sharded_blocks_are_compiled_too(run_ranks, tiny_qwen, graphs, rank):
+    """Before they are sharded, as with LoRA, or after, as of all weights."""
+
+    def work(dist: Dist) -> int:
+        plain = run(build(tiny_qwen, rank=rank, compiled=False))
+        net = build(tiny_qwen, rank=rank, compiled=bool(rank))
+        shard(net, dist.mesh, mode="fsdp2", block_names=tiny_qwen.block_names)
+        if not rank:
+            compile_blocks(net, tiny_qwen.block_names, attention="auto")
+        with torch.no_grad():
+            sampled = run(net)
+        trained = run(net)
+        trained.sum().backward()
+        assert torch.equal(sampled, trained)
+        torch.testing.assert_close(trained, plain)
+        return len(graphs)
+
+    assert run_ranks(work, 1) == [2]
+
+
+def test_a_machine_that_cannot_compile_is_told(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
+    with pytest.raises(ValueError, match=r"^compile must be off where torch cannot compile for cpu: "):
+        check_compiler(torch.device("cpu"))
