@@ -11,6 +11,7 @@ import torch
 from helpers import REPO
 from omni_losses import group_advantages
 from omni_reward import Score
+from omni_rl import loop
 from omni_rl.cli import to_toml
 from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
@@ -162,6 +163,28 @@ def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
     lines = train(bright_url, compile=True, gradient_checkpointing=True, **lora)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+
+
+def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(in_tmp, bright_url):
+    plain = train(bright_url, name="plain")
+    lines = train(bright_url, name="profiled", profile=1)
+    traces = {path.name.split(".")[0] for path in Path("runs/profiled/trace").iterdir()}
+    assert traces == {"000001-rollout", "000001-reward_wait", "000001-update", "000001-sync"}
+    for ours, theirs in zip(lines, plain, strict=True):
+        for name in ("eval/reward", "policy/loss", "policy/grad_norm"):
+            assert ours.get(name) == theirs.get(name)
+
+
+def test_the_speed_of_each_phase_with_a_net_is_logged(in_tmp, bright_url, monkeypatch):
+    """As operations that do not depend on the speed: an update is three forwards, but for what leads nowhere."""
+    monkeypatch.setattr(loop, "peak_tflops", lambda device: 0.5)
+    first, *lines = train(bright_url)
+    assert "perf/rollout_tflops" not in first
+    for line in lines:
+        tflop = {phase: line[f"perf/{phase}_tflops"] * line[f"time/{phase}_s"] for phase in ("rollout", "update")}
+        assert tflop["update"] / tflop["rollout"] == pytest.approx(3 * 3 / 4, rel=0.1)  # 3 of 4 steps are trained
+        for phase in tflop:
+            assert line[f"perf/{phase}_mfu"] == pytest.approx(line[f"perf/{phase}_tflops"] / 0.5)
 
 
 def test_training_raises_a_reward_that_can_be_raised(in_tmp, bright_url):

@@ -17,10 +17,12 @@ from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.attention import choose_attention
+from omni_train.flops import FlopTable
 from omni_train.lora import adapter_params, add_lora
 from omni_train.recompute import Recompute
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 torch.set_num_threads(1)
 
@@ -194,6 +196,21 @@ def test_all_attention_is_in_the_blocks_where_the_chosen_kernels_reach_it(case, 
             case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
         choose_attention(net, "math", case.model.BLOCK_NAMES)
         case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
+
+
+def test_operations_are_counted_on_the_meta_device_as_they_are_computed(case, engine):
+    params = case.row.unguided
+    cond = engine.condition(case.prompts[:2], params)
+    x, levels = torch.zeros(2, *case.model.latent_shape(params)), torch.tensor([0.9, 0.5])
+    net = case.model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
+    choose_attention(net, "math", case.model.BLOCK_NAMES)  # torch counts no fused kernel of a CPU
+    table = FlopTable(lambda: case.model.empty_net().requires_grad_(True), net)
+    with FlopCounterMode(display=False) as counter:
+        velocity = case.model.predict_velocity(net, x, levels, cond, params)
+        forward = counter.get_total_flops()
+        velocity.sum().backward()
+    (counted,) = table.known.values()
+    assert counted == (forward / 2, counter.get_total_flops() / 2)
 
 
 def test_the_velocity_needs_nothing_of_the_net_but_its_call(case, engine):

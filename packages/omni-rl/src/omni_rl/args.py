@@ -38,6 +38,7 @@ class RunArgs:
     eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # Tracker that gets the metrics and images too
     project: str = "omni-rl"  # Project name in the tracker
+    profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
     hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
     dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
     device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
@@ -111,7 +112,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "shard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb", "keep_products_gb",
-    "attention", "compile",
+    "attention", "compile", "profile",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -119,7 +120,7 @@ LEAST = {  # setting -> least value
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
-    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3,
+    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
@@ -154,6 +155,8 @@ def check_run(args: RunArgs, world_size: int) -> None:
          f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (args.profile <= args.train_steps,
+         f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
         (not (args.compile and args.keep_products_gb), "--keep-products-gb does not go with --compile"),

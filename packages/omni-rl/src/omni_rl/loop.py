@@ -19,6 +19,7 @@ from typing import Self
 from omni_reward import RewardError
 from omni_train.dist import gather_json
 from omni_train.files import load_metrics
+from omni_train.flops import peak_tflops
 from omni_train.signals import catch_stop, resume_command
 from omni_train.weights import save_weights
 
@@ -39,6 +40,7 @@ class Loop:
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
+        self._peak_tflops = None if run.dist.is_planned else peak_tflops(run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
@@ -71,6 +73,7 @@ class Loop:
                 return
             step, busy_s = Step(number), run.scorer.busy_s
             run.counts.clear()
+            run.calls.clear()
             self._in_step = True
             yield step
             self._in_step = False
@@ -78,7 +81,7 @@ class Loop:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
             step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
             step.metrics |= run.memory("", peak=True)
-            step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, run.counts["forwards"])))
+            step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, sum(run.calls.values()))))
             if run.model.boundary:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
             stopping = self._finish(step)
@@ -97,10 +100,11 @@ class Loop:
         """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
+        flops = run.flops.total(run.calls) if run.dist.is_main else {}
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done)
-        run.log.log(done, step.metrics, num_images=num_drawn)
+        run.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))

@@ -36,10 +36,12 @@ from omni_train.dist import (
     shutdown,
 )
 from omni_train.files import file_digest, probe_digest, write_atomically
+from omni_train.flops import Calls, FlopTable
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
 from omni_train.optim import StepResult, build_adamw, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.profiling import ProfiledLog
 from omni_train.recompute import Recompute
 from omni_train.shard import shard
 from omni_train.snapshot import Ema, Snapshot
@@ -71,8 +73,8 @@ class Run(Generic[ArgsT]):
     base_params, eval_params: what training and evaluations sample with, without any stochastic step. params: what is
     trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
     reference_net: the frozen reference of such a run, if it has one. first_step: finished steps with which the loop
-    begins. counts: samples that have passed the nets, as `forwards`, and that were `drawn`. version: of the weights
-    that the engine has. report: what rank 0 shows its pictures to.
+    begins. counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the
+    engine has. report: what rank 0 shows its pictures to.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Run(Generic[ArgsT]):
         self.folder = Path("runs") / args.name
         self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
         self.counts: Counter[str] = Counter()
+        self.calls: Calls = Counter()
         self.version = -1
         self.snapshot: Snapshot | None = None
         self.reference_net: nn.Module | None = None
@@ -507,7 +510,8 @@ class Run(Generic[ArgsT]):
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Count the samples that pass a net."""
-        self.counts["forwards"] += len(next(iter((*args, *kwargs.values()))))  # the first input of any model is a batch
+        first = next(iter((*args, *kwargs.values())))  # the first input of any model is a batch
+        self.calls[self.log.last_phase, torch.is_grad_enabled(), first[0].shape] += len(first)
 
     def _count_trained(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, str]) -> None:
         """Count the forwards that train an expert."""
@@ -523,7 +527,10 @@ class Run(Generic[ArgsT]):
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
-        self.log = RunLog(
+            self.flops = FlopTable(lambda: self._add_adapters(self.model.empty_net()), self.net)
+        nets = {net for net in (self.engine.net, self.net) if net is not None}
+        open_log = partial(ProfiledLog, step=args.profile, nets=nets) if args.profile else RunLog
+        self.log = open_log(
             folder,
             is_main=dist.is_main,
             total_steps=args.train_steps,

@@ -13,7 +13,8 @@ Import from the modules, in reading order:
 - `omni_train.snapshot`: copies of the weights: one that stays as it is, and a moving average, for evaluation
 - `omni_train.optim`: `reduce_gradients`, AdamW, warm-up, one guarded optimizer step
 - `omni_train.data`: prompts and seeds as functions of the step
-- `omni_train.log`: `metrics.jsonl`, phase timers, progress
+- `omni_train.log`: `metrics.jsonl`, phase timers, progress; `omni_train.profiling`: a log that traces a step
+- `omni_train.flops`: operations of a net's calls, and what a device could do
 - `omni_train.checkpoint`: saves what training changes, loads it on any number of ranks (`state`, `parts`, `saving`,
   `files`)
 - `omni_train.lock`: one writer per run folder

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Self
 
 from torch import Tensor
@@ -25,7 +26,7 @@ class RunLog:
     """Writes `<folder>/metrics.jsonl`, passes metrics on to sinks, shows progress; does nothing unless `is_main`.
 
     A line is `{"step": 3, "reward/mean": 0.5, ..., "time/rollout_s": 12.1, "time/step_s": 30.0}`. Names are the
-    caller's; the log adds only times and `perf/images_per_s_per_device`. A run that resumes appends; a line torn by a
+    caller's; the log adds only times, images per second and TFLOP/s. A run that resumes appends; a line torn by a
     crash is dropped first.
     """
 
@@ -95,11 +96,20 @@ class RunLog:
         finally:
             self._phases.append((name, start, now()))
 
-    def log(self, step: int, metrics: Mapping[str, float | Tensor], *, num_images: int = 0) -> None:
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float | Tensor],
+        *,
+        num_images: int = 0,
+        flops: Mapping[str, float] = MappingProxyType({}),
+        peak_tflops: float | None = None,
+    ) -> None:
         """Report after `step` finished steps: write the line, call the sinks, move the progress on.
 
         Line 0 speaks of the model as it was given. With `num_images`, the images of this rank's step, every phase is
-        also given in ms per image, and the step in images per second and device.
+        also given in ms per image, and the step in images per second and device. flops: operations of
+        this rank, by phase, for TFLOP/s; with `peak_tflops`, which the device could do, also their share of it.
         """
         if not self._is_main:
             return
@@ -112,6 +122,9 @@ class RunLog:
         if num_images:
             per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in phases.items()}
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
+        for name, count in flops.items():
+            times[f"perf/{name}_tflops"] = tflops = count / phases[name] / 1e12
+            times |= {f"perf/{name}_mfu": tflops / peak_tflops} if peak_tflops else {}
         left_s = self._left_s(step, times["time/step_s"], phases.get("eval"))
         self._phases, self._step_start = [], step_end
         values = {name: float(value) for name, value in metrics.items()}

@@ -1,0 +1,64 @@
+"""Floating-point operations of a net's calls, counted on the meta device, and how many a device could do."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode
+
+PEAK_TFLOPS = {  # of a device whose name has this in it, the first that fits: bfloat16, dense, by its maker
+    "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, " B200": 2250, "A100": 312,
+    "L40S": 362, "MI300X": 1307,
+}  # fmt: skip
+Calls = Counter[tuple[str, bool, torch.Size]]  # samples by phase, whether gradients are wanted, and shape of the first
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The TFLOP/s that a device could do in bfloat16; None for one that is not in the table."""
+    name = str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
+    return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+class FlopTable:
+    """The operations of one sample in a call of the net, by the shape [...] of its first input without the batch.
+
+    Two counts: of a forward pass, and of one with its backward pass. What gradient checkpointing computes again is no
+    part of them, nor is what grows with texts when they get longer than those of the first call of a shape.
+
+    make: the net on the meta device, with what is trained.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], net: nn.Module) -> None:
+        self.make, self.net = make, net
+        self.known: dict[torch.Size, tuple[float, float]] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Count the next call of the net."""
+        self._hook = self.net.register_forward_pre_hook(self._learn, with_kwargs=True)
+
+    def total(self, calls: Calls) -> dict[str, float]:
+        """The operations of calls, by phase; none if some are of a shape that is first counted when it comes again."""
+        if any(shape not in self.known for _, _, shape in calls):
+            self.watch()
+            return {}
+        total = Counter[str]()
+        for (phase, is_trained, shape), samples in calls.items():
+            total[phase] += samples * self.known[shape][is_trained]  # type: ignore[assignment]  # no whole numbers
+        return dict(total)
+
+    @torch.enable_grad()
+    def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._hook.remove()
+        first = next(iter((*args, *kwargs.values())))
+        if first[0].shape in self.known:
+            return
+        given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
+        with FlopCounterMode(display=False) as counter:
+            out = self.make()(*given, **named)
+            forward = counter.get_total_flops()
+            torch.autograd.backward([t.sum() for t in tree_leaves(out) if isinstance(t, Tensor)])
+        self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)
