@@ -20,6 +20,7 @@ from typing import Any
 import engines
 import numpy as np
 import omni_rl.run
+import torch
 import trainer
 from fixed_cost import quiet
 from omni_reward import Score
@@ -62,11 +63,11 @@ def measure(args: Args) -> dict[str, float]:
         marks.append({"step": engines.now(device), **spent})
 
     def before(module: nn.Module, inputs: object) -> None:
-        if type(module).__name__.removeprefix("FSDP") == net_class:
+        if not torch.compiler.is_compiling() and type(module).__name__.removeprefix("FSDP") == net_class:
             started.append(engines.now(device))
 
     def after(module: nn.Module, inputs: object, output: object) -> None:
-        if type(module).__name__.removeprefix("FSDP") == net_class:
+        if not torch.compiler.is_compiling() and type(module).__name__.removeprefix("FSDP") == net_class:
             spent["forward"] += engines.now(device) - started.pop()
 
     def backward(self: Tensor, *arguments: Any, **options: Any) -> None:

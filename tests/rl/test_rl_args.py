@@ -52,6 +52,7 @@ UNUSABLE = {
     "lora_targets": ["to_q"],
     "ema_decay": [1.0],
     "keep_products_gb": [-1.0, 1.0],
+    "profile": [-1, 301],
 }
 
 

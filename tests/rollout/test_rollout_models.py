@@ -9,14 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import absolute_paths
+from helpers import absolute_paths, sampled
 from model_rows import NEGATIVE, ROWS, Row
-from omni_rollout import Model, Prompt
+from omni_rollout import Model, Prompt, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
-from omni_sched import INITIAL_NOISE, step_noise
+from omni_sched import INITIAL_NOISE, sde_step, step_noise
 from omni_train.attention import choose_attention
+from omni_train.compiled import compile_blocks
 from omni_train.flops import FlopTable
 from omni_train.lora import adapter_params, add_lora
 from omni_train.recompute import Recompute
@@ -198,13 +199,35 @@ def test_all_attention_is_in_the_blocks_where_the_chosen_kernels_reach_it(case, 
         case.model.predict_velocity(net, x, torch.tensor([0.9]), cond, params)
 
 
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", sampled(ROWS, 0), indirect=True)
+def test_compiled_blocks_are_one_graph_and_the_ratio_is_exactly_one(case):
+    """By torch's own compiler, which takes minutes; texts of two lengths."""
+    torch._dynamo.reset()
+    net = case.model.load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, case.model.LORA_TARGETS, rank=2, alpha=3, seed=0)
+    compile_blocks(net, case.model.BLOCK_NAMES, attention="auto")
+    choose_attention(net, "auto", case.model.BLOCK_NAMES)
+    engine = DiffusersEngine(case.model, case.model.load(device="cpu", dtype=torch.float32, net=net))
+    params = replace(case.row.guided, rule=sde_step, noise_level=0.7, sde_steps=(0, 1))
+    for prompt in case.prompts[:2]:
+        trajectory = engine.generate([replace(prompt, seed=seed) for seed in (0, 1)], params)
+        for k in range(2):
+            log_prob = replay(case.model, net, trajectory, k).log_prob
+            assert torch.equal(log_prob, trajectory.rollout_log_prob[:, k])
+            log_prob.sum().backward()
+    torch._dynamo.reset()
+
+
 def test_operations_are_counted_on_the_meta_device_as_they_are_computed(case, engine):
     params = case.row.unguided
     cond = engine.condition(case.prompts[:2], params)
-    x, levels = torch.zeros(2, *case.model.latent_shape(params)), torch.tensor([0.9, 0.5])
+    x, levels = torch.zeros(2, *case.model.latent_shape(params)), torch.full((2,), 0.9)
     net = case.model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
     choose_attention(net, "math", case.model.BLOCK_NAMES)  # torch counts no fused kernel of a CPU
     table = FlopTable(lambda: case.model.empty_net().requires_grad_(True), net)
+    with torch.no_grad():
+        case.model.predict_velocity(net, x, levels, cond, params)
     with FlopCounterMode(display=False) as counter:
         velocity = case.model.predict_velocity(net, x, levels, cond, params)
         forward = counter.get_total_flops()

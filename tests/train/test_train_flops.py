@@ -39,8 +39,9 @@ def test_another_shape_is_counted_when_it_comes_again():
     real(torch.zeros(4, 7, 3))
     real(torch.zeros(4, 1, 3))
     calls = Counter({("update", False, (7, 3)): 4, ("update", False, (1, 3)): 4})
-    assert table.total(calls) == {}
+    assert table.total(calls) == table.total(calls) == {}
     real(torch.zeros(2, 1, 3))
+    assert not real._forward_pre_hooks  # nothing is left in the way of further calls
     assert table.total(calls) == {"update": 4 * 350 + 4 * 50}
 
 
@@ -58,6 +59,16 @@ def test_frozen_weights_take_no_gradient():
     forward = 2 * (15 + 3 + 5 + 10 + 5 + 2)
     backward = 2 * (2 + 2 + 5 + 5 + 10) + 2 * (5 + 5 + 3)  # second layer: B, inner, A, input twice; first: B, inner, A
     assert table.known == {(3,): (forward, forward + backward)}
+
+
+def test_what_is_not_trained_is_not_taken_for_what_is():
+    """Of two experts of one shape the first that is called may be frozen."""
+    trains, real = iter((False, True)), net()
+    table = FlopTable(lambda: net("meta").requires_grad_(next(trains)), real)
+    real(torch.zeros(4, 3))
+    assert table.known == {}
+    real(torch.zeros(4, 3))
+    assert table.known == {(3,): (50, 120)}
 
 
 @pytest.mark.parametrize(

@@ -249,3 +249,14 @@ def test_without_rich_a_terminal_gets_lines(open_log, capsys, monkeypatch):
     with open_log(tty=True) as log:
         log.log(1, {"loss": 0.5})
     assert capsys.readouterr().out.startswith("step=1/4 loss=0.5")
+
+
+def test_the_speed_of_a_phase_is_its_operations_over_its_seconds(tmp_path):
+    log = RunLog(tmp_path, is_main=True, total_steps=1, tty=False)
+    with log.phase("rollout"):
+        pass
+    log.log(1, {}, flops={"rollout": 3e12, "elsewhere": 1.0}, peak_tflops=10.0)
+    (line,) = load_metrics(tmp_path / "metrics.jsonl")
+    assert line["perf/rollout_tflops"] * line["time/rollout_s"] == pytest.approx(3)
+    assert line["perf/rollout_mfu"] == pytest.approx(line["perf/rollout_tflops"] / 10)
+    assert "perf/elsewhere_tflops" not in line

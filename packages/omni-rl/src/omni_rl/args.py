@@ -159,7 +159,6 @@ def check_run(args: RunArgs, world_size: int) -> None:
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
-        (not (args.compile and args.keep_products_gb), "--keep-products-gb does not go with --compile"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),

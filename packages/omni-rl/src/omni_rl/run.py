@@ -84,6 +84,7 @@ class Run(Generic[ArgsT]):
         self.mode = sharding(args, dist.world_size)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.attention = "auto" if dist.is_planned else args.attention
+        self.compiles = args.compile and not dist.is_planned
         true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
         self.base_params = Params(
             num_inference_steps=args.num_inference_steps,
@@ -258,7 +259,7 @@ class Run(Generic[ArgsT]):
             for params in (self.base_params, self.eval_params):
                 model.check(params)
             check_attention(self.attention, self.dist.device, self.dtype)
-            if args.compile and not self.dist.is_planned:
+            if self.compiles:
                 check_compiler(self.dist.device)
         with flag("--prompts: "):
             self.prompts = PromptSampler(
@@ -419,7 +420,7 @@ class Run(Generic[ArgsT]):
                     load_adapter(self.net.get_submodule(name), home, adapter=adapter)
         self._set_kernels(self.net)
         if args.gradient_checkpointing:
-            run_block = Recompute(args.keep_products_gb * 1e9)
+            run_block = Recompute(args.keep_products_gb * 1e9, compiled=self.compiles)
             self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
         if not self.engine.shares_weights and self.mode != "fsdp2":
             if self._start_files:  # the engine has loaded the checkpoint's
@@ -482,7 +483,7 @@ class Run(Generic[ArgsT]):
 
     def _set_kernels(self, net: nn.Module) -> None:
         """Have the blocks of a net compiled, if they shall be, and their attention computed as --attention says."""
-        if self.args.compile and not self.dist.is_planned:
+        if self.compiles:
             compile_blocks(net, self.model.BLOCK_NAMES, attention=self.attention)
         choose_attention(net, self.attention, self.model.BLOCK_NAMES)
 

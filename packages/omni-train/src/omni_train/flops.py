@@ -43,6 +43,7 @@ class FlopTable:
     def total(self, calls: Calls) -> dict[str, float]:
         """The operations of calls, by phase; none if some are of a shape that is first counted when it comes again."""
         if any(shape not in self.known for _, _, shape in calls):
+            self._hook.remove()
             self.watch()
             return {}
         total = Counter[str]()
@@ -60,5 +61,9 @@ class FlopTable:
         with FlopCounterMode(display=False) as counter:
             out = self.make()(*given, **named)
             forward = counter.get_total_flops()
-            torch.autograd.backward([t.sum() for t in tree_leaves(out) if isinstance(t, Tensor)])
+            trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+            torch.autograd.backward(trained)
+        if not trained:  # an expert that stays as it is; another will come
+            self.watch()
+            return
         self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)

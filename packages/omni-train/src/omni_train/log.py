@@ -122,7 +122,7 @@ class RunLog:
         if num_images:
             per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in phases.items()}
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
-        for name, count in flops.items():
+        for name, count in ((name, count) for name, count in flops.items() if name in phases):
             times[f"perf/{name}_tflops"] = tflops = count / phases[name] / 1e12
             times |= {f"perf/{name}_mfu": tflops / peak_tflops} if peak_tflops else {}
         left_s = self._left_s(step, times["time/step_s"], phases.get("eval"))

@@ -10,7 +10,7 @@ from torch import nn
 
 from omni_train.log import RunLog
 
-MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: some 100 MB at the size of Qwen-Image
+MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: of a large net it would be too long to be read
 
 
 class ProfiledLog(RunLog):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -23,21 +24,49 @@ class Recompute:
     The products of a block are kept while there is room for all of them. A block of a new kind, or with inputs of new
     shapes, keeps none: what it would keep is measured first.
 
-    budget: bytes of the products that are kept at a time. They count from a forward pass to its backward pass, which
-    has to come.
+    The compiler of a compiled block has chosen itself what to keep, products first of all. Such a block is not computed
+    again while there is room for that.
+
+    budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which has to come.
     """
 
-    def __init__(self, budget: float) -> None:
+    def __init__(self, budget: float, *, compiled: bool = False) -> None:
         self.room = budget
         self.sizes: dict[object, int] = {}
+        self.compiled = compiled
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
         kind = (type(block), *(arg.shape for arg in args if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
         run = partial(checkpoint, block.__call__, *args, use_reentrant=False)
-        if not keeps and (kind in self.sizes or self.room <= 0):
+        if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
+            return self._kept(kind, block, args)
+        if self.compiled or (not keeps and (kind in self.sizes or self.room <= 0)):
             return run()
         return run(context_fn=partial(self._contexts, kind, keeps))
+
+    def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What the block gives, with all that its graph keeps, which is measured."""
+        given = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage._cdata, storage.nbytes())
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            out = block(*args)
+        size = sum(size for key, size in kept.items() if key not in given)
+        self.sizes[kind] = max(size, self.sizes.get(kind, 0))  # less where inputs need no gradient
+        self.room -= size
+
+        def free(grad: Tensor) -> None:
+            self.room += size
+
+        trained = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        register_multi_grad_hook(trained, free, mode="any")
+        return out
 
     def _contexts(self, kind: object, keeps: bool) -> tuple[Context, Context]:
         """Of a block's forward pass, and of what is computed again in its backward pass."""
