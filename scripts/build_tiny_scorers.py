@@ -3,7 +3,7 @@
     python scripts/build_tiny_scorers.py /somewhere
 
 They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
-files: `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `qwen2-vl` and
+files: `clap`, `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `qwen2-vl` and
 `instruction.txt`.
 """
 
@@ -19,12 +19,16 @@ from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
     BertTokenizer,
+    ClapConfig,
+    ClapFeatureExtractor,
+    ClapModel,
     CLIPConfig,
     CLIPModel,
     CLIPTokenizer,
     Qwen2Tokenizer,
     Qwen2VLConfig,
     Qwen2VLModel,
+    RobertaTokenizer,
 )
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -37,6 +41,7 @@ def write_all(folder: Path) -> None:
     """Writes every checkpoint into a folder, the same ones each time."""
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
+    write_clap(folder / "clap")
     write_clip(folder / "clip")
     torch.save(random_weights(head_shapes("layers.", 16)), folder / "aesthetic.pth")
     write_imagereward(folder / "imagereward")
@@ -55,6 +60,20 @@ def write_clip(folder: Path) -> None:
     spread(model)
     model.save_pretrained(folder)
     CLIPTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[]).save_pretrained(folder)
+
+
+def write_clap(folder: Path) -> None:
+    """A ClapModel that hears 64 bands, its feature extractor with 1 s of sound for 10, and a tokenizer of bytes."""
+    words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *BYTES]
+    text = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"vocab_size": len(words), "max_position_embeddings": 22, "projection_dim": 16}
+    audio = {"spec_size": 64, "num_mel_bins": 16, "patch_embeds_hidden_size": 8, "depths": [1, 1], "hidden_size": 16}
+    audio |= {"num_attention_heads": [2, 2], "window_size": 4, "projection_dim": 16, "num_classes": 4}
+    model = ClapModel(ClapConfig(text_config=text, audio_config=audio, projection_dim=16))
+    spread(model)
+    model.save_pretrained(folder)
+    ClapFeatureExtractor(feature_size=16, max_length_s=1, truncation="rand_trunc").save_pretrained(folder)
+    RobertaTokenizer(vocab={word: i for i, word in enumerate(words)}, merges=[]).save_pretrained(folder)
 
 
 def write_imagereward(folder: Path) -> None:

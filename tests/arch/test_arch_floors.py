@@ -31,6 +31,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/aesthetic.py": {"torch"},
     "omni_reward/scorers/imagereward.py": {"torch", "transformers"},
     "omni_reward/scorers/hpsv3.py": {"torch", "transformers"},
+    "omni_reward/scorers/clap.py": {"torch", "transformers"},
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
     "omni_rollout/text_files.py": {"safetensors"},  # which diffusers brings

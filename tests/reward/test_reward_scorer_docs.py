@@ -16,6 +16,7 @@ from omni_reward import Scorer
 from omni_reward.combine import parse
 from omni_reward.scorers import SCORERS, find_loader, flow, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
+from omni_reward.scorers.clap import load_clap
 from omni_reward.scorers.clip import load_clip, load_pickscore
 from omni_reward.scorers.frames import FRAMES
 from omni_reward.scorers.hpsv3 import load_hpsv3
@@ -31,6 +32,7 @@ SCRIPTS = sorted(path for path in (ROOT / "scripts/scorers").glob("*.py") if pat
 NUMPY_ALONE = {"color", "flow", "likeness", "pitch", "sync", "video"}
 NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
+    "clap": load_clap,
     "clip": load_clip,
     "hpsv3": load_hpsv3,
     "imagereward": load_imagereward,

@@ -11,8 +11,8 @@ from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
 SCORERS = (
-    "aesthetic", "clip", "color", "flow", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore", "pitch",
-    "sync", "video", "vlm",
+    "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore",
+    "pitch", "sync", "video", "vlm",
 )  # fmt: skip
 
 
@@ -27,6 +27,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
     match name:
         case "aesthetic":
             from omni_reward.scorers.aesthetic import load_aesthetic as load
+        case "clap":
+            from omni_reward.scorers.clap import load_clap as load
         case "clip":
             from omni_reward.scorers.clip import load_clip as load
         case "color":

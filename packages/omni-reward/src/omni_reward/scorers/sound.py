@@ -77,6 +77,14 @@ def loudest_frequency(sound: np.ndarray, rate: float) -> float:
     return float((peak + 0.5 * (left - right) / min(left - 2 * top + right, -1e-12)) * rate / len(sound))
 
 
+def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
+    """A sound [S] at another rate, exact for tones below half of both that repeat with its length."""
+    count = max(1, round(len(sound) * wanted / rate))
+    if count == len(sound):
+        return sound
+    return np.fft.irfft(np.fft.rfft(sound), count) * (count / len(sound))
+
+
 def load_sync() -> Scorer:
     """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32."""
 

@@ -1,0 +1,51 @@
+"""CLAP: how near a sound lies to its prompt, the cosine of their embeddings, in [-1, 1].
+
+CLAP (Wu et al., arXiv 2211.06687) hears one channel at 48 kHz, of which the first 10 s are given; a shorter sound is
+repeated. Models that fuse random crops of longer sounds are refused: their scores would differ from call to call.
+
+Letters: N samples, S points in time, C channels.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
+
+from omni_reward.media import Arrays, Meta
+from omni_reward.scorers import neural
+from omni_reward.scorers.sound import resample
+from omni_reward.wire import Score, Scorer
+
+HERTZ = 48_000
+CLAP = "laion/clap-htsat-unfused"
+
+
+def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:
+    """Scorer for `audio` [N, S, C], float32.
+
+    Args:
+        model: name of a CLAP model without feature fusion.
+        device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read.
+    """
+    where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    network = neural.load_model(ClapModel, model, kind, where)
+    if network.config.audio_config.enable_fusion:
+        raise ValueError(f"model must be a CLAP without feature fusion, got {model!r}")
+    tokenizer, hear = neural.load_part(AutoTokenizer, model), neural.load_part(ClapFeatureExtractor, model)
+    most = network.config.text_config.max_position_embeddings - 2  # RoBERTa counts positions from 2
+
+    def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+        rates: list[Any] = [sample["sample_rate"] for sample in meta]
+        sounds = [resample(own.mean(axis=1), rate, HERTZ) for own, rate in zip(media["audio"], rates, strict=True)]
+        cut = [own[: hear.nb_max_samples] for own in sounds]
+        heard = hear(cut, sampling_rate=HERTZ, return_tensors="pt").input_features.to(where, kind)
+        tokens = tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt").to(where)
+        with torch.inference_mode():
+            sound = network.get_audio_features(input_features=heard).pooler_output.float()
+            text = network.get_text_features(tokens.input_ids, tokens.attention_mask).pooler_output.float()
+        return [Score.of(value) for value in (sound * text).sum(dim=-1).tolist()]
+
+    return Scorer(score, media=("audio",), batch_size=neural.BATCH_SIZE, version=f"{neural.short_name(model)} {dtype}")
