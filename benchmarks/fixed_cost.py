@@ -55,7 +55,7 @@ class Args:
 class Engine:
     """Samples whose pictures were drawn before the clock began; large, and blocks of color, as far as encoders care."""
 
-    shares_weights, moved_bytes, is_exact = True, 0, True
+    shares_weights, moved_bytes, is_exact, net = True, 0, True, None
 
     def __init__(self, side: int, device: torch.device) -> None:
         blocks = torch.randint(0, 256, (64, side // 16, side // 16, 3), dtype=torch.uint8)

@@ -61,6 +61,7 @@ class Variant(NamedTuple):
 VARIANTS = {  # all compute the same
     "as it is": Variant({}, 16),
     "recomputed": Variant({"gradient_checkpointing": True}, 1),
+    "compiled": Variant({"gradient_checkpointing": True, "compile": True}, 1),
     "products kept": Variant({"gradient_checkpointing": True, "keep_products_gb": 16.0}, 2),
 }
 
