@@ -9,8 +9,10 @@ from helpers import CHECKPOINT
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter as use_adapter
 from omni_train.lora import adapter_params, add_lora, reference
+from omni_train.planned import Meter
 from omni_train.shard import shard
 from omni_train.weights import check_weights, load_adapter, load_weights, named_adapter, named_weights, save_weights
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -171,19 +173,56 @@ def test_saving_again_replaces_the_folder_and_leaves_nothing_beside_it(tiny_qwen
     assert tensors["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"].eq(0.5).all()
 
 
-def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(run_ranks, tiny_qwen, tmp_path, alone, monkeypatch):
+def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, tmp_path):
+    """Sixteen of 256 KB, a number and a mask, which lie behind the wider ones; the file is as safetensors has it."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", torch.tensor([True, False, True]))
+            self.layers = nn.ModuleList([nn.Linear(256, 256, bias=False) for _ in range(16)])
+            self.register_buffer("count", torch.tensor(7))
+
+        def to_json_string(self):
+            return "{}"
+
+    def work(dist):
+        torch.manual_seed(0)
+        net = shard(Net(), dist.mesh, mode="fsdp2")
+        with Meter(torch.device("cpu")) as memory:
+            save_weights(net, tmp_path / "weights", dist)
+        return memory.peaks[""] / 2**18
+
+    peaks = run_ranks(work)
+    assert max(peaks) < 4
+    torch.manual_seed(0)
+    expected = Net().state_dict()
+    file = tmp_path / "weights/transformer/diffusion_pytorch_model.safetensors"
+    found = load_file(file)
+    assert {name: value.dtype for name, value in found.items()} == {name: v.dtype for name, v in expected.items()}
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(
+    run_ranks, tiny_qwen, tmp_path, alone, monkeypatch, mode
+):
     folder = tmp_path / "adapter"
     save_weights(with_lora(tiny_qwen), folder, alone)
     before = (folder / "pytorch_lora_weights.safetensors").read_bytes()
 
-    def full_disk(*args, **kwargs):
+    def full_disk(folder, *, weights, **others):
+        next(weights)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("omni_train.weights.save_file", full_disk)
+    monkeypatch.setattr("omni_train.weights._write", full_disk)
 
     def work(dist):
+        model = shard(with_lora(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
         with pytest.raises(OSError, match=r"rank 0: .*adapter could not be written: .*No space left on device"):
-            save_weights(shard(with_lora(tiny_qwen), dist.mesh, mode="ddp"), folder, dist)
+            save_weights(model, folder, dist)
 
     run_ranks(work)
     assert (folder / "pytorch_lora_weights.safetensors").read_bytes() == before

@@ -1,7 +1,7 @@
 """The parts of a checkpoint that the ranks write, and reading any rows of a tensor from them.
 
-A part is the rows that one rank holds; a tensor that is whole on every rank is written by the first. In the index each
-tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
+A part is the rows that one rank holds; what several hold, the first of them writes. In the index each tensor has
+`{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 
 import json
@@ -65,12 +65,8 @@ class PartFile:
             ValueError: a tensor is not finite; buffers may be, as masks are.
         """
         self._check_finite()
-        header = json.dumps({
-            row.name: {"dtype": DTYPES[row.local.dtype], "shape": list(row.local.shape), "data_offsets": place}
-            for row, place in zip(self.rows, self._places, strict=True)
-        }).encode()  # fmt: skip
-        header += b" " * (-len(header) % 8)
-        return write_file(folder / self.name, len(header).to_bytes(8, "little") + header, self._memory.numpy().data)
+        header = file_header({row.name: row.local for row in self.rows})
+        return write_file(folder / self.name, header, self._memory.numpy().data)
 
     def index(self) -> dict[str, dict[str, Any]]:
         """The entries of its tensors in the index."""
@@ -90,6 +86,21 @@ class PartFile:
                     check_finite(row.name, self._memory[slice(*place)].view(dtype))
 
 
+def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
+    """The beginning of a safetensors file in which the tensors lie one behind the other.
+
+    The widest numbers must come first, so that each lies at a multiple of its size.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
     """The files that this rank has to write, by name, with their rows, which share memory with `state`.
 
@@ -101,7 +112,8 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
         local, first = local_rows(tensor)
         if local.dtype not in DTYPES:
             raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
-        if len(local) and (dist.is_main or isinstance(tensor, DTensor)):
+        place = (tensor.device_mesh.get_coordinate() or ()) if isinstance(tensor, DTensor) else (dist.rank, 0)
+        if len(local) and not any(place[:-1]):  # of several copies this is the first
             rows.append(Row(name, local, first, list(tensor.shape)))
     batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}

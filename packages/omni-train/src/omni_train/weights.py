@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -21,6 +19,7 @@ from omni_train.export import CARD_FILE, model_card
 from omni_train.files import write_folder_atomically
 from omni_train.load import check_files, read_shapes, read_tensors
 from omni_train.lora import LoraLinear, adapter_layers, factors, lora_layers
+from omni_train.parts import file_header
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
 
@@ -62,6 +61,7 @@ def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple
         yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
 
 
+@torch.no_grad()
 def save_weights(
     module: nn.Module,
     folder: str | Path,
@@ -82,7 +82,7 @@ def save_weights(
     Args:
         module: a diffusers model, sharded or not; one with adapters may be any module.
         folder: where to write.
-        dist: rank 0 holds all the weights in host memory while it writes.
+        dist: rank 0 writes, a tensor at a time, and holds no more than one.
         part: the module's name in its pipeline.
         adapter: which adapter to save.
         into: the pipeline's part that is to open it, for the card, where it is another: the second of two experts.
@@ -97,16 +97,23 @@ def save_weights(
     texts = {} if is_lora else {f"{part}/config.json": _config(module)}
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
-    file, prefix = (LORA_FILE, f"{part}.") if is_lora else (f"{part}/{FULL_FILE}", "")
-    weights = named_adapter(module, adapter) if is_lora else named_weights(module)
-    # The other ranks only help to gather.
-    tensors = {prefix + name: tensor.cpu().contiguous() for name, tensor in weights if dist.is_main}
+    if is_lora:
+        file, state = LORA_FILE, _factors_by_name(module, adapter, part)
+        weights = (tensor for _, tensor in named_adapter(module, adapter))
+    else:
+        file = f"{part}/{FULL_FILE}"
+        state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
+        weights = (_full(tensor) for tensor in state.values())
+    header = file_header(state, format="pt")
     with same_error(dist):
-        if dist.is_main:
-            try:
-                write_folder_atomically(folder, partial(_write, file=file, tensors=tensors, texts=texts))
-            except (OSError, SafetensorError) as exc:
-                raise OSError(f"{folder} could not be written: {exc}") from exc
+        try:
+            if dist.is_main:
+                write_folder_atomically(folder, partial(_write, file=file, header=header, weights=weights, texts=texts))
+        except OSError as exc:
+            raise OSError(f"{folder} could not be written: {exc}") from exc
+        finally:
+            for _ in weights:  # all ranks take part in every gather, also after an error
+                pass
 
 
 def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
@@ -196,11 +203,7 @@ def check_adapter(
     file = Path(folder) / LORA_FILE
     if not file.is_file():
         raise ValueError(f"folder must hold {LORA_FILE}, got {file.parent}")
-    targets: dict[str, Tensor] = {
-        f"{part}.{name}.lora_{which}.weight": factor
-        for name, layer in adapter_layers(module, adapter).items()
-        for which, factor in zip("AB", factors(layer, adapter), strict=True)
-    }
+    targets = _factors_by_name(module, adapter, part)
     shapes = read_shapes(file)
     if other := targets.keys() ^ shapes.keys():
         raise ValueError(f"{file} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
@@ -210,6 +213,15 @@ def check_adapter(
                 f"{file} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
             )
     return targets
+
+
+def _factors_by_name(module: nn.Module, adapter: str, part: str) -> dict[str, Tensor]:
+    """The adapter's factors, in the order of `named_adapter`, by their names in a file."""
+    return {
+        f"{part}.{name}.lora_{which}.weight": factor
+        for name, layer in adapter_layers(module, adapter).items()
+        for which, factor in zip("AB", factors(layer, adapter), strict=True)
+    }
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
@@ -240,8 +252,12 @@ def _config(module: nn.Module) -> str:
     return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
 
 
-def _write(folder: Path, *, file: str, tensors: dict[str, Tensor], texts: Mapping[str, str]) -> None:
+def _write(folder: Path, *, file: str, header: bytes, weights: Iterable[Tensor], texts: Mapping[str, str]) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
-    save_file(tensors, folder / file, metadata={"format": "pt"})
+    with (folder / file).open("wb") as out:
+        out.write(header)
+        for tensor in weights:
+            out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is gathered
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")
