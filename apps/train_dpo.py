@@ -259,7 +259,8 @@ def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, floa
             now = errors(run, run.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
-            (out.loss * at.count / (num_pairs[number] * args.levels_per_pair)).backward()
+            loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
+            run.backward(loss, of=len(points[number]))
             seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step))
     step.metrics["policy/pairs"] = float(sum(num_pairs))

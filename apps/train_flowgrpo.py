@@ -310,7 +310,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
-                (loss / (size * num_kept * dist.world_size)).backward()
+                run.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
                 gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:

@@ -275,7 +275,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
                     distance = velocity_kl(velocity, anchors[policy][i]).mean()
                     loss, metrics[f"{policy}_velocity_kl"] = loss + coef * distance, distance.detach()
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
-            (loss / (size * dist.world_size)).backward()
+            run.backward(loss / (size * dist.world_size), of=size)
             seen.append(metrics | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results)

@@ -201,7 +201,7 @@ def update(run: Run[Args], step: Step, reward: Reward, batches: Sequence[Traject
             for kind in ("inversion", "denoising"):
                 out = align(run, step, reward, batch, inversion=kind == "inversion")
                 # Gradients are summed over batches, kinds of step and ranks; this makes the sum a mean.
-                (out.loss / (2 * size * dist.world_size)).backward()
+                run.backward(out.loss / (2 * size * dist.world_size), of=2 * size)
                 metrics |= {f"{kind}_{name}": value for name, value in out.metrics.items()}
                 metrics["loss"] += out.loss.detach() / 2
             seen.append(metrics)

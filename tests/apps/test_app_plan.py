@@ -105,6 +105,7 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
     args = replace(args, shard="fsdp2")
     monkeypatch.setattr(plan.Plan, "steps", lambda *_: iter(()))
     one, two, four = (plan.measure(app.main, args, ranks).peaks["load"] for ranks in (1, 2, 4))
+    assert plan.measure(app.main, replace(args, shard_size=2), 4).peaks["load"] == pytest.approx(two, rel=0.001)
     assert one - two == pytest.approx(10.5e6 / 2, rel=0.01)  # half of 2.6 million weights in float32
     assert two - four == pytest.approx(10.5e6 / 4, rel=0.01)
 

@@ -114,7 +114,9 @@ SIGNATURES = {
     "omni_train.dist.memory": "device",
     "omni_train.dist.init_distributed": "**others",
     "omni_train.dist.tell_failure": "message, *, wait_s=...",
+    "omni_train.dist.shard_mesh": "dist, size=0",
     "omni_train.shard.shard": "module, mesh, *, mode, **others",
+    "omni_train.shard.gathered": "module",
     "omni_train.load.load_sharded": "net, files, mesh, *, block_names=(), compute_dtype=None, param_dtype=..., "
     "device='cpu'",
     "omni_train.lora.add_lora": "module, targets, *, rank, alpha, adapter='default', seed, init='default'",

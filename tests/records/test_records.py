@@ -6,6 +6,7 @@ exported weights. Elsewhere the numbers must agree within TOLERANCE, and weights
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from records import record
@@ -36,6 +37,18 @@ def test_a_short_run_is_as_recorded(name, url, capsys):
     assert result["weights"]["tensors"] == expected["weights"]["tensors"]
     if IS_SAME_MACHINE:
         assert result["weights"]["sha256"] == expected["weights"]["sha256"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("unshard", ["none", "rollout"])
+def test_no_bit_depends_on_how_long_weights_stay_gathered(unshard, url):
+    """Not those of a run that puts an older policy into the place of the weights either; on a CPU all stay gathered."""
+    case = record.CASES["nft-full-fsdp2"]
+    kept, other = (
+        record.run(replace(case, settings=case.settings | {"unshard": word}), record.REPO, url)
+        for word in ("all", unshard)
+    )
+    assert kept == other
 
 
 def test_the_record_and_the_cases_have_the_same_names():

@@ -57,6 +57,8 @@ class RunArgs:
     compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
     keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
+    shard_size: int = 0  # Ranks in a row that share a copy of the weights in fsdp2; 0 is all
+    unshard: Literal["auto", "none", "rollout", "all"] = "auto"  # Phases in which fsdp2 keeps gathered weights
 
     # Data
     prompts: str = ""  # File of training prompts, .txt or .jsonl (required, here or in a preset)
@@ -111,8 +113,8 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
-    "shard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb", "keep_products_gb",
-    "attention", "compile", "profile",
+    "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb",
+    "keep_products_gb", "attention", "compile", "profile",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -120,7 +122,7 @@ LEAST = {  # setting -> least value
     "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
-    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0,
+    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0, "shard_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
@@ -150,6 +152,9 @@ def check_run(args: RunArgs, world_size: int) -> None:
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
         (args.shard != "fsdp2" or "RANK" in os.environ or args.device_memory_gb, "--shard fsdp2 needs torchrun"),
+        (not args.shard_size or (mode == "fsdp2" and world_size % args.shard_size == 0),
+         f"--shard-size must divide the {world_size} ranks of --shard fsdp2, got {args.shard_size}"),
+        (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),
         (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
         (not (args.device_memory_gb and engine and engine.library),
          f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),

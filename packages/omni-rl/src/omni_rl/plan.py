@@ -57,8 +57,9 @@ def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
     told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
     print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
     is_too_large = plan.peaks["load"] > limit  # the weights alone, whatever is done with them
-    for changed, world_size, flags in changes(args, ranks):
-        if is_too_large and (sharding(changed, world_size), world_size) == (sharding(args, ranks), ranks):
+    for changed, world_size, flags in changes(args if plan.unshard else replace(args, unshard="none"), ranks):
+        spread = [(sharding(a, n), n, a.shard_size) for a, n in ((changed, world_size), (args, ranks))]
+        if is_too_large and spread[0] == spread[1]:
             continue
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
@@ -73,23 +74,28 @@ def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
 def changes(args: ArgsT, ranks: int) -> Iterator[tuple[ArgsT, int, str]]:
     """Settings that need less memory, with their ranks and as flags: first those that cost least.
 
-    Recomputed activations cost a third more operations, small batches slow kernels, sharded weights traffic, and ranks
-    money.
+    Gathering weights block by block costs traffic, recomputed activations a third more operations, small batches slow
+    kernels, sharded weights traffic, and ranks money.
     """
     flags: list[str] = []
-    if not args.gradient_checkpointing:
-        args, flags = replace(args, gradient_checkpointing=True), ["--gradient-checkpointing"]
+    if args.unshard != "none" and sharding(args, ranks) == "fsdp2":
+        args, flags = replace(args, unshard="none"), ["--unshard none"]
         yield args, ranks, flags[0]
+    if not args.gradient_checkpointing:
+        args, flags = replace(args, gradient_checkpointing=True), [*flags, "--gradient-checkpointing"]
+        yield args, ranks, " ".join(flags)
     spread: list[tuple[Mode, int]] = [(sharding(args, ranks), ranks)]
-    count = ranks if spread[0][0] != "fsdp2" and ranks > 1 else ranks * 2
+    count = ranks if (spread[0][0] != "fsdp2" or args.shard_size) and ranks > 1 else ranks * 2
     while count <= MAX_RANKS:
         spread.append(("fsdp2", count))
         count *= 2
     for place, (mode, world_size) in enumerate(spread):
         wider = [f"--shard {mode}"] * (mode != spread[0][0]) + [f"{world_size} ranks"] * (world_size != ranks)
+        shard_size = 0 if place else args.shard_size
+        wider += ["--shard-size 0"] * (shard_size != args.shard_size)
         size = args.batch_size
         while size > 1:
-            changed = replace(args, shard=mode, batch_size=size)
+            changed = replace(args, shard=mode, shard_size=shard_size, batch_size=size)
             smaller = [f"--batch-size {size}"] * (size != args.batch_size)
             if (place or smaller) and _is_divisible(changed, world_size):
                 yield changed, world_size, " ".join([*flags, *smaller, *wider])
@@ -116,12 +122,16 @@ def measure(
 
 @dataclass
 class Plan:
-    """A step as it is planned. tells: print the settings too. remembers: run one forward of a shape, not all."""
+    """A step as it is planned. tells: print the settings too. remembers: run one forward of a shape, not all.
+
+    unshard: the phases in which sharded weights are gathered once.
+    """
 
     dist: Dist
     device: PlannedDevice
     tells: bool = False
     remembers: bool = True
+    unshard: tuple[str, ...] = ()
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
 
     @property
@@ -139,7 +149,8 @@ class Plan:
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
         flops = {name: count for name, count in self.device.flops.items() if count}
         work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
-        return f"plan: most memory per rank, GB: {memory}\nplan: operations per rank and step, TFLOP: {work}"
+        kept = f"\nplan: sharded weights are gathered once in {' and '.join(self.unshard)}" * bool(self.unshard)
+        return f"plan: most memory per rank, GB: {memory}\nplan: operations per rank and step, TFLOP: {work}{kept}"
 
     def prepare(self, run: "Run[RunArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
@@ -153,9 +164,10 @@ class Plan:
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)
 
-    def settle(self, optimizer: torch.optim.Optimizer) -> None:
+    def settle(self, run: "Run[RunArgs]") -> None:
         """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
-        for group in optimizer.param_groups:
+        self.unshard = run.unshard
+        for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
     def steps(self, run: "Run[RunArgs]") -> Iterator[Step]:

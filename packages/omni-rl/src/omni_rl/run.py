@@ -10,7 +10,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
@@ -28,11 +28,13 @@ from omni_train.compiled import check_compiler, compile_blocks
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import (
     Dist,
+    free_memory,
     gather_json,
     init_distributed,
     mean_metrics,
     memory,
     same_error,
+    shard_mesh,
     shutdown,
 )
 from omni_train.files import file_digest, probe_digest, write_atomically
@@ -40,10 +42,10 @@ from omni_train.flops import Calls, FlopTable
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
-from omni_train.optim import StepResult, build_adamw, optimizer_step, reduce_gradients, warmup_lr
+from omni_train.optim import StepResult, SummedBackward, build_adamw, optimizer_step, plain_backward, warmup_lr
 from omni_train.profiling import ProfiledLog
 from omni_train.recompute import Recompute
-from omni_train.shard import shard
+from omni_train.shard import gathered, reshard, shard
 from omni_train.snapshot import Ema, Snapshot
 from omni_train.weights import check_adapter, check_weights, homes, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
@@ -74,7 +76,8 @@ class Run(Generic[ArgsT]):
     trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
     reference_net: the frozen reference of such a run, if it has one. first_step: finished steps with which the loop
     begins. counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the
-    engine has. report: what rank 0 shows its pictures to.
+    engine has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures
+    to. backward: adds the gradient of a loss, `of` of which come before each optimizer step.
     """
 
     def __init__(
@@ -102,6 +105,8 @@ class Run(Generic[ArgsT]):
         self.counts: Counter[str] = Counter()
         self.calls: Calls = Counter()
         self.version = -1
+        self.unshard: tuple[str, ...] = ()
+        self.backward: Callable[..., None] = plain_backward
         self.snapshot: Snapshot | None = None
         self.reference_net: nn.Module | None = None
         self.report: ReportProcess | None = None
@@ -155,12 +160,14 @@ class Run(Generic[ArgsT]):
         run.sync_weights(max(run.first_step - 1, 0))
         return run
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
         """Within the `with` block, time counts as `time/<name>_s`, and what breaks is said to break in this phase."""
-        return self.log.phase(name)
+        with self.log.phase(name), gathered(self.net) if name in self.unshard else nullcontext():
+            yield
 
     def optimizer_step(self, step: "Step") -> StepResult:
-        """Sum the gradients over the ranks, clip them, step and clear them; without a signal only clear them.
+        """Clip the gradients, which `backward` has summed over ranks, and step; without a signal only clear them.
 
         Without a signal momentum and weight decay alone would move the weights.
         """
@@ -171,8 +178,6 @@ class Run(Generic[ArgsT]):
         if not step.has_signal:
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
-        if self.mode == "ddp":
-            reduce_gradients(self.params, dist.mesh, mode=self.mode)
         return optimizer_step(self.optimizer, self.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist)
 
     @contextmanager
@@ -191,8 +196,7 @@ class Run(Generic[ArgsT]):
     def sync(self, step: "Step", *, version: int | None = None) -> None:
         """Bring the weights to the engine, as those after `version` training steps; None is the step and all before."""
         with self.phase("sync"):
-            moved = self.sync_weights(step.number + 1 if version is None else version)
-        step.metrics["perf/sync_mb"] = moved / 2**20
+            step.metrics["perf/sync_mb"] = self.sync_weights(step.number + 1 if version is None else version) / 2**20
 
     def sync_weights(self, version: int) -> int:
         """Bring the weights to the engine; the bytes that were copied. Every rank calls it."""
@@ -204,7 +208,11 @@ class Run(Generic[ArgsT]):
     def old_policy(self) -> Iterator[None]:
         """Within the `with` block `net` is the old policy."""
         with self.snapshot.applied() if self.snapshot else lora.adapter(self.net, "old"):
+            if self.snapshot:
+                reshard(self.net)
             yield
+        if self.snapshot:
+            reshard(self.net)
 
     def move_old_policy(self, decay: float) -> None:
         """Move the old policy towards the trained one; it keeps the share `decay` of itself."""
@@ -344,7 +352,7 @@ class Run(Generic[ArgsT]):
         num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
         num_frozen = num_weights - num_trained + num_weights * self._keeps("reference")
         copies = 4 + bool(args.ema_decay) + ("old" in self._wants)  # float32: weight, gradient, two moments, averages
-        share = num_ranks if self.mode == "fsdp2" else 1
+        share = args.shard_size or num_ranks if self.mode == "fsdp2" else 1
         frozen_mb, trained_mb = (
             number / share / 2**20 for number in (num_frozen * self.dtype.itemsize, num_trained * 4 * copies)
         )
@@ -368,7 +376,7 @@ class Run(Generic[ArgsT]):
         with self.phase("load"):
             self._load()
             self._continue()
-        plan.settle(self.optimizer)
+        plan.settle(self)
         self.lock = RunLock(self.folder, self.dist)
         self.sync_weights(0)
         return self
@@ -407,6 +415,7 @@ class Run(Generic[ArgsT]):
     def _load(self) -> None:
         """The engine, and the net, ready to train, whose weights are the engine's own wherever that can be."""
         args, dist, model = self.args, self.dist, self.model
+        self.mesh = shard_mesh(dist, args.shard_size) if self.mode == "fsdp2" else dist.mesh
         is_filled = bool(self._start_files or not args.lora_rank or self.mode == "fsdp2")
         with same_error(dist):
             own = self._fill(trained=True) if is_filled else None
@@ -427,13 +436,28 @@ class Run(Generic[ArgsT]):
                 self.engine.load_weights(named_weights(self.net), version=0)
             self.engine.adopt(lora.unadapted_params(self.net))
             self.net.to(dist.device)  # what the engine does not hold
-        if args.lora_rank and self.mode != "fsdp2":
+        if self.mode == "fsdp2":
+            self.unshard = self._unshard()
+        elif args.lora_rank:
             shard(self.net, dist.mesh, mode=self.mode)
+
+    def _unshard(self) -> tuple[str, ...]:
+        """The phases in which the sharded net is gathered once; "auto" keeps most of the free memory for the rest."""
+        choice, plan, limit = self.args.unshard, current_plan.get(), self.args.device_memory_gb * 1e9
+        if choice == "auto":
+            free = limit - plan.device.live if plan else free_memory(self.dist.device)
+            size = sum(p.numel() for p in self.net.parameters()) * self.dtype.itemsize
+            share = max(gather_json(self.dist, size / max(free, 1)))  # the same on every rank
+            choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
+        phases = {"rollout": choice != "none" and self.engine.shares_weights, "update": choice == "all"}
+        return tuple(phase for phase, is_kept in phases.items() if is_kept)
 
     def _continue(self) -> None:
         """Make the optimizer and the other policies, all as the checkpoint has them, if there is one."""
         args = self.args
         self.params = [p for p in self.net.parameters() if p.requires_grad]
+        if self.mode != "none":
+            self.backward = SummedBackward(self.net, self.dist.mesh, mode=self.mode)
         self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay)
         if args.low_expert_lr is not None:
             low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
@@ -499,7 +523,7 @@ class Run(Generic[ArgsT]):
         net = load_sharded(
             self._add_adapters(net, *self.frozen) if trained else net,
             files,
-            self.dist.mesh if is_sharded else None,
+            self.mesh if is_sharded else None,
             device=self.dist.device,
             block_names=model.BLOCK_NAMES,
             compute_dtype=self.dtype if is_sharded else None,
@@ -525,6 +549,7 @@ class Run(Generic[ArgsT]):
             write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
             facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
             facts["attention"] = ", ".join(backend.name for backend in BACKENDS[self.attention])
+            facts |= {"gathered": "once in " + " and ".join(self.unshard)} if self.unshard else {}
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)

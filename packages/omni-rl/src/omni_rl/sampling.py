@@ -4,6 +4,7 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
@@ -12,6 +13,7 @@ from omni_reward import Score
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist
+from omni_train.shard import gathered
 
 from omni_rl.args import RunArgs
 from omni_rl.pictures import read_picture
@@ -83,10 +85,9 @@ def draw(
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
-        batch = replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()})
-        batches.append(batch)
+        batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
-        pending.append(submit(run.scorer, batch))
+        pending.append(submit(run.scorer, batches[-1]))
     return batches, pending
 
 
@@ -104,7 +105,8 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     prompts = expand_groups(run.eval_records, 1, seed=0, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
-    batches, pending = draw(run, filled, run.eval_params)
+    with gathered(run.net) if "rollout" in run.unshard else nullcontext():
+        batches, pending = draw(run, filled, run.eval_params)
     scores = collect(run.dist, pending)
     groups = torch.arange(len(filled))
     rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}

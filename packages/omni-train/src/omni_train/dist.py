@@ -103,6 +103,24 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     return Dist(rank=rank, world_size=world_size, local_rank=local_rank, device=device, mesh=mesh)
 
 
+def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
+    """The ranks as `shard` spreads weights over them, every `size` in a row a copy of their own; 0 is one for all.
+
+    2-D then, with the axes "replicate" and "shard". Every rank calls it.
+
+    Raises:
+        ValueError: `size` does not divide the number of ranks.
+    """
+    if dist.world_size % (size or 1):
+        raise ValueError(f"size must divide the {dist.world_size} ranks, got {size}")
+    if dist.mesh is None or size in (0, dist.world_size):
+        return dist.mesh
+    shape = dist.world_size // size, size
+    mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    mesh._device_type = dist.mesh.device_type  # that of a device that is only planned
+    return mesh
+
+
 def local_device(local_rank: int = 0) -> torch.device:
     """The device of this process, made current: accelerator number `local_rank`, or the CPU when there is none.
 
@@ -170,6 +188,15 @@ def memory(device: torch.device) -> Memory:
             current, peak = asked.memory_allocated(device), asked.max_memory_allocated(device)
             return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
     return Memory(math.nan, math.nan)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes of memory that are free on `device`; infinitely many on a CPU, and 0 where no one tells."""
+    if device.type == "cpu":
+        return math.inf
+    with suppress(RuntimeError, AttributeError):
+        return float(torch.accelerator.get_memory_info(device)[0])
+    return 0.0
 
 
 def reset_peak_memory(device: torch.device) -> None:

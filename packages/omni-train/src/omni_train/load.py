@@ -44,7 +44,7 @@ def load_sharded(
         files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
             nothing else but what `check_files` lets be; or such files for each of the submodules that the net is made
             of, by their names. None leaves the values open.
-        mesh: 1-D, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
+        mesh: as for `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
         block_names: as for `shard`.
         compute_dtype: as for `shard`.
         param_dtype: of the parameters; buffers take it under adapters, where diffusers has one type for all that is

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, gather_json
-from omni_train.shard import Mode
+from omni_train.shard import Mode, sharded_backward
 from omni_train.state import in_batches
 
 _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
@@ -59,6 +59,30 @@ def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) 
     """
     rise = min(1.0, (step + 1) / (warmup_steps + 1))
     return lr * rise * (max(0.0, 1 - step / decay_steps) if decay_steps else 1.0)
+
+
+def plain_backward(loss: Tensor, *, of: int) -> None:
+    """Add the gradient of a loss, one of `of` before an optimizer step, on the only rank."""
+    loss.backward()
+
+
+class SummedBackward:
+    """Backward passes of several ranks; after the last before an optimizer step gradients are summed over them."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh | None, *, mode: Mode) -> None:
+        """All of them what `shard` was given."""
+        self._module, self._mesh, self._mode, self._num_done = module, mesh, mode, 0
+
+    def __call__(self, loss: Tensor, *, of: int) -> None:
+        """Add the gradient of this rank's loss, one of `of` before an optimizer step, on every rank."""
+        self._num_done = (self._num_done + 1) % of
+        is_last = not self._num_done
+        if self._mode == "fsdp2":
+            sharded_backward(self._module, loss, is_last=is_last)
+            return
+        loss.backward()
+        if is_last:
+            reduce_gradients(self._module, self._mesh, mode=self._mode)
 
 
 def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
@@ -126,7 +150,8 @@ def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
     sharded = _sum_of_squares([t.to_local() for t in tensors if isinstance(t, DTensor)], dist)
     plain = _sum_of_squares([t for t in tensors if not isinstance(t, DTensor)], dist)
     by_rank = torch.tensor(gather_json(dist, torch.stack([sharded, plain]).tolist()))
-    return [math.sqrt(square) for square in (by_rank[:, 0].sum() + by_rank[:, 1]).tolist()]
+    num_ranks = next((t.device_mesh.shape[-1] for t in tensors if isinstance(t, DTensor)), 0)  # of the first copy
+    return [math.sqrt(square) for square in (by_rank[:num_ranks, 0].sum() + by_rank[:, 1]).tolist()]
 
 
 def _sum_of_squares(tensors: list[Tensor], dist: Dist) -> Tensor:

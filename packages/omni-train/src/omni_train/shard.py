@@ -7,17 +7,21 @@ Three modes. `none`: one rank holds everything. `ddp`: every rank holds everythi
 Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together, and the
 gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
 
+A sharded module gathers a block at a time, and frees it after its part of a forward or backward pass; within `gathered`
+all of it stays, until `sharded_backward` has made the last backward pass before an optimizer step.
+
 In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do, and must
 not change a module's output in place: that would lose the hook that gathers parameters for the backward pass.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as torch_dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -43,7 +47,8 @@ def shard(
     Args:
         module: parameters on this rank's device (`fsdp2` moves them, but for those on the meta device); equal on every
             rank for `fsdp2`, while `ddp` copies those of the first rank to the others.
-        mesh: 1-D, or None for a single process without a process group.
+        mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, as `shard_mesh` of
+            `omni_train.dist` makes it: each of its rows holds a copy, spread over its ranks (hybrid sharding).
         mode: see the head of this file.
         block_names: class names of the modules that `fsdp2` gathers one at a time, such as "QwenImageTransformerBlock".
         compute_dtype: dtype that `fsdp2` gathers parameters in; gradients are summed in float32 and parameters stay as
@@ -64,6 +69,54 @@ def shard(
     return module
 
 
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Within the `with` block a sharded module has all of its weights, gathered once; afterwards its rows alone.
+
+    The next forward gathers once more after `reshard`, which whatever changes the rows must call, and after the last
+    backward pass before an optimizer step.
+    """
+    units = _units(module)
+    _set_kept(units, True)
+    for unit in units:
+        unit.unshard()
+    try:
+        yield
+    finally:
+        _set_kept(units, False)
+        reshard(module)
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what a sharded module has gathered."""
+    for unit in _units(module):
+        unit.reshard()
+
+
+def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
+    """Add the gradients of a sharded module, summed over ranks; after the last pass free what is gathered.
+
+    Args:
+        module: in mode `fsdp2`.
+        loss: of this rank.
+        is_last: whether an optimizer step follows.
+    """
+    loss.backward()
+    if is_last:
+        reshard(module)
+
+
+def _units(module: nn.Module) -> list[FSDPModule]:
+    """What is gathered at a time."""
+    return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+
+
+def _set_kept(units: Sequence[FSDPModule], is_kept: bool) -> None:
+    for unit in units:
+        unit.set_reshard_after_forward(not is_kept, recurse=False)
+        unit.set_reshard_after_backward(not is_kept, recurse=False)
+
+
 def _check(mesh: DeviceMesh | None, mode: Mode, compute_dtype: torch.dtype | None) -> None:
     if mode not in get_args(Mode):
         raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
@@ -71,8 +124,8 @@ def _check(mesh: DeviceMesh | None, mode: Mode, compute_dtype: torch.dtype | Non
         raise ValueError("mesh must be a device mesh in mode 'fsdp2' (start the program with torchrun), got None")
     if mode == "none" and mesh is not None and mesh.size() > 1:
         raise ValueError(f"mode 'none' leaves ranks unsynchronized, so mesh must have 1 rank, got {mesh.size()}")
-    if mesh is not None and mesh.ndim != 1:
-        raise ValueError(f"mesh must be 1-D, got {mesh.ndim} dimensions")
+    if mesh is not None and mesh.ndim > 1 + (mode == "fsdp2"):
+        raise ValueError(f"mesh must be 1-D, or 2-D in mode 'fsdp2', got {mesh.ndim} dimensions in mode {mode!r}")
     if mode != "fsdp2" and compute_dtype is not None:
         raise ValueError(f"compute_dtype acts in mode 'fsdp2' only, got {compute_dtype} in mode {mode!r}")
 
@@ -89,10 +142,9 @@ def _fully_shard(
         # Resharding the root too keeps the registered parameters the sharded ones between forwards, so that adapters
         # can be copied, averaged and switched at any time.
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
-    for unit in module.modules():
-        if isinstance(unit, FSDPModule):
-            unit.set_gradient_divide_factor(1.0)
-            unit.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
+    for sharded in _units(module):
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # else it would multiply by 1.0, which gloo cannot
 
 
 def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from omni_train.lora import all_factors
 from omni_train.snapshot import Snapshot
@@ -73,15 +73,16 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
     A single number counts as one row.
 
     Raises:
-        ValueError: the tensor is sharded otherwise than by rows.
+        ValueError: the tensor is sharded otherwise than by rows, over the last mesh dimension.
     """
     if not isinstance(tensor, DTensor):
         return (tensor if tensor.ndim else tensor.view(1)), 0
-    if tuple(tensor.placements) != (Shard(0),):
-        raise ValueError(f"tensors must be sharded by rows over one mesh dimension, got {tensor.placements}")
+    *copies, rows = tensor.placements
+    if rows != Shard(0) or any(copy != Replicate() for copy in copies):
+        raise ValueError(f"tensors must be sharded by rows over the last mesh dimension, got {tensor.placements}")
     mesh, num_rows = tensor.device_mesh, tensor.shape[0]
-    per_rank = -(-num_rows // mesh.size())  # the last ranks may have fewer, or none
-    return tensor.to_local(), min(mesh.get_local_rank() * per_rank, num_rows)
+    per_rank = -(-num_rows // mesh.size(len(copies)))  # the last ranks may have fewer, or none
+    return tensor.to_local(), min(mesh.get_local_rank(len(copies)) * per_rank, num_rows)
 
 
 def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
