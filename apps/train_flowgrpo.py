@@ -291,9 +291,8 @@ class OldStep:
 def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means. args: settled."""
     dist, algo = run.dist, ALGOS[args.algo]
-    loss_of = algo.loss(args)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
-    old = old_policy(run, batches, args.old_log_prob)
+    old, loss_of = old_policy(run, batches, args.old_log_prob), algo.loss(args)
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
     seen, results = [], []

@@ -86,7 +86,8 @@ class RunArgs:
     # Scorer
     watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
     scorer_token_file: str = ""  # File with the token of the reward servers
-    scorer_timeout_s: float = 120.0  # Longest wait for the scores of one batch in seconds, restarts included
+    scorer_timeout_s: float = 120.0  # Longest that one request for scores may take in seconds, restarts included
+    score_batch_size: int = 0  # Most samples in a request to --scorer-url; 0 is those of a batch
     scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
     on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
 
@@ -114,7 +115,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb",
-    "keep_products_gb", "attention", "compile", "profile",
+    "keep_products_gb", "attention", "compile", "profile", "score_batch_size",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -123,6 +124,7 @@ LEAST = {  # setting -> least value
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
     "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0, "shard_size": 0,
+    "score_batch_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,

@@ -87,7 +87,8 @@ def draw(
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
-        pending.append(submit(run.scorer, batches[-1]))
+        size = run.args.score_batch_size or len(batch)
+        pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
     return batches, pending
 
 
@@ -107,11 +108,12 @@ def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
     with gathered(run.net) if "rollout" in run.unshard else nullcontext():
         batches, pending = draw(run, filled, run.eval_params)
+    watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
     scores = collect(run.dist, pending)
     groups = torch.arange(len(filled))
     rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}
     if run.watch:
-        seen = collect(run.dist, [submit(run.watch, batch) for batch in batches])
+        seen = collect(run.dist, watched)
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
     if run.report:
         run.report.show_eval(step, *_shown(batches, scores))

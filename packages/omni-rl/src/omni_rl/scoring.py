@@ -131,17 +131,17 @@ def connect(
         *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip
-    waiting = info["limits"]["max_waiting"]  # requests that the server lets wait, shared by the ranks
+    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, for all ranks
     client.close()
     client = open_client(max_in_flight=max(1, waiting // dist.world_size))
     client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
     return client, f"{info['scorer']} {info['scorer_version']}".strip()
 
 
-def submit(scorer: Scorer, samples: Samples) -> Pending:
-    """The scores to come of a batch."""
-    media = {kind: samples.media[kind].cpu().numpy() for kind in scorer.kinds}
-    prompts = samples.prompts
+def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
+    """The scores to come of a batch, or of these samples of it."""
+    media = {kind: samples.media[kind][rows].cpu().numpy() for kind in scorer.kinds}
+    prompts = samples.prompts[rows]
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
     return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts], references)
 

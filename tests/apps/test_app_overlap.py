@@ -1,0 +1,54 @@
+"""Scores asked for in parts of a batch."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from omni_reward.testing import serving_here
+from trainer_runs import recipe, tiny, train, write_eval_prompts
+
+import train_flowgrpo as app
+
+TINY = tiny(
+    recipe(app, "tiny-signs-flowgrpo"), prompts_per_step=2, group_size=4, batch_size=4, window_low=0, window_high=2,
+    train_steps=2,
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_tmp(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path
+
+
+def without_times(lines):
+    """The lines but for what depends on clocks and memory."""
+    timed = ("time/", "perf/", "reward/busy_s")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+class Server:
+    """A scorer of brightness that notes the sizes of its requests."""
+
+    def __init__(self):
+        self.sizes, self.lock = [], threading.Lock()
+
+    def __call__(self, media, prompts, meta):
+        with self.lock:
+            self.sizes.append(len(prompts))
+        return [float(image.mean()) / 255 for image in media["image"]]
+
+
+def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number():
+    """Four batches of 4, one of them of an evaluation: a request each, or two of 3 and 1 samples."""
+    servers = [Server() for _ in range(3)]
+    with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:
+        whole = train(app, replace(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
+        args = replace(TINY, name="parts", scorer_url=f"{first},{second}", score_batch_size=3)
+        parts = train(app, replace(args, train_steps=1, eval_every=1))
+    assert without_times(parts) == without_times(whole)
+    assert servers[0].sizes == [1] + [4] * 4  # the canary, and two evaluations
+    assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 6 + [3] * 4
+    assert len(servers[1].sizes) > 1 < len(servers[2].sizes)
