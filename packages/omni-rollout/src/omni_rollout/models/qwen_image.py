@@ -69,6 +69,12 @@ class QwenImage(DiffusersModel):
             rule = f"guidance_scale must be 1 for a {self.PIPELINE}, whose guidance is true_cfg_scale"
             raise ValueError(f"{rule}, got {params.guidance_scale}")
 
+    def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
+        """As any model's; the decoder, which is one of videos, is cut to what a single frame needs."""
+        parts = super().load(device=device, dtype=dtype, net=net)
+        cut_to_one_frame(parts.vae.decoder)
+        return parts
+
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w)."""
         return self.value("vae", "z_dim", int), params.height // 8, params.width // 8
@@ -139,6 +145,18 @@ class QwenImage(DiffusersModel):
             for name in ("latents_mean", "latents_std")
         )
         return mean, std
+
+
+def cut_to_one_frame(decoder: nn.Module) -> None:
+    """Leave the causal convolutions of a decoder of videos what they need for one frame: their last taps in time.
+
+    The other taps multiply the zeros before the first frame. A third of the products and weights is left.
+    """
+    for conv in decoder.modules():
+        if isinstance(conv, nn.Conv3d):
+            conv.weight = nn.Parameter(conv.weight[:, :, -1:].clone(), requires_grad=False)
+            conv.padding = (0, *(size // 2 for size in conv.kernel_size[1:]))
+            conv._padding = (0,) * 6  # type: ignore[assignment]  # what diffusers pads before it convolves
 
 
 def features(hidden: Tensor, num_left_out: int) -> Cond:
