@@ -28,6 +28,7 @@ from trainer_runs import (
     recipe,
     rollout,
     tiny,
+    train_on_ranks,
     undocumented,
     write_eval_prompts,
 )
@@ -163,6 +164,20 @@ def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
     lines = train(bright_url, compile=True, gradient_checkpointing=True, keep_products_gb=0.002, **lora)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1400)
+@pytest.mark.parametrize(
+    "settings",
+    [{"shard": "fsdp2"}, {"shard": "ddp", "lora_rank": 4, "lora_alpha": 8, "kl_coef": 0.1, "num_minibatches": 2}],
+    ids=["fsdp2", "ddp"],
+)
+def test_compiled_blocks_keep_the_ratio_at_one_on_two_ranks(in_tmp, bright_url, settings):
+    """All weights, or LoRA with a reference and two updates; with guidance, in bfloat16."""
+    args = replace(TINY, scorer_url=bright_url, batch_size=2, true_cfg_scale=3.0, dtype="bfloat16", **settings)
+    lines = train_on_ranks(app, replace(args, compile=True))
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
 
 
 def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(in_tmp, bright_url):
