@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -40,12 +39,14 @@ class Loop:
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
+        self._scores: list[float] = []  # held-out, in step order
         self._peak_tflops = None if run.dist.is_planned else peak_tflops(run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
+            self._scores += [line["eval/reward"]] if "eval/reward" in line else []
         self._stop = self._open.enter_context(catch_stop())
         self._open.enter_context(self.run.log)
         return self
@@ -86,7 +87,9 @@ class Loop:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
             stopping = self._finish(step)
         if run.dist.is_main and self._done == args.train_steps:
-            print(_summary(run), flush=True)
+            scores = self._scores
+            told = f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no held-out score"
+            print(f"{told}; report, weights and metrics in {run.folder}", flush=True)
 
     def _save(self) -> None:
         """Begin a checkpoint of the finished steps, unless there is one."""
@@ -103,7 +106,7 @@ class Loop:
         flops = run.flops.total(run.calls) if run.dist.is_main else {}
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
-                step.metrics |= hold_out(run, done)
+                step.metrics |= hold_out(run, done, self._scores)
         run.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
@@ -123,13 +126,17 @@ class Loop:
         return stopping
 
 
-def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:
-    """Metrics of the held-out prompts under the averaged weights, which it exports to runs/NAME/weights."""
+def hold_out(run: Run[RunArgs], done: int, scores: list[float]) -> dict[str, float]:
+    """Metrics of the held-out prompts under the averaged weights, which it exports to runs/NAME/weights.
+
+    scores: of the evaluations so far, to which it adds its own.
+    """
     with run.ema.applied():
         run.sync_weights(done)
         metrics = evaluate(run, done)
+        scores += [metrics["eval/reward"]] if "eval/reward" in metrics else []
         if done:
-            card = _model_card(run, metrics)
+            card = _model_card(run, scores) if "eval/reward" in metrics else None
             for name, part in run.trained.items():
                 net, folder = run.net.get_submodule(name), run.folder / "weights" / name
                 save_weights(net, folder, run.dist, into=part, card=card)
@@ -137,21 +144,14 @@ def hold_out(run: Run[RunArgs], done: int) -> dict[str, float]:
     return metrics
 
 
-def held_out_scores(folder: Path) -> list[float]:
-    """The held-out scores in the log, in step order."""
-    return [line["eval/reward"] for line in load_metrics(folder / "metrics.jsonl") if "eval/reward" in line]
-
-
-def _model_card(run: Run[RunArgs], metrics: dict[str, float]) -> dict[str, object] | None:
-    """The facts of the model card beside the weights; None without a score."""
-    if "eval/reward" not in metrics:
-        return None
-    first = held_out_scores(run.folder)[:1] if run.dist.is_main else []
+def _model_card(run: Run[RunArgs], scores: Sequence[float]) -> dict[str, object]:
+    """The facts of the model card beside the weights, whose held-out score is the last one."""
+    first = {"held-out, base": scores[0]} if len(scores) > 1 else {}
     return {
         "base": run.base,
         "algorithm": run.algorithm,
         "settings": asdict(without_secrets(run.args)),
-        "scores": {"held-out": metrics["eval/reward"], **({"held-out, base": first[0]} if first else {})},
+        "scores": {"held-out": scores[-1], **first},
         "command": command_line(sys.argv, hide=HIDDEN),
     }
 
@@ -161,10 +161,3 @@ def _print_alarms(done: int, alarms: Sequence[Alarm]) -> None:
     for alarm in alarms:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
         print(f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)
-
-
-def _summary(run: Run[RunArgs]) -> str:
-    """The last line of a finished run."""
-    scores = held_out_scores(run.folder)
-    told = f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no held-out score"
-    return f"{told}; report, weights and metrics in {run.folder}"
