@@ -253,10 +253,11 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
     return pipe
 
 
-def build_wan(pipeline: str = "WanPipeline", *, clip: bool = False, per_token: bool = False, **config: Any) -> Any:
+def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool = False, **config: Any) -> Any:
     """A pipeline of Wan, with two experts if `boundary_ratio` is given.
 
-    per_token: as TI2V-5B has it, a timestep for each token and a VAE of 48 channels. clip: 2.1's, which sees an image.
+    per_token: as TI2V-5B has it, a timestep for each token and a VAE of 48 channels. clip: the number of given frames
+    that 2.1 sees by CLIP.
     """
     import diffusers
     from torch.nn.init import normal_
@@ -265,7 +266,7 @@ def build_wan(pipeline: str = "WanPipeline", *, clip: bool = False, per_token: b
     tokenizer = build_t5_tokenizer()
     channels = 48 if per_token else 16
     encoder: dict[str, Any] = SIDES | {"num_hidden_layers": 2, "image_size": 28, "patch_size": 14}
-    seen = {"image_dim": 32, "added_kv_proj_dim": 48} if clip else {}
+    seen = {"image_dim": 32, "added_kv_proj_dim": 48, "pos_embed_seq_len": 2 * 5 if clip == 2 else None} if clip else {}
     taken = channels if per_token or pipeline == "WanPipeline" else 2 * channels + 4
 
     def build_net() -> Any:
@@ -501,7 +502,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "wan21": build_wan,
     "wan22": lambda: build_wan(boundary_ratio=0.875),
     "wan22-ti2v": lambda: build_wan(per_token=True),
-    "wan21-i2v": lambda: build_wan("WanImageToVideoPipeline", clip=True),
+    "wan21-i2v": lambda: build_wan("WanImageToVideoPipeline", clip=1),
+    "wan21-flf2v": lambda: build_wan("WanImageToVideoPipeline", clip=2),
     "wan22-i2v": lambda: build_wan("WanImageToVideoPipeline", boundary_ratio=0.9),
     "z-image": build_z_image,
     "flux-dev": build_flux,
