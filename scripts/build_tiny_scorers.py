@@ -3,8 +3,8 @@
     python scripts/build_tiny_scorers.py /somewhere
 
 They show that loading and scoring work, here and in an environment of your own; their scores mean nothing. Folders and
-files: `clap`, `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `qwen2-vl` and
-`instruction.txt`.
+files: `clap`, `clip` (for clip, pickscore, aesthetic), `aesthetic.pth`, `imagereward`, `bert`, `hpsv3`, `videoalign`,
+`qwen2-vl`, `instruction.txt` and `instruction-of-videoalign.txt`.
 """
 
 import argparse
@@ -33,7 +33,9 @@ from transformers import (
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+CHAT_TOKENS += ["<|video_pad|>"]
 REWARD_TOKEN = "<|Reward|>"
+VIDEOALIGN = "checkpoint-11352/model.pth"
 VISION, TEXT, LAYERS = 128, 48, 2  # widths and depth of the tiny ImageReward
 
 
@@ -47,6 +49,9 @@ def write_all(folder: Path) -> None:
     write_imagereward(folder / "imagereward")
     write_bert_tokenizer(folder / "bert")
     write_hpsv3(folder / "hpsv3", folder / "qwen2-vl")
+    write_videoalign(folder / "videoalign", folder / "qwen2-vl")
+    marks = "\n".join(f"<|{part}_reward|>" for part in ("VQ", "MQ", "TA"))
+    (folder / "instruction-of-videoalign.txt").write_text(f"Grade this: {{text_prompt}}\n{marks}\n")
     (folder / "instruction.txt").write_text(f"How good is this? {{text_prompt}}\nRating: {REWARD_TOKEN}\n")
 
 
@@ -99,20 +104,28 @@ def write_bert_tokenizer(folder: Path) -> None:
     BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
 
 
-def write_hpsv3(folder: Path, base: Path) -> None:
-    """HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
+def write_qwen2_vl(folder: Path) -> tuple[Any, Any]:
+    """The tokenizer and the settings of a Qwen2-VL, as its folder has them."""
     words = {byte: i for i, byte in enumerate(BYTES)}
     tokenizer: Any = Qwen2Tokenizer(vocab=words, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
-    tokenizer.save_pretrained(base)
+    tokenizer.save_pretrained(folder)
     rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e6}
     text: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "rope_parameters": rope}
     text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": len(words) + 20}
     text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 16, "num_heads": 2, "mlp_ratio": 2}
-    image_id = tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    config: Any = Qwen2VLConfig(text_config=text, vision_config=vision, image_token_id=image_id)
-    config.save_pretrained(base)
+    image_id, video_id = tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+    config: Any = Qwen2VLConfig(
+        text_config=text, vision_config=vision, image_token_id=image_id, video_token_id=video_id
+    )
+    config.save_pretrained(folder)
+    return tokenizer, config
+
+
+def write_hpsv3(folder: Path, base: Path) -> None:
+    """HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
+    tokenizer, config = write_qwen2_vl(base)
     config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one token more, and none to spare
     model = Qwen2VLModel(config)
     spread(model)
@@ -123,6 +136,29 @@ def write_hpsv3(folder: Path, base: Path) -> None:
     weights |= random_weights({f"rm_head.{i}.bias": (n_out,) for i, _, n_out in sizes})
     folder.mkdir(exist_ok=True)
     save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / "HPSv3.safetensors")
+
+
+def write_videoalign(folder: Path, base: Path) -> None:
+    """checkpoint-11352/model.pth under its published names, with LoRA on the texts' attention, and its settings."""
+    tokenizer, config = write_qwen2_vl(base)
+    config.text_config.vocab_size = len(tokenizer) + 3
+    model = Qwen2VLModel(config)
+    spread(model)
+    weights = {name.replace("language_model.", "model."): weight for name, weight in model.state_dict().items()}
+    weights["rm_head.weight"] = torch.randn(1, 16)
+    for name in [name for name in weights if "self_attn." in name]:
+        layer, kind = name.rsplit(".", 1)
+        weights[f"{layer}.base_layer.{kind}"] = weights.pop(name)
+        if kind == "weight":
+            out, width = model.state_dict()[name.replace("model.", "language_model.", 1)].shape
+            weights |= random_weights({f"{layer}.lora_A.default.weight": (4, width)})
+            weights |= random_weights({f"{layer}.lora_B.default.weight": (out, 4)})
+    (folder / "checkpoint-11352").mkdir(parents=True)
+    torch.save({f"base_model.model.{n}": w.contiguous() for n, w in weights.items()}, folder / VIDEOALIGN)
+    scale = {f"{part}_{name}": value for part in ("VQ", "MQ", "TA") for name, value in (("mean", 0.5), ("std", 2.0))}
+    settings = {"data_config": {"fps": 2.0, "max_frame_pixels": 200704}, "inference_config": scale | {"TA_std": 4.0}}
+    settings["peft_lora_config"] = {"lora_r": 4, "lora_alpha": 8}
+    (folder / "model_config.json").write_text(json.dumps(settings))
 
 
 def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:

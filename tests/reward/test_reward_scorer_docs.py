@@ -24,6 +24,7 @@ from omni_reward.scorers.imagereward import load_imagereward
 from omni_reward.scorers.jpeg import MODES
 from omni_reward.scorers.tasks import TASKS
 from omni_reward.scorers.video import MEASURES
+from omni_reward.scorers.videoalign import load_videoalign
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scorers.md").read_text()
@@ -37,6 +38,7 @@ NETWORKS: dict[str, Callable[..., Scorer]] = {
     "hpsv3": load_hpsv3,
     "imagereward": load_imagereward,
     "pickscore": load_pickscore,
+    "videoalign": load_videoalign,
 }
 
 

@@ -9,10 +9,11 @@ import torch
 from omni_reward import Score, Scorer
 from omni_reward.scorers import load_scorer
 from safetensors.torch import load_file, save_file
-from scorers import hpsv3_instruction
+from scorers import instruction
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+NAMES = ("INSTRUCTION", "prompt_with_special_token")
 INSTRUCTION = "How good is this?\n{text_prompt} {so}\nRating: <|Reward|>\n"
 PROMPTS = ["a cat", "two dogs under a {tree}", "caf\u00e9"]
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 40, 56, 3), np.uint8)
@@ -172,7 +173,7 @@ other = INSTRUCTION.upper()
 
 def test_the_instruction_is_taken_from_source_code_without_running_it(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "collator.py").write_text(SOURCE)
-    hpsv3_instruction.main([str(tmp_path / "collator.py"), str(tmp_path / "out.txt")])
+    instruction.main([str(tmp_path / "collator.py"), str(tmp_path / "out.txt"), *NAMES])
     assert (tmp_path / "out.txt").read_text() == "\nLook.\nTextual prompt - {text_prompt}\n\nRate: <|Reward|>\n"
     assert load(tiny, instruction=tmp_path / "out.txt")
 
@@ -181,5 +182,5 @@ def test_the_instruction_is_taken_from_source_code_without_running_it(tiny: Path
 def test_source_code_without_the_texts_is_refused(source: str, tmp_path: Path) -> None:
     (tmp_path / "collator.py").write_text(source)
     with pytest.raises(SystemExit, match=r"collator\.py must set INSTRUCTION and prompt_with_special_token to texts"):
-        hpsv3_instruction.main([str(tmp_path / "collator.py"), str(tmp_path / "out.txt")])
+        instruction.main([str(tmp_path / "collator.py"), str(tmp_path / "out.txt"), *NAMES])
     assert not (tmp_path / "out.txt").exists()

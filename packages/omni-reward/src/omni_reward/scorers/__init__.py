@@ -12,7 +12,7 @@ from omni_reward.wire import ScoreFn, Scorer
 
 SCORERS = (
     "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore",
-    "pitch", "sync", "video", "vlm",
+    "pitch", "sync", "video", "videoalign", "vlm",
 )  # fmt: skip
 
 
@@ -53,6 +53,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.sound import load_sync as load
         case "video":
             from omni_reward.scorers.video import load_video as load
+        case "videoalign":
+            from omni_reward.scorers.videoalign import load_videoalign as load
         case "vlm":
             from omni_reward.scorers.vlm import load_vlm as load
         case _:

@@ -6,7 +6,7 @@ nothing. A name of a model is a folder of this machine, or else one on the hub, 
 Letters: N samples, H height, W width.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,36 +17,51 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from omni_reward.media import Arrays, Meta
 from omni_reward.scorers.pixels import MAX_ASPECT
 from omni_reward.wire import Score, Scorer
 
 BATCH_SIZE = 16
 Weights = Mapping[str, Tensor]
 Rate = Callable[[np.ndarray, list[str]], Tensor]
+RateAny = Callable[[np.ndarray, list[str], Meta], Tensor]
 Decline = Callable[[str], str | None]
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def image_scorer(rate: Rate, version: str, decline: Decline = lambda prompt: None) -> Scorer:
-    """Scorer for `image` of a network, which abstains on images that are too long for it.
+    """Scorer for `image` of a network: `rate(images, prompts)` are the scores [N]; the rest as of `network_scorer`."""
+    return network_scorer("image", lambda images, prompts, meta: rate(images, prompts), version, decline)
+
+
+def network_scorer(
+    kind: str, rate: RateAny, version: str, decline: Decline = lambda prompt: None, parts: Sequence[str] = ()
+) -> Scorer:
+    """Scorer for pictures or videos of a network, which abstains on those that are too long for it.
 
     Args:
-        rate: scores [N] of images [N, H, W, 3], uint8, RGB, and N prompts; N is at least 1.
+        kind: `image` or `video`.
+        rate: scores [N] of media [N, ...], uint8, RGB, N prompts and their meta, N at least 1; with parts, [N, parts].
         version: as of a Scorer.
         decline: reason for which the network cannot read a prompt; None where it can.
+        parts: names of what a score is the sum of.
     """
 
-    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
-        images = media["image"]
-        if max(images.shape[1:3]) > MAX_ASPECT * min(images.shape[1:3]):
-            return [Score(None, abstained=f"the image has an aspect ratio above {MAX_ASPECT}")] * len(prompts)
+    def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+        samples = media[kind]
+        if max(samples.shape[-3:-1]) > MAX_ASPECT * min(samples.shape[-3:-1]):
+            return [Score(None, abstained=f"the {kind} has an aspect ratio above {MAX_ASPECT}")] * len(prompts)
         reasons = [decline(prompt) for prompt in prompts]
         read = [i for i, reason in enumerate(reasons) if reason is None]
         with torch.inference_mode():
-            values = iter(rate(images[read], [prompts[i] for i in read]).float().tolist() if read else [])
-        return [Score.of(next(values)) if reason is None else Score(None, abstained=reason) for reason in reasons]
+            rated = rate(samples[read], [prompts[i] for i in read], [meta[i] for i in read]) if read else torch.empty(0)
+        rows = iter(rated.float().view(len(read), max(1, len(parts))).tolist())
+        return [join(next(rows)) if reason is None else Score(None, abstained=reason) for reason in reasons]
 
-    return Scorer(score, batch_size=BATCH_SIZE, version=version)
+    def join(row: list[float]) -> Score:
+        return Score.of(sum(row), parts=dict(zip(parts, row, strict=True)) if parts else {})
+
+    return Scorer(score, media=(kind,), batch_size=BATCH_SIZE, version=version)
 
 
 def pick_device(name: str | None, *, threads: int) -> torch.device:

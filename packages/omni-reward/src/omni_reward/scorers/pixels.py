@@ -13,6 +13,8 @@ from PIL import Image
 
 MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, which BLIP and Qwen2-VL use too
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
+PATCH, MERGE, FRAMES = 14, 2, 2  # pixels of a patch of Qwen2-VL, patches and frames of a token
+SIDE = PATCH * MERGE  # pixels of a token
 MAX_ASPECT = 200  # longer side / shorter side that Qwen2-VL takes
 
 
@@ -32,37 +34,37 @@ def _middle(image: np.ndarray, side: int) -> np.ndarray:
     return _resize(image, height, width)[top : top + side, left : left + side]
 
 
-def fit_size(height: int, width: int, *, factor: int, num_pixels: int) -> tuple[int, int]:
-    """Height and width, multiples of factor, of about num_pixels and about the same aspect.
+def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, int]:
+    """Height and width of least to most pixels, multiples of SIDE, of about the same aspect.
 
-    The rule of Qwen2-VL where the least and the most pixels are one number: round both sides to multiples; when that
-    gives too many pixels, scale down and round down, when too few, scale up and round up.
+    The rule of Qwen2-VL: round both sides to multiples; when that gives too many pixels, scale down and round down,
+    when too few, scale up and round up.
 
     Raises:
         ValueError: the image is more than MAX_ASPECT times as long as wide.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"an image must not be more than {MAX_ASPECT} times as long as wide, got {height} x {width}")
-    rounded = [max(factor, round(side / factor) * factor) for side in (height, width)]
-    scale = math.sqrt(height * width / num_pixels)
-    if math.prod(rounded) > num_pixels:
-        rounded = [max(factor, math.floor(side / scale / factor) * factor) for side in (height, width)]
-    elif math.prod(rounded) < num_pixels:
-        rounded = [math.ceil(side / scale / factor) * factor for side in (height, width)]
+    rounded = [max(SIDE, round(side / SIDE) * SIDE) for side in (height, width)]
+    if math.prod(rounded) > most:
+        scale = math.sqrt(height * width / most)
+        rounded = [max(SIDE, math.floor(side / scale / SIDE) * SIDE) for side in (height, width)]
+    elif math.prod(rounded) < least:
+        scale = math.sqrt(height * width / least)
+        rounded = [math.ceil(side / scale / SIDE) * SIDE for side in (height, width)]
     return rounded[0], rounded[1]
 
 
-def to_patches(image: np.ndarray, height: int, width: int, *, patch: int, merge: int, frames: int) -> np.ndarray:
-    """An image [H, W, 3], uint8, RGB, resized and cut as Qwen2-VL's vision tower reads it: [P, D], float32.
+def to_patches(clip: np.ndarray, height: int, width: int) -> np.ndarray:
+    """A clip [F, H, W, 3], uint8, RGB, resized and cut as Qwen2-VL's vision tower reads it: [P, D], float32.
 
-    Squares of merge x merge patches follow one another row by row, since the tower merges each into one token. Within
-    a patch come the channel, the frame (an image stands still for `frames` frames), the row and the column.
+    After FRAMES frames each, squares of MERGE x MERGE patches follow one another row by row, since the tower merges
+    each into one token. Within a patch come the channel, the frame, the row and the column.
     """
-    pixels = _normalize(_resize(image, height, width))
-    grid = pixels.reshape(3, height // (merge * patch), merge, patch, width // (merge * patch), merge, patch)
-    ordered = grid.transpose(1, 4, 2, 5, 0, 3, 6)  # [rows, columns, merge, merge, 3, patch, patch]
-    still = np.broadcast_to(ordered[:, :, :, :, :, None], (*ordered.shape[:5], frames, patch, patch))
-    return still.reshape(-1, 3 * frames * patch * patch)
+    pixels = np.stack([_normalize(_resize(image, height, width)) for image in clip])
+    sides = (height // SIDE, MERGE, PATCH, width // SIDE, MERGE, PATCH)
+    grid = pixels.reshape(len(clip) // FRAMES, FRAMES, 3, *sides)
+    return grid.transpose(0, 3, 6, 4, 7, 2, 1, 5, 8).reshape(-1, 3 * FRAMES * PATCH**2)
 
 
 def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:

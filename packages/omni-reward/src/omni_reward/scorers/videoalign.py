@@ -1,0 +1,87 @@
+"""VideoAlign: how good a video looks, moves and fits its prompt, by a vision-language model with a head.
+
+    score = VQ + MQ + TA,    part_i = (head_i(h_i) - mean_i) / std_i
+
+with h_i the last state of Qwen2-VL-2B at <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|>. The parts are visual quality,
+motion quality and text alignment (Liu et al., arXiv 2501.13918); means and spreads are those of the published model's
+own settings. As there, the model sees two frames a second, four at least, evenly spread from the first to the last.
+Its LoRA weights are added to those that they adapt.
+
+Letters: N samples, T frames, H height, W width, D width of a state.
+"""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from omni_reward.media import Meta
+from omni_reward.scorers import neural
+from omni_reward.scorers.pixels import SIDE, fit_size
+from omni_reward.scorers.qwen2_vl import load_judge
+from omni_reward.wire import Scorer
+
+VIDEOALIGN = "KwaiVGI/VideoReward"
+CHECKPOINT = "checkpoint-11352/model.pth"
+BASE = "Qwen/Qwen2-VL-2B-Instruct"
+PARTS = ("VQ", "MQ", "TA")
+LEAST_FRAMES = 4
+LEAST_PIXELS = 128 * SIDE**2  # of a frame
+
+
+def load_videoalign(
+    *,
+    instruction: str,
+    model: str = VIDEOALIGN,
+    base: str = BASE,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    threads: int = 1,
+) -> Scorer:
+    """Scorer for `video` [N, T, H, W, 3], uint8, RGB.
+
+    Args:
+        instruction: path of the text that the model is told.
+        model: name of the model, which holds model_config.json and checkpoint-11352/model.pth.
+        base: name of Qwen2-VL-2B-Instruct, of which only the settings and the tokenizer are read.
+        device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model cannot be read.
+        OSError: the instruction cannot be read.
+    """
+    to = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    settings = json.loads(neural.find_file(model, "model_config.json").read_text("utf-8"))
+    lora, seen, scale = (settings[name] for name in ("peft_lora_config", "data_config", "inference_config"))
+    weights = merge_lora(neural.read_weights(neural.find_file(model, CHECKPOINT)), lora["lora_alpha"] / lora["lora_r"])
+    judge = load_judge(instruction, weights, base, [f"<|{part}_reward|>" for part in PARTS], "<|video_pad|>", to)
+    head = weights["rm_head.weight"].float().to(to[0]).expand(3, -1)  # a row for all parts, or one for each
+    mean, std = (torch.tensor([scale[f"{part}_{name}"] for part in PARTS]).to(to[0]) for name in ("mean", "std"))
+
+    def rate(clips: np.ndarray, prompts: list[str], meta: Meta) -> Tensor:
+        size = fit_size(*clips.shape[2:4], least=LEAST_PIXELS, most=seen["max_frame_pixels"])
+        rates: list[Any] = [sample["fps"] for sample in meta]
+        frames = [pick_frames(clip, fps, seen["fps"]) for clip, fps in zip(clips, rates, strict=True)]
+        return ((judge.read(frames, size, prompts) * head).sum(dim=-1) - mean) / std
+
+    return neural.network_scorer("video", rate, f"{neural.short_name(model)} {dtype}", judge.decline, PARTS)
+
+
+def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
+    """The weights under a PEFT model's names, with `scale` B A added to each that has an adapter, under their own."""
+    merged = neural.below("base_model.model.", weights)
+    for name in [name for name in merged if name.endswith(".base_layer.weight")]:
+        layer = name.removesuffix(".base_layer.weight")
+        down, up = (merged.pop(f"{layer}.lora_{side}.default.weight").float() for side in "AB")
+        merged[f"{layer}.weight"] = merged.pop(name).float() + scale * up @ down
+        if f"{layer}.base_layer.bias" in merged:
+            merged[f"{layer}.bias"] = merged.pop(f"{layer}.base_layer.bias")
+    return merged
+
+
+def pick_frames(clip: np.ndarray, fps: float, wanted: float) -> np.ndarray:
+    """An even number of frames of a clip [T, H, W, 3], about `wanted` a second, evenly spread; twice a lone one."""
+    count = min(max(len(clip) / fps * wanted, LEAST_FRAMES), max(2, len(clip) // 2 * 2))
+    return clip[np.linspace(0, len(clip) - 1, round(count / 2) * 2).round().astype(int)]
