@@ -34,6 +34,8 @@ from omni_rl.cli import check_least, parse_cli, require
 class Args(RunArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
+    OFFLOAD = "encoder optimizer activations"  # its update decodes pictures
+
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
     group_size: int = 1  # Samples of each prompt
     num_inference_steps: int = 25  # Denoising steps of a rollout

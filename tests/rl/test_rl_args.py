@@ -4,7 +4,7 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from helpers import REPO
@@ -92,6 +92,26 @@ def test_several_ranks_need_a_way_to_spread_the_weights(good: ScoredArgs, monkey
     check_scored(replace(good, shard="ddp"), 1)
     monkeypatch.setenv("RANK", "0")
     check_scored(replace(good, shard="fsdp2"), 1)
+
+
+def test_what_waits_on_the_host_is_named(good: ScoredArgs):
+    lean = replace(good, lora_rank=4, gradient_checkpointing=True)
+    check_scored(replace(lean, offload="activations,encoder", base_dtype="nf4", decode_batch_size=2), 1)
+    wrong: dict[str, dict[str, Any]] = {
+        "--offload must be of encoder, engine, optimizer, activations, with commas between, got vae": {
+            "offload": "vae,encoder"
+        },
+        "--offload activations needs --gradient-checkpointing": {
+            "offload": "activations",
+            "gradient_checkpointing": False,
+        },
+        "--base-dtype nf4 needs --lora-rank > 0": {"base_dtype": "nf4", "lora_rank": 0},
+        "--base-dtype int8 needs .* --gradient-checkpointing": {"base_dtype": "int8", "gradient_checkpointing": False},
+        "--decode-batch-size must be >= 0": {"decode_batch_size": -1},
+    }
+    for message, changes in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            check_scored(replace(lean, **changes), 1)
 
 
 def test_a_step_is_dealt_in_whole_batches():

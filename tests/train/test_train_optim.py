@@ -164,6 +164,22 @@ def test_only_float32_parameters_are_trained():
         build_adamw(net.requires_grad_(False), lr=1.0)
 
 
+def test_moments_that_wait_on_the_host_step_alike():
+    """A few parameters at a time, also where one of them has no gradient at first."""
+    nets = [make_net(), make_net()]
+    optimizers = [build_adamw(net, lr=0.1, on_host=on_host) for net, on_host in zip(nets, (False, True), strict=True)]
+    for step in range(3):
+        for net, optimizer in zip(nets, optimizers, strict=True):
+            net(X).square().sum().backward()
+            if not step:
+                net[0].bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*(net.parameters() for net in nets), strict=True))
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    assert all(torch.equal(states[0][i][name], states[1][i][name]) for i in range(4) for name in states[0][i])
+
+
 def test_max_grad_norm_must_be_positive(alone):
     param = param_with_gradient(1.0)
     for value in (0.0, -1.0, math.nan):

@@ -25,7 +25,12 @@ ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 @dataclass(frozen=True)
 class RunArgs:
-    """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them."""
+    """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them.
+
+    OFFLOAD: the parts that --offload may name, those first whose copies take least time.
+    """
+
+    OFFLOAD = "encoder engine optimizer activations"
 
     # Run
     name: str = "run"  # Name of the run, which writes to runs/NAME; the same command continues it
@@ -46,6 +51,7 @@ class RunArgs:
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
+    base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
@@ -56,6 +62,7 @@ class RunArgs:
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
     compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
     keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
+    offload: str = ""  # Parts that wait on the host: encoder, engine, optimizer, activations, with commas between
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
     shard_size: int = 0  # Ranks in a row that share a copy of the weights in fsdp2; 0 is all
     unshard: Literal["auto", "none", "rollout", "all"] = "auto"  # Phases in which fsdp2 keeps gathered weights
@@ -80,6 +87,7 @@ class RunArgs:
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
     engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+    decode_batch_size: int = 0  # Samples that the VAE decodes at a time; 0 is all of a batch
     text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts, which are kept from step to step
     text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
 
@@ -115,7 +123,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb",
-    "keep_products_gb", "attention", "compile", "profile", "score_batch_size",
+    "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload", "decode_batch_size",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
@@ -124,7 +132,7 @@ LEAST = {  # setting -> least value
     "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
     "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
     "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0, "shard_size": 0,
-    "score_batch_size": 0,
+    "score_batch_size": 0, "decode_batch_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
@@ -146,7 +154,7 @@ def check_run(args: RunArgs, world_size: int) -> None:
     name, mode, engine = PurePath(args.name), sharding(args, world_size), ENGINES.get(args.engine)
     required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
     missing = next((key for key, value in required.items() if not value), "")
-    lora_only = {"targets": args.lora_targets, "init": args.lora_init}
+    offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
     require(
         (not missing, f"--{missing} must be given, or come from --preset NAME or --config FILE.toml"),
@@ -167,10 +175,16 @@ def check_run(args: RunArgs, world_size: int) -> None:
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
+        (args.base_dtype == "auto" or (args.lora_rank and args.gradient_checkpointing and mode != "fsdp2"),
+         f"--base-dtype {args.base_dtype} needs --lora-rank > 0, --gradient-checkpointing, and weights not fsdp2"),
+        (args.gradient_checkpointing or "activations" not in offload,
+         "--offload activations needs --gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
+        (not (engine and engine.library and ("encoder" in offload or args.base_dtype != "auto")),
+         f"--offload encoder and --base-dtype fit the embedded engine alone, got --engine {args.engine}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
         (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
@@ -276,6 +290,18 @@ def num_batches(args: RunArgs, world_size: int, *, num_trained: int = 1) -> int:
 def _nearest(number: int, others: Sequence[int]) -> int | None:
     """The number that is nearest to the first one, the lower of two; None where there is none."""
     return min(others, key=lambda other: abs(other - number), default=None)
+
+
+def offloaded(args: RunArgs) -> set[str]:
+    """The parts that are on the host while they have nothing to do.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    parts, known = set(filter(None, args.offload.split(","))), args.OFFLOAD.split()
+    unknown = ", ".join(sorted(parts.difference(known)))
+    require((not unknown, f"--offload must be of {', '.join(known)}, with commas between, got {unknown}"))
+    return parts
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:

@@ -10,7 +10,7 @@ decoder's, the first of a shape alone runs, kernel by kernel; later ones take th
 
 import gc
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -41,6 +41,15 @@ ArgsT = TypeVar("ArgsT", bound=RunArgs)
 GB = 1e9
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MAX_RANKS = 64  # to which a change may spread the weights
+DECODED = 4  # pictures that a change has the VAE decode at a time
+FLAGS = {
+    "unshard": "--unshard {}",
+    "decode_batch_size": "--decode-batch-size {}",
+    "offload": "--offload {}",
+    "gradient_checkpointing": "--gradient-checkpointing",
+    "batch_size": "--batch-size {}",
+    "base_dtype": "--base-dtype {}",
+}
 
 
 def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
@@ -56,49 +65,69 @@ def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
     over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
     told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
     print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
-    is_too_large = plan.peaks["load"] > limit  # the weights alone, whatever is done with them
-    for changed, world_size, flags in changes(args if plan.unshard else replace(args, unshard="none"), ranks):
-        spread = [(sharding(a, n), n, a.shard_size) for a, n in ((changed, world_size), (args, ranks))]
-        if is_too_large and spread[0] == spread[1]:
+    start = args if plan.unshard else replace(args, unshard="none")  # where nothing is gathered for long
+    too_large = {_weights(args, ranks)} if plan.peaks["load"] > limit else set()
+    for changed, world_size, flags in changes(start, ranks, plan.offloads, over):
+        if _weights(changed, world_size) in too_large:
             continue
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
             print(f"plan: fits with {flags}: {trial.peak / GB:.3g} GB", flush=True)
             return 1
+        if trial.peaks["load"] > limit:
+            too_large.add(_weights(changed, world_size))
         worst = max(trial.peaks, key=lambda name: trial.peaks[name])
         print(f"plan: does not fit with {flags}: {trial.peak / GB:.3g} GB in {worst}", flush=True)
-    print("plan: no change of gradient checkpointing, batch size, sharding and ranks fits", flush=True)
+    print("plan: no change of offloading, recomputation, batch size, bits, sharding and ranks fits", flush=True)
     return 1
 
 
-def changes(args: ArgsT, ranks: int) -> Iterator[tuple[ArgsT, int, str]]:
+def changes(
+    args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]
+) -> Iterator[tuple[ArgsT, int, str]]:
     """Settings that need less memory, with their ranks and as flags: first those that cost least.
 
-    Gathering weights block by block costs traffic, recomputed activations a third more operations, small batches slow
-    kernels, sharded weights traffic, and ranks money.
+    Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
+    small batches slow kernels, weights in fewer bits precision, sharded ones traffic, and ranks money.
+
+    offloads: the parts that --offload may name. over: the phases that need too much.
     """
-    flags: list[str] = []
-    if args.unshard != "none" and sharding(args, ranks) == "fsdp2":
-        args, flags = replace(args, unshard="none"), ["--unshard none"]
-        yield args, ranks, flags[0]
-    if not args.gradient_checkpointing:
-        args, flags = replace(args, gradient_checkpointing=True), [*flags, "--gradient-checkpointing"]
-        yield args, ranks, " ".join(flags)
-    spread: list[tuple[Mode, int]] = [(sharding(args, ranks), ranks)]
-    count = ranks if (spread[0][0] != "fsdp2" or args.shard_size) and ranks > 1 else ranks * 2
+    first, mode = args, sharding(args, ranks)
+
+    def flags(changed: ArgsT, *wider: str) -> str:
+        pairs = [(text, getattr(changed, name), getattr(first, name)) for name, text in FLAGS.items()]
+        return " ".join([*(text.format(now) for text, now, before in pairs if now != before), *wider])
+
+    if args.unshard != "none" and mode == "fsdp2":
+        args = replace(args, unshard="none")
+        yield args, ranks, flags(args)
+    if "decode" in over and (args.decode_batch_size or args.batch_size) > DECODED:
+        args = replace(args, decode_batch_size=DECODED)
+        yield args, ranks, flags(args)
+    for part in offloads:
+        if part == "activations" and not args.gradient_checkpointing:
+            args = replace(args, gradient_checkpointing=True)
+            yield args, ranks, flags(args)
+        if part not in args.offload:
+            args = replace(args, offload=",".join(filter(None, [args.offload, part])))
+            yield args, ranks, flags(args)
+    spread: list[tuple[Mode, int]] = [(mode, ranks)]
+    count = ranks if (mode != "fsdp2" or args.shard_size) and ranks > 1 else ranks * 2
     while count <= MAX_RANKS:
         spread.append(("fsdp2", count))
         count *= 2
-    for place, (mode, world_size) in enumerate(spread):
+    is_free = args.lora_rank and mode != "fsdp2" and args.base_dtype == "auto"
+    fewer = [replace(args, base_dtype="int8"), replace(args, base_dtype="nf4")] if is_free else []
+    ways = [(mode, ranks, way) for way in (args, *fewer)]
+    for mode, world_size, way in [*ways, *((*place, replace(args, base_dtype="auto")) for place in spread[1:])]:
         wider = [f"--shard {mode}"] * (mode != spread[0][0]) + [f"{world_size} ranks"] * (world_size != ranks)
-        shard_size = 0 if place else args.shard_size
+        shard_size = 0 if (mode, world_size) != spread[0] else args.shard_size
         wider += ["--shard-size 0"] * (shard_size != args.shard_size)
         size = args.batch_size
         while size > 1:
-            changed = replace(args, shard=mode, shard_size=shard_size, batch_size=size)
-            smaller = [f"--batch-size {size}"] * (size != args.batch_size)
-            if (place or smaller) and _is_divisible(changed, world_size):
-                yield changed, world_size, " ".join([*flags, *smaller, *wider])
+            changed = replace(way, shard=mode, shard_size=shard_size, batch_size=size)
+            if (wider or changed != replace(args, shard=mode)) and _is_divisible(changed, world_size):
+                yield changed, world_size, flags(changed, *wider)
             size //= 2
 
 
@@ -124,7 +153,7 @@ def measure(
 class Plan:
     """A step as it is planned. tells: print the settings too. remembers: run one forward of a shape, not all.
 
-    unshard: the phases in which sharded weights are gathered once.
+    unshard: the phases in which sharded weights are gathered once. offloads: the parts that --offload may name.
     """
 
     dist: Dist
@@ -132,6 +161,7 @@ class Plan:
     tells: bool = False
     remembers: bool = True
     unshard: tuple[str, ...] = ()
+    offloads: Sequence[str] = ()
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
 
     @property
@@ -156,6 +186,7 @@ class Plan:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
         model: Any = run.model
         model.reads_weights = False
+        self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
         if self.remembers:
             model.predict_velocity = self._remembered(model.predict_velocity, model.boundary)
             model.decode = self._decoded(model.decode)
@@ -340,6 +371,11 @@ def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequenc
 def _of_all_ranks(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
     """Values of all ranks' samples in the place of those that the others would send: different ones."""
     return torch.linspace(0, 1, total)
+
+
+def _weights(args: RunArgs, ranks: int) -> tuple[object, ...]:
+    """What decides on the memory of the weights alone, whatever is done with them."""
+    return sharding(args, ranks), ranks, args.shard_size, "encoder" in args.offload, args.base_dtype
 
 
 def _is_divisible(args: RunArgs, ranks: int) -> bool:

@@ -20,9 +20,11 @@ from typing import TYPE_CHECKING, Generic, Self, TypeVar
 import torch
 from omni_rollout import Params
 from omni_rollout.models import open_model
+from omni_rollout.offload import in_slices
 from omni_rollout.sampler import TextCache, check_images
 from omni_train import lora
 from omni_train.attention import BACKENDS, check_attention, choose_attention
+from omni_train.bits import BYTES, reduce_bits
 from omni_train.checkpoint import Checkpoint, check_config
 from omni_train.compiled import check_compiler, compile_blocks
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
@@ -42,6 +44,7 @@ from omni_train.flops import Calls, FlopTable
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
+from omni_train.offload import HostAdamW
 from omni_train.optim import StepResult, SummedBackward, build_adamw, optimizer_step, plain_backward, warmup_lr
 from omni_train.profiling import ProfiledLog
 from omni_train.recompute import Recompute
@@ -50,7 +53,7 @@ from omni_train.snapshot import Ema, Snapshot
 from omni_train.weights import check_adapter, check_weights, homes, load_adapter, named_weights, saved_files
 from torch import Tensor, nn
 
-from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, parse_numbers, sharding, without_secrets
+from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, offloaded, parse_numbers, sharding, without_secrets
 from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
 from omni_rl.pictures import reference_sizes
@@ -74,7 +77,8 @@ class Run(Generic[ArgsT]):
 
     base_params, eval_params: what training and evaluations sample with, without any stochastic step. params: what is
     trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
-    reference_net: the frozen reference of such a run, if it has one. first_step: finished steps with which the loop
+    reference_net: the frozen reference of such a run, if it has one. offload: the parts that wait on the host. sleeps:
+    whether the engine sleeps during updates. first_step: finished steps with which the loop
     begins. counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the
     engine has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures
     to. backward: adds the gradient of a loss, `of` of which come before each optimizer step.
@@ -85,6 +89,7 @@ class Run(Generic[ArgsT]):
     ) -> None:
         self.args, self.algorithm, self.dist = args, algorithm, dist
         self.mode = sharding(args, dist.world_size)
+        self.offload = offloaded(args)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.attention = "auto" if dist.is_planned else args.attention
         self.compiles = args.compile and not dist.is_planned
@@ -185,13 +190,14 @@ class Run(Generic[ArgsT]):
         """Within the `with` block the engine sleeps; afterwards the moving average follows the new weights."""
         step.metrics |= self.memory("rollout_")
         with self.phase("update"):
-            if self.args.engine_sleep:
+            if self.sleeps:
                 self.engine.sleep()
             step.metrics |= self.memory("asleep_")
             yield
             if self.args.ema_decay:
                 self.ema.update(step.number)
-            self.engine.wake()
+            if self.sleeps:
+                self.engine.wake()
 
     def sync(self, step: "Step", *, version: int | None = None) -> None:
         """Bring the weights to the engine, as those after `version` training steps; None is the step and all before."""
@@ -263,6 +269,9 @@ class Run(Generic[ArgsT]):
             (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
              "--low-expert-lr needs two experts that are trained, and --lr > 0"),
         )  # fmt: skip
+        kind = model.config["_class_name"]
+        model.host_encoders = "encoder" in self.offload
+        require((model.encoders or "encoder" not in self.offload, f"--offload encoder: a {kind} has no text encoder"))
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
@@ -354,7 +363,8 @@ class Run(Generic[ArgsT]):
         copies = 4 + bool(args.ema_decay) + ("old" in self._wants)  # float32: weight, gradient, two moments, averages
         share = args.shard_size or num_ranks if self.mode == "fsdp2" else 1
         frozen_mb, trained_mb = (
-            number / share / 2**20 for number in (num_frozen * self.dtype.itemsize, num_trained * 4 * copies)
+            number / share / 2**20
+            for number in (num_frozen * BYTES.get(args.base_dtype, self.dtype.itemsize), num_trained * 4 * copies)
         )
         samples = args.prompts_per_step * args.group_size
         latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
@@ -416,11 +426,14 @@ class Run(Generic[ArgsT]):
         """The engine, and the net, ready to train, whose weights are the engine's own wherever that can be."""
         args, dist, model = self.args, self.dist, self.model
         self.mesh = shard_mesh(dist, args.shard_size) if self.mode == "fsdp2" else dist.mesh
-        is_filled = bool(self._start_files or not args.lora_rank or self.mode == "fsdp2")
+        is_filled = bool(self._start_files or not args.lora_rank or self.mode == "fsdp2" or args.base_dtype != "auto")
         with same_error(dist):
             own = self._fill(trained=True) if is_filled else None
         texts = TextCache(args.text_cache_mb, args.text_cache)
+        if args.decode_batch_size:
+            model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
         self.engine, self.net = ENGINES[args.engine].open(model, own, dist, self.dtype, texts)
+        self.sleeps = "engine" in self.offload or (args.engine_sleep and not self.engine.shares_weights)
         if not is_filled:
             self._add_adapters(self.net, *self.frozen)
         with flag("--init-weights: "):
@@ -429,7 +442,8 @@ class Run(Generic[ArgsT]):
                     load_adapter(self.net.get_submodule(name), home, adapter=adapter)
         self._set_kernels(self.net)
         if args.gradient_checkpointing:
-            run_block = Recompute(args.keep_products_gb * 1e9, compiled=self.compiles)
+            on_host = "activations" in self.offload
+            run_block = Recompute(args.keep_products_gb * 1e9, compiled=self.compiles, on_host=on_host)
             self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
         if not self.engine.shares_weights and self.mode != "fsdp2":
             if self._start_files:  # the engine has loaded the checkpoint's
@@ -458,7 +472,8 @@ class Run(Generic[ArgsT]):
         self.params = [p for p in self.net.parameters() if p.requires_grad]
         if self.mode != "none":
             self.backward = SummedBackward(self.net, self.dist.mesh, mode=self.mode)
-        self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay)
+        on_host = "optimizer" in self.offload
+        self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay, on_host=on_host)
         if args.low_expert_lr is not None:
             low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
             group["params"] = [p for p in self.params if p not in low]
@@ -469,6 +484,8 @@ class Run(Generic[ArgsT]):
             self.snapshot = Snapshot(self.params, name="copy")
         if self.saved:
             self.checkpoints.load(self.saved, self.net, self.optimizer, self.averages())
+            if isinstance(self.optimizer, HostAdamW):
+                self.optimizer.rest()
         with same_error(self.dist):
             if self._keeps("reference"):
                 self.reference_net = self._fill(trained=False)
@@ -524,11 +541,13 @@ class Run(Generic[ArgsT]):
             self._add_adapters(net, *self.frozen) if trained else net,
             files,
             self.mesh if is_sharded else None,
-            device=self.dist.device,
+            device=self.dist.device if args.base_dtype == "auto" else "cpu",
             block_names=model.BLOCK_NAMES,
             compute_dtype=self.dtype if is_sharded else None,
             param_dtype=torch.float32 if trained and not args.lora_rank else self.dtype,
         ).eval()
+        if args.base_dtype != "auto":
+            net = reduce_bits(net, args.base_dtype, model.BLOCK_NAMES, self.dist.device).to(self.dist.device)
         for name in ("default", *self.frozen) if args.lora_rank else ():
             lora.draw_adapter(net, name, seed=args.seed, init=args.lora_init)
         return net

@@ -23,6 +23,7 @@ class Model(Protocol):
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
     reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
+    host_encoders: bool  # with it, `load` keeps text encoders on the host, from where they visit the device to encode
     IMAGES: range  # how many references a prompt may have
     boundary: float  # noise level below which the second of two experts is the net; 0 where there is one
 
@@ -41,6 +42,10 @@ class Model(Protocol):
     @property
     def config(self) -> Mapping[str, Any]:
         """The entries of model_index.json; under each part's name, that part's own configuration."""
+
+    @property
+    def encoders(self) -> list[str]:
+        """The parts that encode texts."""
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size, number of frames or option that the model lacks; names the nearest it has."""

@@ -40,6 +40,11 @@ class LoraLinear(nn.Linear):
     active: str
     rounded: dict[str, tuple[Pair, tuple[int, int]]]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of W as it is used."""
+        return self.weight.dtype
+
     def forward(self, input: Tensor) -> Tensor:
         """The output [..., out] for `input` [..., in]."""
         name = self.active
@@ -296,6 +301,6 @@ def _round(layers: Sequence[LoraLinear], name: str, module: nn.Module, args: tup
         return
     for layer in layers:
         down, up = factors(layer, name)
-        versions, dtype = (down._version, up._version), layer.weight.dtype
+        versions, dtype = (down._version, up._version), layer.dtype
         if dtype != torch.float32 and layer.rounded.get(name, ((), ()))[1] != versions:
             layer.rounded[name] = (down.detach().to(dtype), up.detach().to(dtype)), versions

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from omni_train.dist import Dist, gather_json
+from omni_train.offload import HostAdamW
 from omni_train.shard import Mode, sharded_backward
 from omni_train.state import in_batches
 
@@ -35,8 +36,11 @@ def build_adamw(
     betas: tuple[float, float] = (0.9, 0.999),
     weight_decay: float = 1e-4,
     eps: float = 1e-8,
+    on_host: bool = False,
 ) -> torch.optim.AdamW:
     """AdamW over the trainable parameters. Build it after sharding, so that its state is sharded alike.
+
+    on_host: its moments wait on the host between steps.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
@@ -49,7 +53,9 @@ def build_adamw(
     dtypes = {p.dtype for p in trainable}
     if dtypes != {torch.float32}:
         raise ValueError(f"trainable params must all be torch.float32, got {sorted(map(str, dtypes))}")
-    return torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps)
+    return (HostAdamW if on_host else torch.optim.AdamW)(
+        trainable, lr=lr, betas=betas, weight_decay=weight_decay, eps=eps
+    )
 
 
 def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) -> float:

@@ -4,8 +4,8 @@ Matrix products and attentions are nearly all of a block's work and less than ha
 products are kept computes only the rest a second time. Kept or computed again, the bits are the same.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from omni_train.offload import saved_on_host
 
 PRODUCTS = ("mm", "addmm", "addmm_", "_scaled_dot_product_")  # how the names of their operations begin
 Context = AbstractContextManager[Any]
@@ -28,10 +30,12 @@ class Recompute:
     again while there is room for that.
 
     budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which has to come.
+    on_host: the inputs of blocks, from which they are computed again, wait on the host.
     """
 
-    def __init__(self, budget: float, *, compiled: bool = False) -> None:
+    def __init__(self, budget: float, *, compiled: bool = False, on_host: bool = False) -> None:
         self.room = budget
+        self.inputs: Callable[[], Context] = saved_on_host if on_host else nullcontext
         self.sizes: dict[object, int] = {}
         self.compiled = compiled
 
@@ -41,9 +45,10 @@ class Recompute:
         run = partial(checkpoint, block.__call__, *args, use_reentrant=False)
         if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
             return self._kept(kind, block, args)
-        if self.compiled or (not keeps and (kind in self.sizes or self.room <= 0)):
-            return run()
-        return run(context_fn=partial(self._contexts, kind, keeps))
+        with self.inputs():
+            if self.compiled or (not keeps and (kind in self.sizes or self.room <= 0)):
+                return run()
+            return run(context_fn=partial(self._contexts, kind, keeps))
 
     def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
         """What the block gives, with all that its graph keeps, which is measured."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.model import Model
+from omni_rollout.offload import Rest
 from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -24,6 +25,7 @@ class DiffusersEngine:
     def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
         self.sampler = Sampler(model, parts, texts)
         self.weight_version = weight_version
+        self._rest: Rest | None = None
 
     @property
     def parts(self) -> Parts:
@@ -71,10 +73,18 @@ class DiffusersEngine:
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Nothing: the weights are the trainer's and no workspace outlives `generate`."""
+        """Takes what is not trained, such as the VAE, off the accelerator; on a CPU nothing happens."""
+        if self._rest is None:
+            others = [
+                part for part in vars(self.parts).values() if isinstance(part, nn.Module) and part is not self.net
+            ]
+            self._rest = Rest(others, next(self.net.parameters()).device)
+        self._rest.begin()
 
     def wake(self) -> None:
-        """Nothing, as `sleep`."""
+        """Undoes `sleep`."""
+        if self._rest is not None:
+            self._rest.end()
 
     def close(self) -> None:
         """Nothing: the parts are whoever's who loaded them."""

@@ -3,7 +3,7 @@
 import inspect
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, s
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
+from omni_rollout.offload import arrive, leave, places_of
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class DiffusersModel:
     PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
     OPTIONAL: those that a checkpoint may lack.
     GUIDANCE: `guidance_scale`, or those of OPTIONS, that are scales of classifier-free guidance, each with its lowest
-    value, where that is off; negatives are wanted if one of them is above.
+    value, where that is off; negatives are wanted if one of them is above. UNUSED: of some parts the modules that never
+    run, which are not loaded.
 
     Raises:
         ValueError: a file of the configuration is missing, damaged, or of another class; it is named.
@@ -50,6 +52,7 @@ class DiffusersModel:
     PIPELINE: ClassVar[str]
     PARTS: ClassVar[Mapping[str, tuple[str, str]]]
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
@@ -58,6 +61,7 @@ class DiffusersModel:
     IMAGES = range(1)
     boundary = 0.0
     reads_weights = True  # without, parts are made of their configuration alone, with values left open
+    host_encoders = False  # with it, text encoders stay on the host, from where they visit the device to encode
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -183,6 +187,11 @@ class DiffusersModel:
                 says = f"{found[name]}, its configuration says {tuple(tensor.shape)}"
                 raise ValueError(f"model is damaged: {name} of {folder} has the shape {says}")
 
+    @property
+    def encoders(self) -> list[str]:
+        """The parts that encode texts."""
+        return [part for part in self.parts if part.startswith("text_encoder")]
+
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
         """All parts, frozen, in eval mode. net: put in place of the checkpoint's own, whose weights are not read.
 
@@ -190,7 +199,10 @@ class DiffusersModel:
             ValueError: a part that cannot be made of its files, lacks weights, or has some that are not finite.
         """
         others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
-        parts = Parts(**{part: self._load(part, device, dtype) for part in others})
+        hosted = self.encoders if self.host_encoders else []
+        parts = Parts(**{part: self._load(part, "cpu" if part in hosted else device, dtype) for part in others})
+        for part in hosted:
+            visit(getattr(parts, part), torch.device(device))
         parts.net = self.load_net(device=device, dtype=dtype) if net is None else net
         return parts
 
@@ -216,7 +228,8 @@ class DiffusersModel:
         import transformers
 
         library, name = self.PARTS[part]
-        return getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
+        cls = getattr({"diffusers": diffusers, "transformers": transformers}[library], name)
+        return _without(cls, self.UNUSED[part]) if part in self.UNUSED else cls
 
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         cls = self._class(part)
@@ -309,6 +322,68 @@ class Experts(nn.Module):
 def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
     """The nets as one module; the only one as it is."""
     return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
+
+
+def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
+    """The class of transformers without modules that never run: names, or the entries of a list from N on as name.N:.
+
+    Files may hold their weights, which are not read.
+    """
+
+    class Part(cls):  # type: ignore[misc,valid-type]
+        _tied_weights_keys = None  # of what is left none are tied
+        _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
+            re.escape(name.rstrip(":0123456789")) for name in unused
+        ]
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            for name in unused:
+                if name.endswith(":"):
+                    layers, _, first = name.rstrip(":").rpartition(".")
+                    del self.get_submodule(layers)[int(first) :]
+                else:
+                    self.set_submodule(name, nn.Identity())
+
+    for name in ("__name__", "__qualname__", "__module__"):  # by which transformers finds the older names of weights
+        setattr(Part, name, getattr(cls, name))
+    return Part
+
+
+def visit(module: nn.Module, device: torch.device) -> None:
+    """Have a frozen module of the host run on `device`, with its inputs; its outputs stay there. Call it once.
+
+    A text encoder runs for a few texts a step. Its weights are brought anew each time, by copies that the host does not
+    wait for, and no more of them than one block's is on the device at once.
+    """
+    module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
+    for unit, inside in _units(module):
+        places = places_of(inside)
+        for _, _, tensor in places if device.type != "cpu" else ():
+            if not tensor.is_pinned():
+                tensor.data = tensor.data.pin_memory()
+        unit.register_forward_pre_hook(lambda *_, places=places: arrive(places, device))
+        unit.register_forward_hook(lambda *_, places=places: leave(places), always_call=True)
+
+
+def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Each block, an entry of a list, with all that is in it; of what lies around them each module with tensors."""
+    if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+        yield module, [module]
+    for child in module.children():
+        if isinstance(module, nn.ModuleList):
+            yield child, list(child.modules())
+        else:
+            yield from _units(child)
+
+
+def _bring_inputs(
+    device: torch.device, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def bring(value: Any) -> Any:
+        return to_device(value, device) if isinstance(value, Tensor) else value
+
+    return tuple(map(bring, args)), {name: bring(value) for name, value in kwargs.items()}
 
 
 def local_folder(path: str | Path, *patterns: str) -> Path:

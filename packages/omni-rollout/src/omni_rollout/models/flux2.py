@@ -47,6 +47,7 @@ class Flux2Klein(DiffusersModel):
         "vae": ("diffusers", "AutoencoderKLFlux2"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("lm_head", "model.layers.28:")}
     IMAGES = range(11)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks the first layer alone
@@ -179,6 +180,14 @@ class Flux2(Flux2Klein):
         **Flux2Klein.PARTS,
         "text_encoder": ("transformers", "Mistral3ForConditionalGeneration"),
         "tokenizer": ("transformers", "PixtralProcessor"),
+    }
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text_encoder": (
+            "lm_head",
+            "model.vision_tower",
+            "model.multi_modal_projector",
+            "model.language_model.layers.31:",
+        )
     }
     GUIDANCE: ClassVar[Mapping[str, float]] = {}
     LAYERS: ClassVar[tuple[int, ...]] = (10, 20, 30)

@@ -43,6 +43,7 @@ class QwenImage(DiffusersModel):
         "vae": ("diffusers", "AutoencoderKLQwenImage"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("model.visual", "lm_head")}
     OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
     GUIDANCE = OPTIONS
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("QwenImageTransformerBlock",)

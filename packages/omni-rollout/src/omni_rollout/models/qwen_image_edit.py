@@ -37,6 +37,7 @@ class QwenImageEditPlus(QwenImage):
         **QwenImage.PARTS,
         "processor": ("transformers", "Qwen2VLProcessor"),
     }
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("lm_head",)}
     OPTIONS: ClassVar[Mapping[str, float]] = {**QwenImage.OPTIONS, "image_area": 1024 * 1024}
     IMAGES = range(1, 11)
     SEEN_AREA: ClassVar[int] = 384 * 384  # pixels of a reference that the text encoder sees

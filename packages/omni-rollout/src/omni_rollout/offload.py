@@ -1,0 +1,69 @@
+"""Frozen modules that are on the host while they have nothing to do, and what is decoded a few samples at a time."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.types import Cond, Media, Params, Parts, Rates
+
+Decode = Callable[[Parts, Tensor, Cond, Params], tuple[Media, Rates]]
+Place = tuple[dict[str, Any], str, Tensor]  # a module's table of tensors, the name of one there, and that one
+
+
+class Rest:
+    """Takes what frozen modules have on the device off it, from `begin` to `end`, to a copy on the host."""
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
+        places = places_of(each for module in modules for each in module.modules())
+        self._host = [(table, name, _on_host(tensor)) for table, name, tensor in places if tensor.device == device]
+        self._device = device
+
+    def begin(self) -> None:
+        """Free their memory on the device."""
+        leave(self._host)
+
+    def end(self) -> None:
+        """Bring them back."""
+        arrive(self._host, self._device)
+
+
+def in_slices(decode: Decode, size: int) -> Decode:
+    """`Model.decode` of any number of samples, `size` of them at a time."""
+
+    def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        pieces = [
+            decode(parts, x0[i : i + size], {name: tensor[i : i + size] for name, tensor in cond.items()}, params)
+            for i in range(0, len(x0), size)
+        ]
+        first, rates = pieces[0]
+        return {kind: torch.cat([media[kind] for media, _ in pieces]) for kind in first}, rates
+
+    return decode_slices
+
+
+def places_of(modules: Iterable[nn.Module]) -> list[Place]:
+    """Where the modules have their own tensors."""
+    tables = [table for each in modules for table in (each._parameters, each._buffers)]
+    return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
+
+
+def arrive(places: list[Place], device: torch.device) -> None:
+    """Put copies on the device in the places of tensors of the host."""
+    for table, name, tensor in places:
+        there = tensor.detach().to(device, non_blocking=True)
+        table[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
+
+
+def leave(places: list[Place]) -> None:
+    """Put the tensors of the host back."""
+    for table, name, tensor in places:
+        table[name] = tensor
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """The same on the host, pinned if it was elsewhere."""
+    host = tensor.detach().to("cpu")
+    host = host if tensor.device.type == "cpu" else host.pin_memory()
+    return nn.Parameter(host, requires_grad=False) if isinstance(tensor, nn.Parameter) else host

@@ -1,0 +1,103 @@
+"""Frozen weights under adapters in fewer bits, brought back to the dtype of the products whenever a layer runs.
+
+int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has one for each 64 numbers in a row, and for each number
+one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314); its codes and values are bitsandbytes'.
+
+A layer that runs holds its whole weight for so long, and for as long as its graph lives: recompute blocks.
+"""
+
+from collections.abc import Collection
+from itertools import pairwise
+from typing import Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_train.lora import LoraLinear
+
+Bits = Literal["int8", "fp8", "nf4"]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # of a weight, with its scales
+NF4_BLOCK = 64
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_MOST = {"int8": 127.0, "fp8": 448.0}
+
+
+class FewBits(nn.Linear):
+    """A frozen linear layer whose weight is kept as codes [out, n], uint8, and scales, float32.
+
+    used: the dtype of the weight as it is used. pairs: for nf4 the two values [256, 2] of each code.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    pairs: Tensor
+    bits: Bits
+    used: torch.dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of the weight as it is used."""
+        return self.used
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]  # no one writes to it
+        """The weight [out, in] as it is used, made anew."""
+        if self.bits == "nf4":
+            values = self.pairs.index_select(0, self.codes.flatten().int()).view(-1, NF4_BLOCK)
+        else:
+            values = self.codes.view(torch.int8 if self.bits == "int8" else torch.float8_e4m3fn).float()
+        return values.mul_(self.scales).view(self.out_features, self.in_features).to(self.used)
+
+
+class FewBitsLora(FewBits, LoraLinear):
+    """The same with adapters."""
+
+
+@torch.no_grad()
+def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], device: torch.device) -> ModuleT:
+    """The same object, with the weights of the linear layers in its blocks in fewer bits, which are on `device`.
+
+    Call it after `add_lora`. Biases, adapters and what is outside of blocks stay as they are and where they are, and
+    for nf4 a weight whose rows are no multiple of 64.
+
+    block_names: class names of the blocks.
+    """
+    pairs = _pairs().to(device)
+    blocks = [block for block in module.modules() if type(block).__name__ in block_names]
+    layers = [layer for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)]
+    for layer in layers:
+        if type(layer) not in (nn.Linear, LoraLinear) or (bits == "nf4" and layer.in_features % NF4_BLOCK):
+            continue
+        weight = layer.weight
+        del layer.weight
+        codes, scales = encode(weight.to(device), bits)
+        layer.__class__ = FewBitsLora if isinstance(layer, LoraLinear) else FewBits
+        assert isinstance(layer, FewBits)
+        layer.bits, layer.used = bits, weight.dtype
+        for name, tensor in {"codes": codes, "scales": scales, "pairs": pairs}.items():
+            layer.register_buffer(name, tensor, persistent=False)  # made of the base's files, in no checkpoint
+    return module
+
+
+def encode(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
+    """The codes, uint8, of a weight [out, in], and the scales of its rows [out, 1], or of its blocks for nf4."""
+    rows = weight.float() if bits != "nf4" else weight.float().view(-1, NF4_BLOCK)
+    most = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    if bits == "nf4":
+        middles = torch.tensor([(low + high) / 2 for low, high in pairwise(NF4)]).to(rows.device)
+        places = torch.bucketize(rows / most, middles).view(-1, 2)
+        return (places[:, 0] * 16 + places[:, 1]).to(torch.uint8).view(len(weight), -1), most
+    scales = most / _MOST[bits]
+    scaled = rows / scales
+    codes = scaled.round().to(torch.int8) if bits == "int8" else scaled.to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), scales
+
+
+def _pairs() -> Tensor:
+    values = torch.tensor(NF4)
+    return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)

@@ -1,0 +1,87 @@
+"""Parts that wait on the host: the same bits, and less memory of the accelerator."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from emulated import emulated_runs as runs
+from emulated.npu import build, load
+from emulated.test_emulated_device import on_npu
+from records import record
+
+WHEN = ("peak_memory", "memory_asleep")
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, fresh):
+    """`ran(case, lives, setting=...)` is what a run with these settings leaves, and its most MB in each metric."""
+    build()
+    with record.scoring() as url:
+
+        def run(name="flowgrpo LoRA", lives=(2,), **settings):
+            case = runs.CASES[name]
+            case = replace(case, settings=case.settings | {"gradient_checkpointing": True} | settings)
+            folder = tmp_path_factory.mktemp("run") / "npu"
+            outcome = fresh(runs.run, case, folder, url, lives=lives, before=load)
+            lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
+            return outcome, {when: max(line.get(f"perf/{when}_mb", 0) for line in lines) for when in WHEN}
+
+        yield run
+
+
+@pytest.fixture(scope="module")
+def without(ran):
+    return ran()
+
+
+@pytest.mark.parametrize(
+    ("parts", "when", "least_mb"),
+    [
+        ("encoder", "peak_memory", 0.3),
+        ("engine", "memory_asleep", 0.3),
+        ("optimizer", "peak_memory", 0.1),
+        ("encoder,engine,optimizer,activations", "peak_memory", 0.6),
+    ],
+)
+def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts, when, least_mb):
+    outcome, most_mb = ran(offload=parts)
+    assert outcome.lines == without[0].lines
+    assert outcome.weights == without[0].weights
+    assert most_mb[when] < without[1][when] - least_mb
+
+
+def test_sharded_moments_wait_on_the_host(ran):
+    outcomes = [ran("flowgrpo LoRA, fsdp2", (1, 2), offload=offload) for offload in ("", "optimizer,activations")]
+    assert outcomes[0][0].lines == outcomes[1][0].lines
+    assert outcomes[0][0].weights == outcomes[1][0].weights
+    assert outcomes[1][1]["peak_memory"] < outcomes[0][1]["peak_memory"] - 0.1
+
+
+def test_inputs_of_recomputed_blocks_wait_on_the_host():
+    text = on_npu("""
+from omni_train.recompute import Recompute
+
+def kept(on_host):
+    torch.manual_seed(0)
+    blocks, x = [nn.Linear(64, 64).to("npu") for _ in range(8)], torch.randn(256, 64).to("npu").requires_grad_()
+    run, before, y = Recompute(0.0, on_host=on_host), torch.accelerator.memory_allocated(), x
+    for block in blocks:
+        y = run(block, y)
+    held = torch.accelerator.memory_allocated() - before
+    y.square().sum().backward()
+    return held // x.nbytes, [x.grad.cpu(), *(p.grad.cpu() for block in blocks for p in block.parameters())]
+
+(most, expected), (least, found) = kept(False), kept(True)
+print(most, least, all(map(torch.equal, found, expected)))
+""")
+    assert text.split() == ["8", "1", "True"]
+
+
+@pytest.mark.parametrize("bits", ["int8", "fp8", "nf4"])
+def test_fewer_bits_of_the_base_train_and_continue(ran, without, bits):
+    whole, most_mb = ran(base_dtype=bits)
+    again, _ = ran(lives=(1, 2), base_dtype=bits)
+    assert again.lines == whole.lines
+    assert again.weights == whole.weights
+    assert whole.lines != without[0].lines
+    assert most_mb["peak_memory"] < without[1]["peak_memory"] - 1
