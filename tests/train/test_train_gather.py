@@ -9,7 +9,7 @@ import torch
 from omni_train.checkpoint import Checkpoint
 from omni_train.dist import shard_mesh
 from omni_train.lora import add_lora
-from omni_train.optim import build_adamw, optimizer_step
+from omni_train.optim import build_adamw, optimizer_step, reduce_gradients
 from omni_train.shard import gathered, shard, sharded_backward
 from omni_train.snapshot import Ema
 from omni_train.weights import save_weights
@@ -121,22 +121,25 @@ def test_weights_are_gathered_once_in_a_phase_and_no_bit_depends_on_it(run_ranks
         assert guided[0] > 50 * UNITS  # each of two calls gathers anew
         assert guided[0] - guided_rollout[0] == 39 * UNITS
         assert guided_both == [2 * UNITS, EVERY]
-        assert [gathers for gathers, _ in adapters] == [gathers for gathers, _ in (plain, rollout, both)]
+        assert adapters == [[gathers, UNITS - 1] for gathers, _ in (plain, rollout, both)]  # once, and of blocks alone
 
 
-def test_frozen_weights_have_no_gradients_to_sum_and_what_is_gathered_follows_a_step(run_ranks):
-    """Four backward passes sum the gradients of adapters alone."""
+def test_gradients_of_adapters_are_summed_once_to_the_bits_of_ddp(run_ranks):
+    """After four backward passes, with as many bytes as after one; frozen weights send none."""
 
     def work(dist):
-        net = build(dist.mesh, lora=True)
+        net, plain = (build(dist.mesh, lora=True, mode=mode) for mode in ("fsdp2", "ddp"))
         with Collectives() as seen:
             step(net, dist, lora=True)
-        trained = [full(p) for p in net.parameters() if p.requires_grad]
-        once = sum(4 * 2 * -(-len(p) // 2) * p[0].numel() for p in trained)  # rows in pairs
+        step(plain, dist, lora=True)
+        reduce_gradients(plain, dist.mesh, mode="ddp")
+        trained, expected = ([p for p in n.parameters() if p.requires_grad] for n in (net, plain))
+        assert seen.bytes["scatter"] == sum(4 * 2 * -(-len(p) // 2) * p[0].numel() for p in expected)  # rows in pairs
         follows_an_optimizer_step(dist)
-        return [len(trained), seen.bytes["scatter"] / once]
+        return [len(expected), sum(torch.equal(full(p.grad), e.grad) for p, e in zip(trained, expected, strict=True))]
 
-    assert run_ranks(work) == [[4, BATCHES * TRAINED]] * 2
+    for num_tensors, num_equal in run_ranks(work):
+        assert num_tensors == num_equal == 4
 
 
 def test_copies_on_a_two_by_two_mesh_train_as_one(run_ranks, tmp_path):
@@ -163,7 +166,7 @@ def test_copies_on_a_two_by_two_mesh_train_as_one(run_ranks, tmp_path):
         for lora in (False, True):
             with Collectives() as seen:
                 net, optimizer, ema, norms = trained(dist, mesh, lora, [dist.rank, dist.rank])
-            assert seen.calls["scatter"] == seen.calls["reduce"] == 2 * 2 * (UNITS - lora)
+            assert seen.calls["scatter"] == seen.calls["reduce"] == 2 * (UNITS - 1 if lora else 2 * UNITS)
             before = numbers(net, ema)
             checkpoints = Checkpoint(tmp_path / f"checkpoints-{lora}", dist)
             checkpoints.save(1, net, optimizer, ema, config={})

@@ -8,7 +8,8 @@ Gradients are SUMMED over ranks in every mode. Divide the loss by the number of 
 gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
 
 A sharded module gathers a block at a time, and frees it after its part of a forward or backward pass; within `gathered`
-all of it stays, until `sharded_backward` has made the last backward pass before an optimizer step.
+all of it stays. Under adapters `sharded_backward` leaves the sum of gradients to the last backward pass before an
+optimizer step: each rank's own are added up first, as in mode `ddp`, and to the same bits.
 
 In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do, and must
 not change a module's output in place: that would lose the hook that gathers parameters for the backward pass.
@@ -26,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from omni_train.dist import default_compute_dtype
-from omni_train.lora import all_factors
+from omni_train.lora import all_factors, lora_layers
 
 Mode = Literal["none", "ddp", "fsdp2"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -94,13 +95,18 @@ def reshard(module: nn.Module) -> None:
 
 
 def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
-    """Add the gradients of a sharded module, summed over ranks; after the last pass free what is gathered.
+    """Add the gradients of a sharded module.
+
+    Those of adapters are summed over ranks by the last pass alone. Those of all weights are too large for a rank to
+    keep whole: every pass sums them.
 
     Args:
         module: in mode `fsdp2`.
         loss: of this rank.
         is_last: whether an optimizer step follows.
     """
+    if isinstance(module, FSDPModule) and lora_layers(module):
+        module.set_requires_gradient_sync(is_last)
     loss.backward()
     if is_last:
         reshard(module)
