@@ -12,9 +12,9 @@ from emulated.npu import build
 EXACT = {"gate", "versus", "sleep", "learn"}  # the others tell speed, which the emulated accelerator has none of
 
 
-def test_it_passes_on_the_emulated_accelerator(tmp_path, fresh):
+def test_it_passes_on_the_emulated_accelerator(tmp_path, alone):
     build()
-    assert fresh(runs.check, tmp_path, list(gpu_check.PARTS)) == 0
+    assert alone(runs.check, tmp_path, list(gpu_check.PARTS)) == 0
     for name in gpu_check.PARTS:
         done = gpu_check.read(name, tmp_path)
         assert (done.device, done.size, done.error) == ("npu", "small", "")

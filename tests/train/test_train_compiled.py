@@ -180,6 +180,6 @@ def test_sharded_blocks_are_compiled_too(run_ranks, tiny_qwen, graphs, rank):
 
 def test_a_machine_that_cannot_compile_is_told(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    monkeypatch.setattr(torch._inductor.config.cpp, "cxx", ("no-such-compiler",))
-    with pytest.raises(ValueError, match=r"^compile must be off where torch cannot compile for cpu: "):
+    without = torch._inductor.config.patch("cpp.cxx", ("no-such-compiler",))
+    with without, pytest.raises(ValueError, match=r"^compile must be off where torch cannot compile for cpu: "):
         check_compiler(torch.device("cpu"))
