@@ -3,6 +3,7 @@
 import pytest
 from omni_reward import Scorer
 from omni_reward.testing import serving, serving_here
+from trainer_runs import write_eval_prompts
 
 
 def brightness(media, prompts, meta):
@@ -30,3 +31,11 @@ def ocr_flags():
     with serving("ocr", token="a-token-for-the-tests") as server:
         yield server.flags
     assert server.process.returncode == 0
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder of its own, with few evaluation prompts."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    return tmp_path

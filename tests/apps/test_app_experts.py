@@ -18,7 +18,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights import homes, load_weights
-from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
+from trainer_runs import recipe, tiny, train, train_on_ranks
 
 import train_dpo
 import train_flowgrpo
@@ -28,14 +28,6 @@ ROW = ROWS["wan22"]
 BOUNDARY = 0.875
 SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-2, "lr_decay": False, "num_frames": 5}
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 def settings(app, urls, **changes):

@@ -9,7 +9,7 @@ from omni_rl.failures import BrokenRunError
 from omni_rl.run import Run
 from omni_rl.sampling import evaluate
 from omni_train.files import load_metrics
-from trainer_runs import recipe, tiny, train, write_eval_prompts
+from trainer_runs import recipe, tiny, train
 
 import train_dpo
 import train_flowgrpo as app
@@ -19,14 +19,6 @@ TINY = tiny(
     group_size=4, batch_size=4, lr=1e-3, lr_decay=False,
 )  # fmt: skip
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("trained", [{}, LORA], ids=["full", "lora"])

@@ -22,21 +22,12 @@ from trainer_runs import (
     train,
     train_on_ranks,
     undocumented,
-    write_eval_prompts,
 )
 
 import train_nft as app
 
 TINY = tiny(recipe(app, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4, train_levels=2)
 LORA = {"lora_rank": 4, "lora_alpha": 8}
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize("algo", sorted(app.ALGOS))
