@@ -24,14 +24,14 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
 
-from omni_rl.args import RunArgs, check_run, num_batches, num_ranks
+from omni_rl.args import MediaArgs, check_media, num_batches, num_ranks
 from omni_rl.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class Args(RunArgs):
+class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     OFFLOAD = "encoder optimizer activations"  # its update decodes pictures
@@ -65,7 +65,7 @@ LEAST = {  # setting -> least value
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_run(args, num_ranks())
+    check_media(args, num_ranks())
     check_least(args, LEAST)
     num_batches(args, num_ranks())
     require(

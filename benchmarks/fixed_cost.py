@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from omni_reward import Score
-from omni_rl.args import RunArgs
+from omni_rl.args import MediaArgs
 from omni_rl.loop import Loop
 from omni_rl.run import Run
 from omni_rl.sampling import show
@@ -72,9 +72,9 @@ class Engine:
         """Nothing to free."""
 
 
-def open_run(args: Args) -> Run[RunArgs]:
+def open_run(args: Args) -> Run[MediaArgs]:
     """A run without a model, in a folder of its own, which has logged `start` steps."""
-    settings = RunArgs(
+    settings = MediaArgs(
         name="fixed-cost", train_steps=args.start + args.steps, batch_size=args.images, save_every=args.save_every,
         eval_every=args.eval_every, ema_decay=0.9, height=args.side, width=args.side,
     )  # fmt: skip

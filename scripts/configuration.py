@@ -110,10 +110,13 @@ def table(rows: list[Setting]) -> str:
 def page() -> str:
     """The whole page: what all trainers share, by group, then what each has of its own or otherwise."""
     sources = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "apps").glob("train_*.py"))}
-    shared = list(fields_of("RunArgs", [inspect.getsource(args)]).values())
-    parts = [HEAD, "## All trainers"]
-    for group in dict.fromkeys(setting.group for setting in shared):
-        parts += [f"\n### {group}\n", table([setting for setting in shared if setting.group == group])]
+    parts, shared = [HEAD], list[Setting]()
+    for title, cls in (("All trainers", "RunArgs"), ("All trainers on pictures, videos and sound", "MediaArgs")):
+        own = [setting for setting in fields_of(cls, [inspect.getsource(args)]).values() if setting not in shared]
+        parts += [f"\n## {title}" if shared else f"## {title}"]
+        for group in dict.fromkeys(setting.group for setting in own):
+            parts += [f"\n### {group}\n", table([setting for setting in own if setting.group == group])]
+        shared += own
     for name, source in sources.items():
         title = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
         own = [setting for setting in settings(source) if setting not in shared]

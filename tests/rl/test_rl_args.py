@@ -9,7 +9,16 @@ from typing import Any, get_args, get_type_hints
 import pytest
 from helpers import REPO
 from omni_rl import args as shared
-from omni_rl.args import RunArgs, ScoredArgs, check_scored, num_batches, parse_numbers, sharding, without_secrets
+from omni_rl.args import (
+    MediaArgs,
+    RunArgs,
+    ScoredArgs,
+    check_scored,
+    num_batches,
+    parse_numbers,
+    sharding,
+    without_secrets,
+)
 from omni_train.attention import BACKENDS
 
 
@@ -65,7 +74,7 @@ def test_a_setting_that_no_run_can_use_is_refused_by_its_flag(good: ScoredArgs, 
 
 
 def test_the_bounds_themselves_are_allowed(good: ScoredArgs):
-    for bounds in (shared.LEAST, shared.MOST):
+    for bounds in (shared.LEAST, shared.MOST, shared.MEDIA_LEAST, shared.MEDIA_MOST):
         numbers = {name: bound for name, bound in bounds.items() if name != "group_size"}
         check_scored(replace(good, **numbers), 1)
     check_scored(replace(good, seed=2**63 - 1, group_size=2), 1)
@@ -78,7 +87,7 @@ def test_a_step_cannot_take_more_prompts_than_there_are(good: ScoredArgs):
 
 def test_the_tables_name_settings_that_exist():
     names = {field.name for field in fields(ScoredArgs)}
-    for table in (shared.LEAST, shared.MOST, shared.SECRET, shared.MAY_CHANGE):
+    for table in (shared.LEAST, shared.MOST, shared.MEDIA_LEAST, shared.MEDIA_MOST, shared.SECRET, shared.MAY_CHANGE):
         assert set(table) <= names
 
 
@@ -144,7 +153,7 @@ def test_numbers_are_read_by_name():
 def test_what_others_may_read_holds_no_secret(good: ScoredArgs):
     full = replace(good, scorer_token_file="token", watch_scorer_url="http://b")
     assert without_secrets(full) == replace(full, scorer_url="", scorer_token_file="", watch_scorer_url="")
-    assert without_secrets(RunArgs(watch_scorer_url="http://b")) == RunArgs()
+    assert without_secrets(MediaArgs(watch_scorer_url="http://b")) == MediaArgs()
 
 
 def test_checking_imports_no_torch():

@@ -12,7 +12,7 @@ from typing import Literal
 import pytest
 from helpers import REPO
 from omni_rl import cli
-from omni_rl.args import RunArgs, ScoredArgs
+from omni_rl.args import MediaArgs, RunArgs, ScoredArgs
 from omni_rl.cli import (
     Note,
     check_finite,
@@ -312,10 +312,13 @@ def class_of(source: str, name: str) -> tuple[type, str]:
 
 
 SHARED = (REPO / "packages/omni-rl/src/omni_rl/args.py").read_text("utf-8")
-CLASSES = [(SHARED, "RunArgs"), (SHARED, "ScoredArgs"), *((source, "Args") for source in APPS.values())]
+CLASSES = [
+    *((SHARED, name) for name in ("RunArgs", "MediaArgs", "ScoredArgs")),
+    *((source, "Args") for source in APPS.values()),
+]
 
 
-@pytest.mark.parametrize(("source", "name"), CLASSES, ids=["RunArgs", "ScoredArgs", *APPS])
+@pytest.mark.parametrize(("source", "name"), CLASSES, ids=["RunArgs", "MediaArgs", "ScoredArgs", *APPS])
 def test_every_setting_has_a_help_text_that_stands_alone(source: str, name: str):
     cls, own = class_of(source, name)
     assert len(field_notes(own, {})) >= 1
@@ -332,5 +335,6 @@ def test_a_poor_help_text_is_found(comment: str):
 
 
 def test_all_that_every_trainer_shares_is_in_one_class():
-    assert issubclass(ScoredArgs, RunArgs)
-    assert len(fields(RunArgs)) >= 45
+    assert issubclass(ScoredArgs, MediaArgs)
+    assert issubclass(MediaArgs, RunArgs)
+    assert len(fields(MediaArgs)) >= 45

@@ -8,7 +8,7 @@ from dataclasses import fields
 import configuration
 import pytest
 from helpers import REPO
-from omni_rl.args import RunArgs
+from omni_rl.args import MediaArgs
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 
@@ -54,9 +54,9 @@ def test_a_row_has_the_default_the_other_words_and_the_comment_with_its_bars():
 
 
 def test_what_all_trainers_share_comes_from_their_base_and_may_be_told_otherwise():
-    shared = configuration.settings("class Args(RunArgs):\n    # Run\n    lr: float = 1.0  # Another rate\n")
-    plain = configuration.settings("class Args(RunArgs):\n    pass\n")
-    assert [setting.name for setting in shared] == [field.name for field in fields(RunArgs)]
+    shared = configuration.settings("class Args(MediaArgs):\n    # Run\n    lr: float = 1.0  # Another rate\n")
+    plain = configuration.settings("class Args(MediaArgs):\n    pass\n")
+    assert [setting.name for setting in shared] == [field.name for field in fields(MediaArgs)]
     assert [a.name for a, b in zip(shared, plain, strict=True) if a != b] == ["lr"]
     titles = {"Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Optimizer"}
     assert {setting.group for setting in plain} == titles

@@ -1,6 +1,6 @@
 """The settings that every trainer shares, and the rules they keep. Imports no torch.
 
-A trainer's `class Args(RunArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
+A trainer's `class Args(MediaArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
 fields; `omni_rl.cli.field_notes` says how comments become the help.
 """
 
@@ -40,13 +40,11 @@ class RunArgs:
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep
     async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
     eval_every: int = 50  # Training steps between two evaluations
-    eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
     track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # Tracker that gets the metrics and images too
     project: str = "omni-rl"  # Project name in the tracker
     profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
     hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
     dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
-    device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
 
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
@@ -56,11 +54,9 @@ class RunArgs:
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
     lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
-    train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
     attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
-    compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
     keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
     offload: str = ""  # Parts that wait on the host: encoder, engine, optimizer, activations, with commas between
     shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
@@ -74,6 +70,31 @@ class RunArgs:
     group_size: int = 16  # Samples of each prompt
     batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike
 
+    # Engine
+    engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+
+    # Optimizer
+    num_minibatches: int = 1  # Optimizer steps per rollout
+    lr: float = 3e-4  # Learning rate of AdamW
+    lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
+    warmup_steps: int = 0  # Training steps over which the learning rate rises
+    weight_decay: float = 1e-4  # Weight decay of AdamW
+    max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
+    ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
+
+
+@dataclass(frozen=True)
+class MediaArgs(RunArgs):
+    """Settings of a run that draws pictures, videos or sound."""
+
+    # Run
+    eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
+    device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
+
+    # Model
+    train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
+    compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
+
     # Sampling
     height: int = 512  # Height in pixels
     width: int = 512  # Width in pixels
@@ -86,7 +107,6 @@ class RunArgs:
 
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
-    engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
     decode_batch_size: int = 0  # Samples that the VAE decodes at a time; 0 is all of a batch
     text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts, which are kept from step to step
     text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
@@ -100,18 +120,11 @@ class RunArgs:
     on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
 
     # Optimizer
-    num_minibatches: int = 1  # Optimizer steps per rollout
-    lr: float = 3e-4  # Learning rate of AdamW
     low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
-    lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
-    warmup_steps: int = 0  # Training steps over which the learning rate rises
-    weight_decay: float = 1e-4  # Weight decay of AdamW
-    max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
-    ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
 
 
 @dataclass(frozen=True)
-class ScoredArgs(RunArgs):
+class ScoredArgs(MediaArgs):
     """Settings of a run whose samples a reward server grades."""
 
     # Scorer
@@ -126,24 +139,30 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload", "decode_batch_size",
 )  # fmt: skip
 LEAST = {  # setting -> least value
-    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "eval_num_inference_steps": 2,
-    "hang_timeout_s": 1.0, "scorer_timeout_s": 1e-3, "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1,
-    "group_size": 1, "batch_size": 1, "height": 1, "width": 1, "num_inference_steps": 2, "guidance_scale": 0.0,
-    "true_cfg_scale": 1.0, "num_minibatches": 1, "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0,
-    "max_grad_norm": 1e-12, "device_memory_gb": 0.0, "ema_decay": 0.0, "text_cache_mb": 0.0,
-    "keep_products_gb": 0.0, "num_frames": 1, "frame_rate": 1e-3, "profile": 0, "shard_size": 0,
-    "score_batch_size": 0, "decode_batch_size": 0,
+    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "hang_timeout_s": 1.0,
+    "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
+    "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
+    "keep_products_gb": 0.0, "profile": 0, "shard_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
-    "hang_timeout_s": 1e6, "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000,
-    "height": 16_384, "width": 16_384, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536,
-    "guidance_scale": 1e3, "true_cfg_scale": 1e3, "lr": 1.0, "weight_decay": 1e3,
-    "num_frames": 16_384, "frame_rate": 1e3,
+    "hang_timeout_s": 1e6, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
+    "weight_decay": 1e3,
+}  # fmt: skip
+MEDIA_LEAST = {
+    "eval_num_inference_steps": 2, "scorer_timeout_s": 1e-3, "height": 1, "width": 1, "num_inference_steps": 2,
+    "guidance_scale": 0.0, "true_cfg_scale": 1.0, "device_memory_gb": 0.0, "text_cache_mb": 0.0, "num_frames": 1,
+    "frame_rate": 1e-3, "score_batch_size": 0, "decode_batch_size": 0,
+}  # fmt: skip
+MEDIA_MOST = {
+    "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000, "height": 16_384,
+    "width": 16_384, "guidance_scale": 1e3, "true_cfg_scale": 1e3, "num_frames": 16_384, "frame_rate": 1e3,
 }  # fmt: skip
 
 
-def check_run(args: RunArgs, world_size: int) -> None:
-    """Check everything that all trainers demand of their settings and files, before torch is imported.
+def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> None:
+    """Check everything that all trainers demand of their settings, before torch is imported.
+
+    is_planned: whether other ranks than those of this process are meant.
 
     Raises:
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
@@ -151,7 +170,7 @@ def check_run(args: RunArgs, world_size: int) -> None:
     check_finite(args)
     check_least(args, LEAST)
     check_most(args, MOST)
-    name, mode, engine = PurePath(args.name), sharding(args, world_size), ENGINES.get(args.engine)
+    name, mode = PurePath(args.name), sharding(args, world_size)
     required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
     missing = next((key for key, value in required.items() if not value), "")
     offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}
@@ -161,32 +180,46 @@ def check_run(args: RunArgs, world_size: int) -> None:
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
-        (args.shard != "fsdp2" or "RANK" in os.environ or args.device_memory_gb, "--shard fsdp2 needs torchrun"),
+        (args.shard != "fsdp2" or "RANK" in os.environ or is_planned, "--shard fsdp2 needs torchrun"),
         (not args.shard_size or (mode == "fsdp2" and world_size % args.shard_size == 0),
          f"--shard-size must divide the {world_size} ranks of --shard fsdp2, got {args.shard_size}"),
         (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),
-        (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
-        (not (args.device_memory_gb and engine and engine.library),
-         f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
         (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
-        (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (args.base_dtype == "auto" or (args.lora_rank and args.gradient_checkpointing and mode != "fsdp2"),
          f"--base-dtype {args.base_dtype} needs --lora-rank > 0, --gradient-checkpointing, and weights not fsdp2"),
         (args.gradient_checkpointing or "activations" not in offload,
          "--offload activations needs --gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
+        (not args.init_weights or Path(args.init_weights).is_dir(),
+         f"--init-weights must be a folder, got {args.init_weights}"),
+    )  # fmt: skip
+
+
+def check_media(args: MediaArgs, world_size: int) -> None:
+    """Check what `check_run` does, and what trainers on media demand of the rest of their settings and files.
+
+    Raises:
+        ValueError: as `check_run`.
+    """
+    check_run(args, world_size, is_planned=bool(args.device_memory_gb))
+    check_least(args, MEDIA_LEAST)
+    check_most(args, MEDIA_MOST)
+    engine = ENGINES.get(args.engine)
+    require(
+        (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
+        (not (args.device_memory_gb and engine and engine.library),
+         f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
+        (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ("encoder" in offload or args.base_dtype != "auto")),
+        (not (engine and engine.library and ("encoder" in offloaded(args) or args.base_dtype != "auto")),
          f"--offload encoder and --base-dtype fit the embedded engine alone, got --engine {args.engine}"),
-        (not args.init_weights or Path(args.init_weights).is_dir(),
-         f"--init-weights must be a folder, got {args.init_weights}"),
         (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
          f"--text-cache must be a folder, got {args.text_cache}"),
         (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
@@ -201,7 +234,7 @@ def check_run(args: RunArgs, world_size: int) -> None:
         load_prompts(args.eval_prompts, check=AllOrNone())
 
 
-def check_shapes(args: RunArgs) -> RecordCheck:
+def check_shapes(args: MediaArgs) -> RecordCheck:
     """A check of one training prompt after the other: the samples of a batch will share their shapes.
 
     A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes and references
@@ -227,14 +260,14 @@ def check_shapes(args: RunArgs) -> RecordCheck:
 
 
 def check_scored(args: ScoredArgs, world_size: int) -> None:
-    """Check what `check_run` does, the scorer's URL, and that samples can be compared within a group.
+    """Check what `check_media` does, the scorer's URL, and that samples can be compared within a group.
 
     Raises:
-        ValueError: as `check_run`, or for the URL or the size of a group.
+        ValueError: as `check_media`, or for the URL or the size of a group.
     """
     check_urls(args.scorer_url, "--scorer-url")
     check_least(args, {"group_size": 2})
-    check_run(args, world_size)
+    check_media(args, world_size)
 
 
 def check_urls(urls: str, name: str) -> None:

@@ -16,7 +16,7 @@ from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.signals import resume_command
 
-from omni_rl.args import RunArgs
+from omni_rl.args import MediaArgs
 
 ArgsT = TypeVar("ArgsT")
 
@@ -24,7 +24,7 @@ ArgsT = TypeVar("ArgsT")
 def launch(main: Callable[[ArgsT], None], args: ArgsT) -> None:
     """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
     try:
-        if isinstance(args, RunArgs) and args.device_memory_gb:
+        if isinstance(args, MediaArgs) and args.device_memory_gb:
             from omni_rl.plan import fit
 
             sys.exit(fit(main, args))

@@ -20,20 +20,18 @@ from omni_train.dist import gather_json
 from omni_train.files import load_metrics
 from omni_train.flops import peak_tflops
 from omni_train.signals import catch_stop, resume_command
-from omni_train.weights import save_weights
 
 from omni_rl.alarms import Alarm, Watch
 from omni_rl.args import RunArgs, without_secrets
 from omni_rl.failures import BrokenRunError
 from omni_rl.report.folder import command_line
-from omni_rl.run import HIDDEN, Run, Step, current_plan
-from omni_rl.sampling import evaluate
+from omni_rl.run import HIDDEN, AnyRun, Step, current_plan
 
 
 class Loop:
     """The training steps of a run that are left; the `with` block closes its log, and after success the run."""
 
-    def __init__(self, run: Run[RunArgs]) -> None:
+    def __init__(self, run: AnyRun[RunArgs]) -> None:
         self.run = run
         self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
@@ -126,25 +124,23 @@ class Loop:
         return stopping
 
 
-def hold_out(run: Run[RunArgs], done: int, scores: list[float]) -> dict[str, float]:
+def hold_out(run: AnyRun[RunArgs], done: int, scores: list[float]) -> dict[str, float]:
     """Metrics of the held-out prompts under the averaged weights, which it exports to runs/NAME/weights.
 
     scores: of the evaluations so far, to which it adds its own.
     """
     with run.ema.applied():
         run.sync_weights(done)
-        metrics = evaluate(run, done)
+        metrics = run.evaluate(done)
         scores += [metrics["eval/reward"]] if "eval/reward" in metrics else []
         if done:
             card = _model_card(run, scores) if "eval/reward" in metrics else None
-            for name, part in run.trained.items():
-                net, folder = run.net.get_submodule(name), run.folder / "weights" / name
-                save_weights(net, folder, run.dist, into=part, card=card)
+            run.export(card)
     run.sync_weights(done)
     return metrics
 
 
-def _model_card(run: Run[RunArgs], scores: Sequence[float]) -> dict[str, object]:
+def _model_card(run: AnyRun[RunArgs], scores: Sequence[float]) -> dict[str, object]:
     """The facts of the model card beside the weights, whose held-out score is the last one."""
     first = {"held-out, base": scores[0]} if len(scores) > 1 else {}
     return {

@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from omni_rl import scoring
-from omni_rl.args import Mode, RunArgs, num_batches, num_ranks, sharding
+from omni_rl.args import MediaArgs, Mode, RunArgs, num_batches, num_ranks, sharding
 from omni_rl.run import Step, current_plan
 from omni_rl.scoring import LocalScorer
 
 if TYPE_CHECKING:
-    from omni_rl.run import Run
+    from omni_rl.run import AnyRun, Run
 
-ArgsT = TypeVar("ArgsT", bound=RunArgs)
+ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MAX_RANKS = 64  # to which a change may spread the weights
@@ -182,7 +182,7 @@ class Plan:
         kept = f"\nplan: sharded weights are gathered once in {' and '.join(self.unshard)}" * bool(self.unshard)
         return f"plan: most memory per rank, GB: {memory}\nplan: operations per rank and step, TFLOP: {work}{kept}"
 
-    def prepare(self, run: "Run[RunArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
+    def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
         model: Any = run.model
         model.reads_weights = False
@@ -195,13 +195,13 @@ class Plan:
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)
 
-    def settle(self, run: "Run[RunArgs]") -> None:
+    def settle(self, run: "Run[MediaArgs]") -> None:
         """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
         self.unshard = run.unshard
         for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
-    def steps(self, run: "Run[RunArgs]") -> Iterator[Step]:
+    def steps(self, run: "AnyRun[RunArgs]") -> Iterator[Step]:
         """Two steps, as the optimizer has its moments from the second on; then what a checkpoint holds."""
         yield from (Step(0), Step(0))
         with run.phase("save"):
@@ -373,12 +373,12 @@ def _of_all_ranks(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Te
     return torch.linspace(0, 1, total)
 
 
-def _weights(args: RunArgs, ranks: int) -> tuple[object, ...]:
+def _weights(args: MediaArgs, ranks: int) -> tuple[object, ...]:
     """What decides on the memory of the weights alone, whatever is done with them."""
     return sharding(args, ranks), ranks, args.shard_size, "encoder" in args.offload, args.base_dtype
 
 
-def _is_divisible(args: RunArgs, ranks: int) -> bool:
+def _is_divisible(args: MediaArgs, ranks: int) -> bool:
     """Whether a step's samples can be split into batches of that size for so many ranks."""
     try:
         return bool(num_batches(args, ranks))

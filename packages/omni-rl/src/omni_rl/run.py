@@ -15,13 +15,14 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
-from omni_rollout import Params
+from omni_rollout import Engine, Model, Params
 from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
 from omni_rollout.sampler import TextCache, check_images
+from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.attention import BACKENDS, check_attention, choose_attention
 from omni_train.bits import BYTES, reduce_bits
@@ -50,39 +51,73 @@ from omni_train.profiling import ProfiledLog
 from omni_train.recompute import Recompute
 from omni_train.shard import gathered, reshard, shard
 from omni_train.snapshot import Ema, Snapshot
-from omni_train.weights import check_adapter, check_weights, homes, load_adapter, named_weights, saved_files
+from omni_train.weights import (
+    check_adapter,
+    check_weights,
+    homes,
+    load_adapter,
+    named_weights,
+    save_weights,
+    saved_files,
+)
 from torch import Tensor, nn
 
-from omni_rl.args import MAY_CHANGE, SECRET, RunArgs, offloaded, parse_numbers, sharding, without_secrets
+from omni_rl.args import MAY_CHANGE, SECRET, MediaArgs, RunArgs, offloaded, parse_numbers, sharding, without_secrets
 from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
 from omni_rl.pictures import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
-from omni_rl.scoring import Scorer, connect
+from omni_rl.scoring import AnyScorer, Scorer, connect
 from omni_rl.sinks import check_tracker
 
 if TYPE_CHECKING:
     from omni_rl.plan import Plan
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
-OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
+MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)
+OwnArgsT = TypeVar("OwnArgsT", bound=MediaArgs)
 COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
 current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=None)  # see `omni_rl.plan`
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
-class Run(Generic[ArgsT]):
-    """One rank of a run.
+class Policy(Protocol):
+    """What is trained, by its checkpoint: the half of a Model that has nothing to do with what it draws."""
 
-    base_params, eval_params: what training and evaluations sample with, without any stochastic step. params: what is
-    trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA, if it has one.
-    reference_net: the frozen reference of such a run, if it has one. offload: the parts that wait on the host. sleeps:
-    whether the engine sleeps during updates. first_step: finished steps with which the loop
-    begins. counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the
-    engine has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures
-    to. backward: adds the gradient of a loss, `of` of which come before each optimizer step.
+    BLOCK_NAMES: ClassVar[tuple[str, ...]]
+    LORA_TARGETS: ClassVar[tuple[str, ...]]
+    boundary: float
+
+    @property
+    def nets(self) -> Mapping[str, str]:
+        """As `Model.nets`."""
+
+    @property
+    def folder(self) -> Path:
+        """As `Model.folder`."""
+
+    def check_files(self) -> None:
+        """As `Model.check_files`."""
+
+    def empty_net(self, *, buffers: bool = False) -> nn.Module:
+        """As `Model.empty_net`."""
+
+
+class AnyRun(Generic[ArgsT]):
+    """One rank of a run, whatever it draws: `Run` draws media, `omni_rl.tokens.TokenRun` draws text.
+
+    params: what is trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA,
+    if it has one. reference_net: the frozen reference of such a run, if it has one. offload: the parts that wait on the
+    host. sleeps: whether the engine sleeps during updates. first_step: finished steps with which the loop begins.
+    counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the engine
+    has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures to.
+    backward: adds the gradient of a loss, `of` of which come before each optimizer step.
     """
+
+    model: Policy
+    engine: WeightedEngine
+    scorer: AnyScorer
 
     def __init__(
         self, args: ArgsT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
@@ -92,19 +127,8 @@ class Run(Generic[ArgsT]):
         self.offload = offloaded(args)
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.attention = "auto" if dist.is_planned else args.attention
-        self.compiles = args.compile and not dist.is_planned
-        true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
-        self.base_params = Params(
-            num_inference_steps=args.num_inference_steps,
-            height=args.height,
-            width=args.width,
-            num_frames=args.num_frames,
-            frame_rate=args.frame_rate,
-            guidance_scale=args.guidance_scale,
-            guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
-        )
-        self.eval_params = replace(self.base_params, num_inference_steps=args.eval_num_inference_steps)
-        self.sizes: set[tuple[int, int]] = set()  # (height, width) of all prompts
+        self.compiles = False
+        self.memory_limit = 0.0  # bytes, of a device that a plan speaks of
         self.folder = Path("runs") / args.name
         self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
         self.counts: Counter[str] = Counter()
@@ -118,52 +142,6 @@ class Run(Generic[ArgsT]):
         self._start_files: dict[str, list[Path]] = {}  # full weights in --init-weights, by expert
         self._adapters: dict[str, Path] = {}  # folders of adapters there, by expert
         self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
-
-    @staticmethod
-    def start(
-        args: OwnArgsT,
-        algorithm: str,
-        *,
-        scorer: str | Callable[[Dist], Scorer],
-        parts: Sequence[str] = (),
-        old_policy: bool = False,
-        reference: bool = False,
-        steps: tuple[int, int] | None = None,
-    ) -> "Run[OwnArgsT]":
-        """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
-
-        algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
-        parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
-        first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
-
-        Raises:
-            ValueError, OSError: something in the settings does not fit; the same on every rank.
-        """
-        plan = current_plan.get()
-        dist = plan.dist if plan else init_distributed(timeout_s=args.hang_timeout_s)
-        if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-            torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-        run = Run(args, algorithm, dist, old_policy=old_policy, reference=reference)
-        with same_error(dist):
-            run._read_inputs()
-            run._check_steps(steps)
-        run._check_alike()
-        run._find_checkpoint()
-        if args.dry_run:
-            if plan.tells if plan else dist.is_main:
-                print(to_toml(without_secrets(args)), run._plan(), sep="\n", flush=True)
-            if plan:
-                return run._planned(plan, scorer, parts)
-            shutdown()
-            sys.exit(0)
-        with same_error(dist):
-            run._open_scorers(scorer, parts)
-        run._take_folder()
-        run._load()
-        run._continue()
-        run._open_log()
-        run.sync_weights(max(run.first_step - 1, 0))
-        return run
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -241,15 +219,42 @@ class Run(Generic[ArgsT]):
         now = memory(self.dist.device)
         return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
 
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the held-out prompts after `step` training steps, `eval/reward` among them if there is one."""
+        raise NotImplementedError
+
+    def export(self, card: Mapping[str, object] | None) -> None:
+        """Write what was trained to runs/NAME/weights, with the facts of a model card. Every rank calls it."""
+        raise NotImplementedError
+
     def close(self) -> None:
         """Free what samples and scores."""
         self.scorer.close()
-        if self.watch:
-            self.watch.close()
         self.engine.close()
         self.lock.release()
 
     # The parts of `start`, in their order
+
+    def _check_settings(self, told: bool = True) -> None:
+        """Compare the settings of all ranks and find what the run continues from; a dry run prints its plan.
+
+        told: whether this rank may print it.
+
+        Raises:
+            ValueError: ranks differ, or the checkpoint does not fit; the same on every rank.
+        """
+        self._check_alike()
+        self._find_checkpoint()
+        if self.args.dry_run and told:
+            print(to_toml(without_secrets(self.args)), self._plan(), sep="\n", flush=True)
+
+    def _begin(self) -> None:
+        """Take the folder, load what is trained and what samples, and open the log."""
+        self._take_folder()
+        self._load()
+        self._continue()
+        self._open_log()
+        self.sync_weights(max(self.first_step - 1, 0))
 
     def _read_inputs(self) -> None:
         """Open the model, read the prompts, and find what training starts from.
@@ -260,21 +265,9 @@ class Run(Generic[ArgsT]):
         args = self.args
         with flag("--track: "):
             check_tracker(args.track, args.project)
-        with flag("--model: "):
-            self.model = model = open_model(args.model)
-            model.check_files()
-        only = " or ".join(("both", *filter(None, model.nets)))
-        require(
-            (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
-            (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
-             "--low-expert-lr needs two experts that are trained, and --lr > 0"),
-        )  # fmt: skip
-        kind = model.config["_class_name"]
-        model.host_encoders = "encoder" in self.offload
-        require((model.encoders or "encoder" not in self.offload, f"--offload encoder: a {kind} has no text encoder"))
-        with flag("--"):  # the message itself begins with height, width or another setting
-            for params in (self.base_params, self.eval_params):
-                model.check(params)
+        self._open_model()
+        model = self.model
+        with flag("--"):  # the message itself begins with the setting
             check_attention(self.attention, self.dist.device, self.dtype)
             if self.compiles:
                 check_compiler(self.dist.device)
@@ -294,29 +287,6 @@ class Run(Generic[ArgsT]):
         digest = probe_digest([*sorted(model.folder.rglob("*.safetensors")), *start])
         self.config: dict[str, object] = asdict(without_secrets(args))
         self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
-        records = load_prompts(args.prompts)
-        self.canary = min([*self.eval_records, *records], key=lambda record: len(record.images))
-        images = sorted({image for record in records for image in record.images})
-        if images:
-            self.config["images_digest"] = probe_digest(images, num_blocks=1)
-
-    def _check_steps(self, steps: tuple[int, int] | None) -> None:
-        """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
-        if not self.model.boundary or steps is None:
-            return
-        high = (self.model.sigmas(self.base_params)[:-1] >= self.model.boundary).tolist()
-        least, most = 0 if "high" in self.trained else sum(high), len(high) if "low" in self.trained else sum(high)
-        which, last = self.args.train_experts, steps[1] - 1
-        rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
-        require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
-
-    def _check_record(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt with another number of references, or of another size, than the model takes."""
-        check_images(self.model, reference_sizes(record))
-        size = record.size or (self.args.height, self.args.width)
-        if size not in self.sizes:
-            self.model.check(self.base_params.of_size(size))
-            self.sizes.add(size)
 
     def _read_start(self, folder: str) -> None:
         """Check the weights to start from, which are full ones or an adapter; of either of two experts, or of both."""
@@ -367,9 +337,8 @@ class Run(Generic[ArgsT]):
             for number in (num_frozen * BYTES.get(args.base_dtype, self.dtype.itemsize), num_trained * 4 * copies)
         )
         samples = args.prompts_per_step * args.group_size
-        latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
         lines = {
-            "model": f"{type(self.model).__name__}, latents {' and '.join(map(str, latents))}",
+            "model": self._describe(),
             "ranks": f"{num_ranks}, weights {self.mode}",
             "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
             "optimizer steps per training step": str(args.num_minibatches),
@@ -379,35 +348,6 @@ class Run(Generic[ArgsT]):
             "start": f"{f'continues after step {self.saved.step}' if self.saved else 'anew'}, in {self.folder}",
         }
         return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
-
-    def _planned(self, plan: "Plan", scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> Self:
-        """The run, ready for a step on a device that is not there."""
-        plan.prepare(self, scorer, parts)
-        with self.phase("load"):
-            self._load()
-            self._continue()
-        plan.settle(self)
-        self.lock = RunLock(self.folder, self.dist)
-        self.sync_weights(0)
-        return self
-
-    def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
-        """Open what scores samples, and what else evaluations ask."""
-        args, version, name = self.args, "", "--watch-scorer-url"
-        canary = replace(self.canary, size=max(self.sizes, key=math.prod))
-        media = self.model.MEDIA
-        self.watch: Scorer | None = None
-        if args.watch_scorer_url:
-            self.watch, _ = connect(args.watch_scorer_url, args, self.dist, canary, media, name=name)
-        self.scorer: Scorer
-        if isinstance(scorer, str):
-            self.scorer, version = connect(scorer, args, self.dist, canary, media, parts=parts)
-        else:
-            self.scorer = scorer(self.dist)
-        self.config["scorer"] = version
-        if self.saved and self.saved.config.get("scorer") != version:
-            was = self.saved.config.get("scorer")
-            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
 
     def _take_folder(self) -> None:
         """Make this the one run that writes into its folder, and print the first line."""
@@ -424,15 +364,12 @@ class Run(Generic[ArgsT]):
 
     def _load(self) -> None:
         """The engine, and the net, ready to train, whose weights are the engine's own wherever that can be."""
-        args, dist, model = self.args, self.dist, self.model
+        args, dist = self.args, self.dist
         self.mesh = shard_mesh(dist, args.shard_size) if self.mode == "fsdp2" else dist.mesh
         is_filled = bool(self._start_files or not args.lora_rank or self.mode == "fsdp2" or args.base_dtype != "auto")
         with same_error(dist):
             own = self._fill(trained=True) if is_filled else None
-        texts = TextCache(args.text_cache_mb, args.text_cache)
-        if args.decode_batch_size:
-            model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
-        self.engine, self.net = ENGINES[args.engine].open(model, own, dist, self.dtype, texts)
+        self.engine, self.net = self._open_engine(own)
         self.sleeps = "engine" in self.offload or (args.engine_sleep and not self.engine.shares_weights)
         if not is_filled:
             self._add_adapters(self.net, *self.frozen)
@@ -444,7 +381,7 @@ class Run(Generic[ArgsT]):
         if args.gradient_checkpointing:
             on_host = "activations" in self.offload
             run_block = Recompute(args.keep_products_gb * 1e9, compiled=self.compiles, on_host=on_host)
-            self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
+            self._recompute(run_block)
         if not self.engine.shares_weights and self.mode != "fsdp2":
             if self._start_files:  # the engine has loaded the checkpoint's
                 self.engine.load_weights(named_weights(self.net), version=0)
@@ -457,7 +394,7 @@ class Run(Generic[ArgsT]):
 
     def _unshard(self) -> tuple[str, ...]:
         """The phases in which the sharded net is gathered once; "auto" keeps most of the free memory for the rest."""
-        choice, plan, limit = self.args.unshard, current_plan.get(), self.args.device_memory_gb * 1e9
+        choice, plan, limit = self.args.unshard, current_plan.get(), self.memory_limit
         if choice == "auto":
             free = limit - plan.device.live if plan else free_memory(self.dist.device)
             size = sum(p.numel() for p in self.net.parameters()) * self.dtype.itemsize
@@ -474,11 +411,7 @@ class Run(Generic[ArgsT]):
             self.backward = SummedBackward(self.net, self.dist.mesh, mode=self.mode)
         on_host = "optimizer" in self.offload
         self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay, on_host=on_host)
-        if args.low_expert_lr is not None:
-            low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
-            group["params"] = [p for p in self.params if p not in low]
-            own = {"params": [p for p in self.params if p in low], "lr_scale": args.low_expert_lr / args.lr}
-            self.optimizer.add_param_group(own)
+        self._group_params()
         self.ema = Ema(self.params, decay=args.ema_decay)
         if self._keeps("old"):
             self.snapshot = Snapshot(self.params, name="copy")
@@ -490,16 +423,14 @@ class Run(Generic[ArgsT]):
             if self._keeps("reference"):
                 self.reference_net = self._fill(trained=False)
                 self._set_kernels(self.reference_net)
-        if self.model.boundary:
-            self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
         for net in {self.engine.net, self.net, self.reference_net}:  # the embedded engine's is the trainer's
             if net is not None:
                 net.register_forward_pre_hook(self._count, with_kwargs=True)
 
     @property
-    def trained(self) -> dict[str, str]:
+    def trained(self) -> Mapping[str, str]:
         """The experts that are trained, as `Model.nets` has them."""
-        return {name: part for name, part in self.model.nets.items() if self.args.train_experts in ("both", name)}
+        return self.model.nets
 
     def averages(self) -> tuple[Ema | Snapshot, ...]:
         """What checkpoints hold besides the net and its optimizer."""
@@ -528,38 +459,10 @@ class Run(Generic[ArgsT]):
             compile_blocks(net, self.model.BLOCK_NAMES, attention=self.attention)
         choose_attention(net, self.attention, self.model.BLOCK_NAMES)
 
-    def _fill(self, *, trained: bool) -> nn.Module:
-        """The net with the weights that training starts from, each rank's rows alone where it is sharded.
-
-        trained: with what is trained, adapters or all weights in float32; else frozen, in the type of --dtype.
-        """
-        args, is_sharded, model = self.args, self.mode == "fsdp2", self.model
-        net, files = model.empty_net(buffers=True), None
-        if model.reads_weights:
-            files = {name: self._start_files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
-        net = load_sharded(
-            self._add_adapters(net, *self.frozen) if trained else net,
-            files,
-            self.mesh if is_sharded else None,
-            device=self.dist.device if args.base_dtype == "auto" else "cpu",
-            block_names=model.BLOCK_NAMES,
-            compute_dtype=self.dtype if is_sharded else None,
-            param_dtype=torch.float32 if trained and not args.lora_rank else self.dtype,
-        ).eval()
-        if args.base_dtype != "auto":
-            net = reduce_bits(net, args.base_dtype, model.BLOCK_NAMES, self.dist.device).to(self.dist.device)
-        for name in ("default", *self.frozen) if args.lora_rank else ():
-            lora.draw_adapter(net, name, seed=args.seed, init=args.lora_init)
-        return net
-
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         """Count the samples that pass a net."""
         first = next(iter((*args, *kwargs.values())))  # the first input of any model is a batch
         self.calls[self.log.last_phase, torch.is_grad_enabled(), first[0].shape] += len(first)
-
-    def _count_trained(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, str]) -> None:
-        """Count the forwards that train an expert."""
-        self.counts[kwargs["expert"]] += torch.is_grad_enabled()
 
     def _open_log(self) -> None:
         """Open the log of the run, with its report and tracker as a sink; beside it the settings and all versions."""
@@ -585,6 +488,254 @@ class Run(Generic[ArgsT]):
             resume_step=self.first_step - 1,
             sinks=[self.report] if self.report else [],
         )
+
+    # What depends on what is drawn
+
+    def _open_model(self) -> None:
+        """Open the model, and check it and the settings of what it draws."""
+        raise NotImplementedError
+
+    def _check_record(self, record: PromptRecord) -> None:
+        """Raise ValueError for a prompt that the model does not take."""
+        raise NotImplementedError
+
+    def _describe(self) -> str:
+        """The model in a few words."""
+        raise NotImplementedError
+
+    def _open_engine(self, net: nn.Module | None) -> tuple[WeightedEngine, nn.Module]:
+        """The engine, and the net that is trained; None loads the checkpoint's own."""
+        raise NotImplementedError
+
+    def _fill(self, *, trained: bool) -> nn.Module:
+        """The net with the weights that training starts from, each rank's rows alone where it is sharded.
+
+        trained: with what is trained, adapters or all weights in float32; else frozen, in the type of --dtype.
+        """
+        raise NotImplementedError
+
+    def _recompute(self, run_block: Recompute) -> None:
+        """Have the net compute its blocks through `run_block`."""
+        raise NotImplementedError
+
+    def _group_params(self) -> None:
+        """Give parameters learning rates of their own."""
+
+
+class Run(AnyRun[MediaT]):
+    """One rank of a run that draws pictures, videos or sound.
+
+    base_params, eval_params: what training and evaluations sample with, without any stochastic step.
+    """
+
+    model: Model
+    engine: Engine
+    scorer: Scorer
+
+    def __init__(
+        self, args: MediaT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
+    ) -> None:
+        super().__init__(args, algorithm, dist, old_policy=old_policy, reference=reference)
+        self.watch: Scorer | None = None
+        self.compiles = args.compile and not dist.is_planned
+        self.memory_limit = args.device_memory_gb * 1e9
+        true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
+        self.base_params = Params(
+            num_inference_steps=args.num_inference_steps,
+            height=args.height,
+            width=args.width,
+            num_frames=args.num_frames,
+            frame_rate=args.frame_rate,
+            guidance_scale=args.guidance_scale,
+            guidance=parse_numbers(args.guidance, "--guidance") | true_cfg,
+        )
+        self.eval_params = replace(self.base_params, num_inference_steps=args.eval_num_inference_steps)
+        self.sizes: set[tuple[int, int]] = set()  # (height, width) of all prompts
+
+    @staticmethod
+    def start(
+        args: OwnArgsT,
+        algorithm: str,
+        *,
+        scorer: str | Callable[[Dist], Scorer],
+        parts: Sequence[str] = (),
+        old_policy: bool = False,
+        reference: bool = False,
+        steps: tuple[int, int] | None = None,
+    ) -> "Run[OwnArgsT]":
+        """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
+
+        algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
+        parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
+        first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
+
+        Raises:
+            ValueError, OSError: something in the settings does not fit; the same on every rank.
+        """
+        plan = current_plan.get()
+        run = Run(args, algorithm, plan.dist if plan else join_ranks(args), old_policy=old_policy, reference=reference)
+        with same_error(run.dist):
+            run._read_inputs()
+            run._check_steps(steps)
+        run._check_settings(plan.tells if plan else run.dist.is_main)
+        if plan:
+            return run._planned(plan, scorer, parts)
+        if args.dry_run:
+            shutdown()
+            sys.exit(0)
+        with same_error(run.dist):
+            run._open_scorers(scorer, parts)
+        run._begin()
+        return run
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of samples that are drawn without injected noise, as `AnyRun.evaluate`."""
+        from omni_rl.sampling import evaluate  # which imports this module
+
+        return evaluate(self, step)
+
+    def export(self, card: Mapping[str, object] | None) -> None:
+        """Write a folder for each expert that is trained, as `AnyRun.export`."""
+        for name, part in self.trained.items():
+            net, folder = self.net.get_submodule(name), self.folder / "weights" / name
+            save_weights(net, folder, self.dist, into=part, card=card)
+
+    def close(self) -> None:
+        """As `AnyRun.close`."""
+        if self.watch:
+            self.watch.close()
+        super().close()
+
+    def _open_model(self) -> None:
+        args = self.args
+        with flag("--model: "):
+            self.model = model = open_model(args.model)
+            model.check_files()
+        only = " or ".join(("both", *filter(None, model.nets)))
+        require(
+            (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
+            (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
+             "--low-expert-lr needs two experts that are trained, and --lr > 0"),
+        )  # fmt: skip
+        kind = model.config["_class_name"]
+        model.host_encoders = "encoder" in self.offload
+        require((model.encoders or "encoder" not in self.offload, f"--offload encoder: a {kind} has no text encoder"))
+        with flag("--"):  # the message itself begins with height, width or another setting
+            for params in (self.base_params, self.eval_params):
+                model.check(params)
+
+    def _read_inputs(self) -> None:
+        super()._read_inputs()
+        records = load_prompts(self.args.prompts)
+        self.canary = min([*self.eval_records, *records], key=lambda record: len(record.images))
+        images = sorted({image for record in records for image in record.images})
+        if images:
+            self.config["images_digest"] = probe_digest(images, num_blocks=1)
+
+    def _check_steps(self, steps: tuple[int, int] | None) -> None:
+        """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
+        if not self.model.boundary or steps is None:
+            return
+        high = (self.model.sigmas(self.base_params)[:-1] >= self.model.boundary).tolist()
+        least, most = 0 if "high" in self.trained else sum(high), len(high) if "low" in self.trained else sum(high)
+        which, last = self.args.train_experts, steps[1] - 1
+        rule = f"--train-experts {which} takes steps {least} to {most - 1} of {len(high)}, got trained steps"
+        require((least <= steps[0] and last < most, f"{rule} {steps[0]} to {last}"))
+
+    def _check_record(self, record: PromptRecord) -> None:
+        check_images(self.model, reference_sizes(record))
+        size = record.size or (self.args.height, self.args.width)
+        if size not in self.sizes:
+            self.model.check(self.base_params.of_size(size))
+            self.sizes.add(size)
+
+    def _describe(self) -> str:
+        latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
+        return f"{type(self.model).__name__}, latents {' and '.join(map(str, latents))}"
+
+    def _planned(self, plan: "Plan", scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> Self:
+        """The run, ready for a step on a device that is not there."""
+        plan.prepare(self, scorer, parts)
+        with self.phase("load"):
+            self._load()
+            self._continue()
+        plan.settle(self)
+        self.lock = RunLock(self.folder, self.dist)
+        self.sync_weights(0)
+        return self
+
+    def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
+        """Open what scores samples, and what else evaluations ask."""
+        args, version, name = self.args, "", "--watch-scorer-url"
+        canary = replace(self.canary, size=max(self.sizes, key=math.prod))
+        media = self.model.MEDIA
+        if args.watch_scorer_url:
+            self.watch, _ = connect(args.watch_scorer_url, args, self.dist, canary, media, name=name)
+        if isinstance(scorer, str):
+            self.scorer, version = connect(scorer, args, self.dist, canary, media, parts=parts)
+        else:
+            self.scorer = scorer(self.dist)
+        self.config["scorer"] = version
+        if self.saved and self.saved.config.get("scorer") != version:
+            was = self.saved.config.get("scorer")
+            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+
+    def _open_engine(self, net: nn.Module | None) -> tuple[Engine, nn.Module]:
+        args, model = self.args, self.model
+        if args.decode_batch_size:
+            model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
+        texts = TextCache(args.text_cache_mb, args.text_cache)
+        return ENGINES[args.engine].open(model, net, self.dist, self.dtype, texts)
+
+    def _recompute(self, run_block: Recompute) -> None:
+        self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have
+
+    def _group_params(self) -> None:
+        args = self.args
+        if self.model.boundary:
+            self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
+        if args.low_expert_lr is not None:
+            low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
+            group["params"] = [p for p in self.params if p not in low]
+            own = {"params": [p for p in self.params if p in low], "lr_scale": args.low_expert_lr / args.lr}
+            self.optimizer.add_param_group(own)
+
+    @property
+    def trained(self) -> dict[str, str]:
+        """The experts that are trained, as `Model.nets` has them."""
+        return {name: part for name, part in self.model.nets.items() if self.args.train_experts in ("both", name)}
+
+    def _fill(self, *, trained: bool) -> nn.Module:
+        args, is_sharded, model = self.args, self.mode == "fsdp2", self.model
+        net, files = model.empty_net(buffers=True), None
+        if model.reads_weights:
+            files = {name: self._start_files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
+        net = load_sharded(
+            self._add_adapters(net, *self.frozen) if trained else net,
+            files,
+            self.mesh if is_sharded else None,
+            device=self.dist.device if args.base_dtype == "auto" else "cpu",
+            block_names=model.BLOCK_NAMES,
+            compute_dtype=self.dtype if is_sharded else None,
+            param_dtype=torch.float32 if trained and not args.lora_rank else self.dtype,
+        ).eval()
+        if args.base_dtype != "auto":
+            net = reduce_bits(net, args.base_dtype, model.BLOCK_NAMES, self.dist.device).to(self.dist.device)
+        for name in ("default", *self.frozen) if args.lora_rank else ():
+            lora.draw_adapter(net, name, seed=args.seed, init=args.lora_init)
+        return net
+
+    def _count_trained(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, str]) -> None:
+        """Count the forwards that train an expert."""
+        self.counts[kwargs["expert"]] += torch.is_grad_enabled()
+
+
+def join_ranks(args: RunArgs) -> Dist:
+    """The ranks of this run, with threads that fit it."""
+    dist = init_distributed(timeout_s=args.hang_timeout_s)
+    if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
+    return dist
 
 
 class Step:

@@ -15,7 +15,7 @@ from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist
 from omni_train.shard import gathered
 
-from omni_rl.args import RunArgs
+from omni_rl.args import MediaArgs
 from omni_rl.pictures import read_picture
 from omni_rl.report import Sample
 from omni_rl.run import Run, Step
@@ -65,14 +65,14 @@ def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 
             yield prompts[first : first + batch_size]
 
 
-def prompts_of(run: Run[RunArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+def prompts_of(run: Run[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
     """The N samples to draw in a training step, the same on every rank."""
     args, records = run.args, run.prompts.at(step.number)
     return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
 
 
 def draw(
-    run: Run[RunArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1
+    run: Run[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1
 ) -> tuple[list[Trajectory], list[Pending]]:
     """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
 
@@ -92,13 +92,13 @@ def draw(
     return batches, pending
 
 
-def show(run: Run[RunArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
+def show(run: Run[MediaArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
     if run.report:
         run.report.show_samples(step.number + 1, *_shown(batches, scores))
 
 
-def evaluate(run: Run[RunArgs], step: int) -> dict[str, float]:
+def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
     """Metrics of samples of the held-out prompts, drawn without injected noise; rank 0 adds them to the report.
 
     step: number of finished training steps.

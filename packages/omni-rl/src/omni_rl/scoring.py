@@ -23,7 +23,7 @@ from omni_train.data import PromptRecord
 from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
-from omni_rl.args import RunArgs
+from omni_rl.args import MediaArgs
 from omni_rl.cli import flag, require
 from omni_rl.pictures import read_picture
 
@@ -34,8 +34,19 @@ References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scor
 Grade = Callable[[Arrays, Sequence[str]], list[Score]]
 
 
-class Scorer(Protocol):
+class AnyScorer(Protocol):
     """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+
+    def close(self) -> None:
+        """Free what the scorer holds."""
+
+
+class Scorer(AnyScorer, Protocol):
+    """A scorer of media."""
 
     @property
     def kinds(self) -> Sequence[str]:
@@ -45,15 +56,8 @@ class Scorer(Protocol):
     def takes_references(self) -> bool:
         """Whether it wants the pictures that the samples were made from."""
 
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work so far."""
-
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
         """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
-
-    def close(self) -> None:
-        """Free what the scorer holds."""
 
 
 class LocalScorer:
@@ -84,7 +88,7 @@ def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
 
 def connect(
     urls: str,
-    args: RunArgs,
+    args: MediaArgs,
     dist: Dist,
     canary: PromptRecord,
     kinds: Sequence[str],

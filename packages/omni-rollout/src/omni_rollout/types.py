@@ -238,8 +238,8 @@ class Trajectory(Samples):
         return replace(self, cond=cond)
 
 
-class Engine(Protocol):
-    """Anything that turns prompts into trajectories. `omni_rollout.testing.check_engine` holds the contract."""
+class WeightedEngine(Protocol):
+    """Anything that samples with weights that a trainer brings to it."""
 
     shares_weights: bool  # its net is the trainer's: a sync moves nothing
     is_exact: bool  # its arithmetic is the trainer's: a step replayed under the same weights is equal bit for bit
@@ -248,16 +248,6 @@ class Engine(Protocol):
     @property
     def net(self) -> nn.Module:
         """The module that samples, which may be the trainer's own."""
-
-    @property
-    def parts(self) -> Parts:
-        """The loaded parts, as `Model.decode` and `Model.encode_media` take them."""
-
-    def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
-        """One sample per prompt, in order."""
-
-    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Moves a trainer's parameters into the engine's storage where they can be; the bytes that exist once less."""
@@ -273,6 +263,20 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds; it is not to be used afterwards."""
+
+
+class Engine(WeightedEngine, Protocol):
+    """Anything that turns prompts into trajectories. `omni_rollout.testing.check_engine` holds the contract."""
+
+    @property
+    def parts(self) -> Parts:
+        """The loaded parts, as `Model.decode` and `Model.encode_media` take them."""
+
+    def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
+        """One sample per prompt, in order."""
+
+    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
+        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
