@@ -212,7 +212,7 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
     import transformers
 
     tokenizer = build_qwen_tokenizer()
-    sides = SIDES | {"hidden_size": 16, "intermediate_size": 32}
+    sides: dict[str, Any] = SIDES | {"hidden_size": 16, "intermediate_size": 32}
     vae = diffusers.AutoencoderKLFlux2(
         block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4, sample_size=64
     )
@@ -490,6 +490,153 @@ def build_qwen_tokenizer() -> Any:
     return tokenizer
 
 
+CHAT_WITH_MEDIA = (  # as the released models' templates have it: each of the media in its own place
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}"
+    "{% elif part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>"
+    "{% else %}<|vision_start|><|{{ part.type }}_pad|><|vision_end|>{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class LanguageModel:
+    """A language model's folder: its net, a tokenizer of one token per byte, and what prepares its media."""
+
+    def __init__(self, net: Any, tokenizer: Any, *processors: Any) -> None:
+        self.files = (net, tokenizer, *processors)
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the folder."""
+        for each in self.files:
+            each.save_pretrained(folder)
+
+
+def build_chat_tokenizer() -> Any:
+    """One token per byte, those of chats, whose end ends an answer, and those of media."""
+    from tokenizers import AddedToken
+
+    tokenizer = build_qwen_tokenizer()
+    tokenizer.add_tokens([AddedToken(f"<|audio_{name}|>", special=True) for name in ("start", "end", "pad")])
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = CHAT_WITH_MEDIA
+    return tokenizer
+
+
+def places_of_media(tokenizer: Any, *kinds: str) -> dict[str, Any]:
+    """The tokens that stand for media in a prompt, as a configuration names them."""
+    named = {f"{kind}_token_id": f"<|{kind}_pad|>" for kind in kinds}
+    named |= {
+        f"{kind}_{edge}_token_id": f"<|{kind}_{edge}|>" for kind in ("vision", "audio") for edge in ("start", "end")
+    }
+    if "audio" not in kinds:
+        named = {name: token for name, token in named.items() if "audio" not in name}
+    return {name: tokenizer.convert_tokens_to_ids(token) for name, token in named.items()}
+
+
+def build_patches(patch_size: int) -> Any:
+    """The processor of small pictures."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    side = 2 * patch_size
+    return Qwen2VLImageProcessorPil(
+        patch_size=patch_size,
+        merge_size=2,
+        temporal_patch_size=2,
+        size={"shortest_edge": side**2, "longest_edge": 4 * side**2},
+    )
+
+
+def build_qwen3_chat() -> Any:
+    """A Qwen3 that answers, of two layers."""
+    from transformers import Qwen3ForCausalLM
+
+    tokenizer = build_chat_tokenizer()
+    end = tokenizer.eos_token_id
+    return LanguageModel(build_qwen3(Qwen3ForCausalLM, tokenizer, num_hidden_layers=2, eos_token_id=end), tokenizer)
+
+
+def build_qwen25_vl() -> Any:
+    """A Qwen2.5-VL of two layers, with a tower of two."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = build_chat_tokenizer()
+    text: dict[str, Any] = SIDES | {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+    }
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    vision: dict[str, Any] = {
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": 32,
+    }
+    config = Qwen2_5_VLConfig(
+        text_config=text | {"max_position_embeddings": 1024, "rope_parameters": rope},
+        vision_config=vision | {"patch_size": 14, "fullatt_block_indexes": [1], "window_size": 56},
+        **places_of_media(tokenizer, "image", "video"),
+    )
+    return LanguageModel(Qwen2_5_VLForConditionalGeneration(config), tokenizer, build_patches(14))
+
+
+def build_qwen3_omni(**text: Any) -> Any:
+    """A thinker of Qwen3-Omni, of two layers with four experts, with towers for pictures and sound."""
+    from transformers import (
+        Qwen3OmniMoeThinkerConfig,
+        Qwen3OmniMoeThinkerForConditionalGeneration,
+        WhisperFeatureExtractor,
+    )
+
+    tokenizer = build_chat_tokenizer()
+    sides: dict[str, Any] = SIDES | {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    }
+    experts: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}
+    width = text.get("hidden_size", 32)
+    hearing: dict[str, Any] = {
+        "num_mel_bins": 16,
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 32,
+    }
+    seeing: dict[str, Any] = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 16}
+    config = Qwen3OmniMoeThinkerConfig(
+        audio_config=hearing
+        | {"n_window": 50, "n_window_infer": 100, "output_dim": width, "downsample_hidden_size": 16},
+        vision_config=seeing
+        | {"out_hidden_size": width, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        text_config=sides | experts | {"max_position_embeddings": 1024, "rope_parameters": rope} | text,
+        **places_of_media(tokenizer, "image", "video", "audio"),
+    )
+    listen = WhisperFeatureExtractor(feature_size=16, chunk_length=2)
+    net = Qwen3OmniMoeThinkerForConditionalGeneration(config)
+    return LanguageModel(net, tokenizer, LanguageModelProcessor(build_patches(16), listen))
+
+
+class LanguageModelProcessor:
+    """Two processors whose configurations share a file, as releases have them."""
+
+    def __init__(self, *processors: Any) -> None:
+        self.processors = processors
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes preprocessor_config.json."""
+        together: dict[str, Any] = {}
+        for each in self.processors:
+            together |= json.loads(each.to_json_string())
+        (folder / "preprocessor_config.json").write_text(json.dumps(together), encoding="utf-8")
+
+
 BUILDERS: dict[str, Callable[[], Any]] = {
     "bagel": BagelFolder,
     "flux2-dev": lambda: build_flux2(dev=True),
@@ -509,6 +656,9 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux-dev": build_flux,
     "flux-schnell": lambda: build_flux(guidance_embeds=False),
     "flux-kontext": lambda: build_flux("FluxKontextPipeline"),
+    "qwen2.5-vl": build_qwen25_vl,
+    "qwen3": build_qwen3_chat,
+    "qwen3-omni": build_qwen3_omni,
 }
 
 if __name__ == "__main__":

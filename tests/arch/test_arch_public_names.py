@@ -48,7 +48,7 @@ SIGNATURES = {
     "omni_losses.flow_dppo_loss": "log_prob, old_log_prob, advantages, *, mean, old_mean, std, kl_threshold=1e-5, "
     "weights=None",
     "omni_losses.tempflow_weights": "std, *, scale=2.25",
-    "omni_losses.gspo_loss": "log_prob, old_log_prob, advantages, mask, *, clip_low=3e-4, clip_high=4e-4",
+    "omni_losses.gspo_loss": "log_prob, old_log_prob, advantages, mask, *, clip_low=3e-4, clip_high=4e-4, weights=None",
     "omni_losses.velocity_error": "velocity, x0, noise",
     "omni_losses.diffusion_nft_loss": "velocity, old_velocity, x0, x_t, sigma, reward_prob, *, nft_beta, "
     "adv_clip_max=5.0, ref_velocity=None, kl_coef=0.0, min_weight=1e-5, weights=None",
@@ -63,7 +63,7 @@ SIGNATURES = {
     "omni_losses.distill_velocity_loss": "velocity, teacher_velocity, *, weights=None",
     "omni_losses.rollout_weights": "old_log_prob, rollout_log_prob, *, level='trajectory', mode='truncate', low, high",
     "omni_rollout.Prompt": "text, group, index, seed, negative='', images=(), audio=None, meta=..., "
-    "initial_seed=None, size=None",
+    "initial_seed=None, size=None, video=None, rates=...",
     "omni_rollout.Params": "num_inference_steps, height, width, num_frames=1, frame_rate=24.0, guidance_scale=1.0, "
     "guidance=..., rule=..., noise_level=0.0, sde_steps=(), keep_mean=False, compress_ratio=None",
     "omni_rollout.Samples": "prompts, media, rates, weight_version",

@@ -30,3 +30,7 @@ from omni_losses.policy import tempflow_weights as tempflow_weights
 from omni_losses.preference import best_worst_pairs as best_worst_pairs
 from omni_losses.preference import diffusion_dpo_loss as diffusion_dpo_loss
 from omni_losses.sequence import gspo_loss as gspo_loss
+from omni_losses.sequence import overlong_penalty as overlong_penalty
+from omni_losses.sequence import token_cispo_loss as token_cispo_loss
+from omni_losses.sequence import token_grpo_loss as token_grpo_loss
+from omni_losses.sequence import token_weights as token_weights

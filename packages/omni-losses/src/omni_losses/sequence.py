@@ -1,12 +1,25 @@
 """Losses on token sequences, for the autoregressive part of omni-modal models.
 
 Letters: N sequences, T token places, padded on either side. Log-probabilities are of single tokens, in nats.
+
+A mean over tokens, or over sequences, is taken by weights that the caller gives: an update in several batches, on
+several ranks, then has the gradient of the mean over all of them.
 """
+
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from omni_losses.output import LossOutput, clip_metrics, ratio_metrics, require_clip_width, require_shape_of
+from omni_losses.output import (
+    LossOutput,
+    clip_metrics,
+    ratio_metrics,
+    require_clip_width,
+    require_shape_of,
+)
+
+TokenMean = Literal["sequence", "token", "constant"]
 
 
 def gspo_loss(
@@ -17,23 +30,24 @@ def gspo_loss(
     *,
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
+    weights: Tensor | None = None,
 ) -> LossOutput:
     """Clipped policy-gradient loss with one ratio for a whole sequence, not one for each token.
 
         s_i = exp(mean over the sequence's tokens of log_prob_it - old_log_prob_it)
-        L   = 1/N sum_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
+        L   = sum_i w_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
 
     s is the geometric mean of the token ratios, so sequences of any length share one clip range, and a sequence is kept
-    or clipped as a whole. Each of its n tokens gets the gradient -A_i s_i / n, over N. Advantages are not clamped.
+    or clipped as a whole. Each of its n tokens gets the gradient -w_i A_i s_i / n. Advantages are not clamped.
 
     Args:
         log_prob: [N, T], nats per token, of the weights being trained; gradients flow here only.
         old_log_prob: [N, T], same unit, of the weights before the update.
         advantages: [N], dimensionless.
         mask: [N, T], boolean, or 1 and 0: the places of tokens that the policy chose. Values of log_prob elsewhere,
-            NaN too, change nothing. A sequence without such tokens has ratio 1 and no loss, and stays in
-            the divisor N.
+            NaN too, change nothing. A sequence without such tokens has ratio 1 and no loss.
         clip_low, clip_high: widths below and above 1, > 6e-8.
+        weights: [N], of the sequences; None is 1/N for each.
 
     Returns:
         The loss, the metrics of `grpo_loss` for s, and `tokens_mean`, the mean number of tokens of a sequence.
@@ -44,11 +58,7 @@ def gspo_loss(
     Source: GSPO (arXiv 2507.18071), eq. 5 to 7; the defaults are its section 5.1. Released code (verl, TRL) gives each
     token the ratio s with its own gradient, GSPO-token: with one advantage for a sequence, the same gradient as here.
     """
-    if log_prob.ndim != 2 or len(log_prob) == 0:
-        raise ValueError(f"log_prob must be [N, T] with N >= 1, got shape {tuple(log_prob.shape)}")
-    require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, mask=mask)
-    if advantages.shape != log_prob.shape[:1]:
-        raise ValueError(f"advantages must be [N] = {tuple(log_prob.shape[:1])}, got shape {tuple(advantages.shape)}")
+    _check(log_prob, old_log_prob, advantages, mask, weights)
     require_clip_width(clip_low=clip_low, clip_high=clip_high)
     chosen = mask.bool()
     counts = chosen.sum(dim=1)
@@ -57,4 +67,149 @@ def gspo_loss(
     ratio, adv = log_ratio.exp(), advantages.detach().float()
     losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_low, 1 + clip_high))
     metrics = ratio_metrics(log_ratio.detach()) | clip_metrics(log_ratio.detach(), clip_low, clip_high)
-    return LossOutput(losses.where(counts > 0, 0.0).mean(), metrics | {"tokens_mean": counts.float().mean()})
+    metrics["tokens_mean"] = counts.float().mean()
+    losses = losses.where(counts > 0, 0.0)
+    return LossOutput(losses.mean() if weights is None else (losses * weights.detach().float()).sum(), metrics)
+
+
+def token_grpo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """Clipped policy-gradient loss with a ratio for each token.
+
+        r_it = exp(log_prob_it - old_log_prob_it)
+        L    = sum_i w_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - clip_low, 1 + clip_high))
+
+    Args:
+        log_prob, old_log_prob, advantages, mask, clip_low, clip_high: as in `gspo_loss`.
+        weights: [N], of each token of a sequence, as `token_weights` has them; None is 1/(N n_i).
+
+    Returns:
+        The loss, the metrics of `grpo_loss` for the ratios of the tokens that the policy chose, and `tokens_mean`.
+
+    Raises:
+        ValueError: shapes do not fit, no token is chosen, or float32 does not hold a clip width around 1.
+
+    Source: GRPO (arXiv 2402.03300), eq. 3 without its KL term. With a wider clip_high and the mean over all tokens it
+    is the loss of DAPO (arXiv 2503.14476), eq. 8; with constant weights and advantages of std "none" that of Dr. GRPO
+    (arXiv 2503.20783).
+    """
+    log_ratio, chosen, weights = _token_ratios(log_prob, old_log_prob, advantages, mask, weights)
+    require_clip_width(clip_low=clip_low, clip_high=clip_high)
+    ratio, adv = log_ratio.exp(), advantages.detach().float()[:, None]
+    losses = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_low, 1 + clip_high))
+    return LossOutput((losses * weights).sum(), _token_metrics(log_ratio, chosen, clip_low, clip_high))
+
+
+def token_cispo_loss(
+    log_prob: Tensor,
+    old_log_prob: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_low: float = 1.0,
+    clip_high: float = 4.0,
+    weights: Tensor | None = None,
+) -> LossOutput:
+    """Policy gradient of each token, weighted by a clipped ratio that gets no gradient: no token is ever dropped.
+
+        r_it = exp(log_prob_it - old_log_prob_it) clipped to [1 - clip_low, 1 + clip_high], a constant
+        L    = -sum_i w_i sum_t r_it A_i log_prob_it
+
+    Args:
+        log_prob, old_log_prob, advantages, mask, clip_low, clip_high, weights: as in `token_grpo_loss`. clip_low of 1
+            is no lower bound.
+
+    Returns:
+        The loss and the metrics of `token_grpo_loss`, of the ratios before they are clipped.
+
+    Raises:
+        ValueError: as `token_grpo_loss`.
+
+    Source: CISPO of MiniMax-M1 (arXiv 2506.13585), eq. 4 and 5, with the mean over all tokens by `token_weights`; it
+    has no lower bound in practice. The upper one, a ratio of 5, is that of ScaleRL (arXiv 2510.13786).
+    """
+    log_ratio, chosen, weights = _token_ratios(log_prob, old_log_prob, advantages, mask, weights)
+    require_clip_width(clip_low=clip_low, clip_high=clip_high)
+    ratio = log_ratio.detach().exp().clamp(1 - clip_low, 1 + clip_high)
+    losses = -ratio * advantages.detach().float()[:, None] * torch.where(chosen, log_prob.float(), 0.0)
+    return LossOutput((losses * weights).sum(), _token_metrics(log_ratio, chosen, clip_low, clip_high))
+
+
+def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Tensor:
+    """Weights [N], float32, of each token of a sequence, whose weighted sum is a mean.
+
+    "sequence" is the mean over sequences of the mean over their tokens, 1/(N n_i); "token" the mean over all tokens,
+    1/sum(n); "constant" the sum over tokens over N max_tokens, in which a longer sequence neither gains nor loses.
+
+    Args:
+        counts: [N], the tokens of all sequences of an optimizer step, those of other ranks among them. A sequence of 0
+            tokens gets weight 0, and is one of the N.
+        max_tokens: most tokens of a sequence, for "constant" alone.
+
+    Raises:
+        ValueError: counts are not [N], no mean of that name, or max_tokens is below 1.
+
+    Source: GRPO (arXiv 2402.03300), DAPO (arXiv 2503.14476) and Dr. GRPO (arXiv 2503.20783), in that order.
+    """
+    if counts.ndim != 1 or mean not in get_args(TokenMean) or max_tokens < 1:
+        rule = f"counts must be [N], mean one of {get_args(TokenMean)} and max_tokens >= 1"
+        raise ValueError(f"{rule}, got {tuple(counts.shape)}, {mean!r} and {max_tokens}")
+    n = counts.float()
+    per_token = {"sequence": 1 / (len(n) * n.clamp(min=1)), "token": 1 / n.sum().clamp(min=1).expand_as(n)}
+    return per_token.get(mean, torch.full_like(n, 1 / (max(1, len(n)) * max_tokens))).where(n > 0, 0.0)
+
+
+def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
+    """Rewards [N] in [-1, 0], float32, of answers that come near their greatest length.
+
+    0 up to max_tokens - buffer tokens, then a straight fall to -1 at max_tokens.
+
+    Args:
+        lengths: [N], tokens of each answer.
+        max_tokens: most tokens of an answer.
+        buffer: tokens before that over which the penalty grows, from 1 to max_tokens.
+
+    Raises:
+        ValueError: the buffer is out of range.
+
+    Source: soft overlong punishment of DAPO (arXiv 2503.14476), eq. 13.
+    """
+    if not 1 <= buffer <= max_tokens:
+        raise ValueError(f"buffer must be from 1 to max_tokens ({max_tokens}), got {buffer}")
+    return ((max_tokens - buffer - lengths.float()) / buffer).clamp(-1, 0)
+
+
+def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None) -> None:
+    if log_prob.ndim != 2 or len(log_prob) == 0:
+        raise ValueError(f"log_prob must be [N, T] with N >= 1, got shape {tuple(log_prob.shape)}")
+    require_shape_of("log_prob", log_prob, old_log_prob=old_log_prob, mask=mask)
+    for name, value in (("advantages", advantages), ("weights", weights)):
+        if value is not None and value.shape != log_prob.shape[:1]:
+            raise ValueError(f"{name} must be [N] = {tuple(log_prob.shape[:1])}, got shape {tuple(value.shape)}")
+
+
+def _token_ratios(
+    log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-ratios [N, T], 0 where the policy chose nothing; where it did; and the weights [N, T], 0 elsewhere."""
+    _check(log_prob, old_log_prob, advantages, mask, weights)
+    chosen = mask.bool()
+    if not chosen.any():
+        raise ValueError("mask must hold at least one token, got none")
+    if weights is None:
+        weights = token_weights(chosen.sum(dim=1), mean="sequence")
+    log_ratio = torch.where(chosen, log_prob.float() - old_log_prob.detach().float(), 0.0)
+    return log_ratio, chosen, weights.detach().float()[:, None] * chosen
+
+
+def _token_metrics(log_ratio: Tensor, chosen: Tensor, low: float, high: float) -> dict[str, Tensor]:
+    tokens = log_ratio.detach()[chosen]
+    return ratio_metrics(tokens) | clip_metrics(tokens, low, high) | {"tokens_mean": chosen.sum(dim=1).float().mean()}

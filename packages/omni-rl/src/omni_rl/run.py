@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
 import torch
 from omni_rollout import Engine, Model, Params
@@ -85,9 +85,15 @@ HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 class Policy(Protocol):
     """What is trained, by its checkpoint: the half of a Model that has nothing to do with what it draws."""
 
-    BLOCK_NAMES: ClassVar[tuple[str, ...]]
-    LORA_TARGETS: ClassVar[tuple[str, ...]]
     boundary: float
+
+    @property
+    def BLOCK_NAMES(self) -> tuple[str, ...]:  # noqa: N802 - a constant, of a class or of an instance
+        """As `Model.BLOCK_NAMES`."""
+
+    @property
+    def LORA_TARGETS(self) -> tuple[str, ...] | str:  # noqa: N802
+        """As `Model.LORA_TARGETS`, or a pattern of whole names."""
 
     @property
     def nets(self) -> Mapping[str, str]:

@@ -34,12 +34,13 @@ class Parts(SimpleNamespace):
 class Prompt:
     """One sample to draw.
 
-    text: what to draw. group: the samples it is compared with. index: its place among the samples of the step.
-    seed: of its noise. negative: what guidance leads away from; empty is the model's own default. images: references
-    to edit or the frames of a video to begin and end with, each uint8 [H, W, 3]. audio: float32 [points, channels].
-    meta: what a scorer is told besides the text. initial_seed: of the noise it starts from, if that is another; samples
-    of a group that share it start alike and differ by what the stochastic steps inject. size: (height, width) in pixels
-    of a prompt that wants its own, which the Params of its batch must have.
+    text: what to draw. group: the samples it is compared with. index: its place among the samples of the step. seed:
+    of its noise. negative: what guidance leads away from; empty is the model's own default. images: references to
+    edit or the frames of a video to begin and end with, each uint8 [H, W, 3]. audio: float32 [points, channels].
+    video: uint8 [F, H, W, 3]. rates: how fast audio and video play. meta: what a scorer is told besides the text.
+    initial_seed: of the noise it starts from, if that is another; samples of a group that share it start alike and
+    differ by what the stochastic steps inject. size: (height, width) in pixels of a prompt that wants its own, which
+    the Params of its batch must have.
     """
 
     text: str
@@ -52,6 +53,8 @@ class Prompt:
     meta: dict[str, object] = field(default_factory=dict)
     initial_seed: int | None = None
     size: tuple[int, int] | None = None
+    video: Tensor | None = None
+    rates: Rates = field(default_factory=dict)
 
     @property
     def shapes(self) -> tuple[tuple[int, int] | None, tuple[tuple[int, ...], ...]]:

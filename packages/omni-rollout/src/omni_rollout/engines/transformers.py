@@ -1,0 +1,109 @@
+"""The embedded engine of language models: transformers' generation in the training process, on the trained module.
+
+It samples with a cache of keys and values, and so with other shapes than the update: log-probs agree to rounding, 5e-7
+in float32. Trainers take the old policy's from `score_tokens`, and this engine's own for the gap alone.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from omni_sched import INITIAL_NOISE, step_noise
+from torch import Tensor, nn
+from transformers import GenerationConfig
+
+from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
+from omni_rollout.types import Prompt
+
+
+class TransformersEngine:
+    """Samples with a language model's net, as `TokenModel.load_net` returns it.
+
+    synced: the net is sharded, so that all ranks call it until the last one's answers have ended.
+    """
+
+    shares_weights = True
+    is_exact = True
+    moved_bytes = 0
+
+    def __init__(self, model: TokenModel, net: nn.Module, *, synced: bool = False) -> None:
+        self.model, self.net, self.synced = model, net, synced
+        self.weight_version = 0
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
+        """One answer per prompt, in order, all in one batch. A sample's numbers depend on its seed alone.
+
+        Raises:
+            ValueError: no prompts, or one that the model does not take.
+        """
+        if not prompts:
+            raise ValueError("prompts must hold at least one prompt, got none")
+        given = {(p.text, *map(id, (*p.images, p.audio, p.video))): p for p in prompts}
+        known = {key: self.model.encode(prompt) for key, prompt in given.items()}
+        encoded = tuple(known[p.text, *map(id, (*p.images, p.audio, p.video))] for p in prompts)
+        device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
+        inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
+        inputs.pop("position_ids", None)  # generation makes its own of the mask
+        draw = Draw([prompt.seed for prompt in prompts], self.model.suppressed, params)
+        config = GenerationConfig(
+            max_new_tokens=params.max_new_tokens, do_sample=False, eos_token_id=[*self.model.ends],
+            pad_token_id=self.model.ends[0], use_cache=True,
+        )  # fmt: skip
+        self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # its own would fill what is open
+        whole = self.net.generate(  # type: ignore[operator]
+            **inputs, generation_config=config, logits_processor=[draw], synced_gpus=self.synced
+        )
+        tokens = whole[:, inputs["input_ids"].shape[1] :]
+        is_end = torch.isin(tokens, torch.tensor(self.model.ends, device=device))
+        mask = is_end.cumsum(dim=1) - is_end.long() == 0
+        log_prob = torch.where(mask, torch.stack(draw.log_probs, dim=1), 0.0)
+        tokens, mask = tokens.cpu(), mask.cpu()
+        answers = tuple(self.model.decode(row[kept]) for row, kept in zip(tokens, mask, strict=True))
+        return TokenTrajectory(
+            prompts=tuple(prompts), media={}, rates={}, weight_version=self.weight_version, encoded=encoded,
+            tokens=tokens, mask=mask, rollout_log_prob=log_prob.cpu(), ended=is_end.any(dim=1).cpu(), answers=answers,
+            params=params,
+        )  # fmt: skip
+
+    def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """0: the trainer's parameters are this engine's own."""
+        return 0
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Counts as `version` from then on: the weights are there."""
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Nothing: all that samples is trained."""
+
+    def wake(self) -> None:
+        """Nothing."""
+
+    def close(self) -> None:
+        """Nothing: the net is whoever's who loaded it."""
+
+
+class Draw:
+    """The next token of each sample, by the inverse of its distribution function at the sample's own uniform number.
+
+    transformers calls it with logits [B, V], and takes the token whose place is not -inf. log_probs: of the tokens
+    drawn so far, [B] each.
+    """
+
+    def __init__(self, seeds: Sequence[int], suppressed: Sequence[int], params: TokenParams) -> None:
+        normal = step_noise(seeds, INITIAL_NOISE, (params.max_new_tokens,))
+        self.uniform = torch.special.ndtr(normal.double())  # [B, T]
+        self.suppressed, self.params = suppressed, params
+        self.log_probs: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        log_probs = token_log_probs(scores, self.suppressed, self.params)
+        ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
+        share = ordered.double().cumsum(dim=-1)
+        ordered = torch.where(share - ordered < self.params.top_p, ordered, 0.0)  # the first one stays
+        share = ordered.double().cumsum(dim=-1)
+        place = self.uniform[:, len(self.log_probs)].to(share.device) * share[:, -1]
+        rank = torch.searchsorted(share, place[:, None], right=True).clamp(max=share.shape[-1] - 1)
+        token = order.gather(-1, rank)
+        self.log_probs.append(log_probs.gather(-1, token)[:, 0])
+        return torch.full_like(scores, -torch.inf).scatter(-1, token, 0.0)

@@ -1,0 +1,35 @@
+"""One file per language model; nothing here knows of an algorithm."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from omni_rollout.files import read_json
+from omni_rollout.models.diffusers_model import local_folder
+from omni_rollout.models.tokens.qwen2_5_vl import Qwen25VL
+from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
+from omni_rollout.models.tokens.qwen_text import QwenText
+from omni_rollout.tokens import TokenModel
+
+# What config.json calls the architecture -> the model's class. A new model is one more line.
+TOKEN_MODELS: dict[str, Callable[[str | Path], TokenModel]] = {
+    "Qwen2ForCausalLM": QwenText,
+    "Qwen3ForCausalLM": QwenText,
+    "Qwen3MoeForCausalLM": QwenText,
+    "Qwen2_5_VLForConditionalGeneration": Qwen25VL,
+    "Qwen3OmniMoeForConditionalGeneration": Qwen3Omni,
+    "Qwen3OmniMoeThinkerForConditionalGeneration": Qwen3Omni,
+}
+
+
+def open_token_model(path: str | Path) -> TokenModel:
+    """The language model of a checkpoint, which is a folder or a hub id. No weight is read.
+
+    Raises:
+        ValueError: there is no such folder, it holds another model, or a file of its configuration is damaged.
+    """
+    folder = local_folder(path)
+    found = read_json(folder / "config.json").get("architectures")
+    kind = found[0] if isinstance(found, list) and found else found
+    if not isinstance(kind, str) or kind not in TOKEN_MODELS:
+        raise ValueError(f"model must be the folder of a {' or '.join(TOKEN_MODELS)}, {folder} holds a {kind!r:.80}")
+    return TOKEN_MODELS[kind](path)

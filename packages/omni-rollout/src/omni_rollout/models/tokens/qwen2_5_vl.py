@@ -1,0 +1,94 @@
+"""Qwen2.5-VL (github.com/QwenLM/Qwen2.5-VL): text, images and video in, text out.
+
+Pictures take no torchvision: transformers' processor on PIL cuts them into patches, and a video's frames two by two.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from omni_rollout.models.tokens.transformers_model import TransformersModel
+from omni_rollout.types import Cond, Prompt
+
+
+class Patches:
+    """The patches of pictures and of videos, as transformers' processors have them."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        try:
+            self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
+        except (OSError, ValueError) as exc:
+            raise ValueError(f"model is incomplete: {folder} has no preprocessor_config.json: {exc}") from exc
+
+    def of_images(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The patches [n, D] of pictures, uint8 [H, W, 3] each, and their grids [images, 3]: 1, rows, columns."""
+        made = self.processor(images=[image.numpy() for image in images], return_tensors="pt")
+        return made.pixel_values, made.image_grid_thw
+
+    def of_video(self, video: Tensor) -> tuple[Tensor, Tensor]:
+        """The patches [n, D] of a video, uint8 [F, H, W, 3], and its grid [1, 3]: pairs of frames, rows, columns.
+
+        The processor takes a picture for a frame that stands still; two frames share a patch in its place.
+        """
+        span = self.processor.temporal_patch_size
+        frames = torch.cat([video, video[-1:].expand(-len(video) % span, -1, -1, -1)])
+        patches, grids = self.of_images(list(frames))
+        _, rows, columns = grids[0].tolist()
+        parts = patches.view(len(frames) // span, span, rows * columns, 3, span, -1)
+        together = torch.stack([parts[:, k, :, :, k] for k in range(span)], dim=3)
+        return together.flatten(0, 1).flatten(1), torch.tensor([[len(frames) // span, rows, columns]])
+
+    def places(self, grids: Tensor) -> list[int]:
+        """The tokens that each of the grids takes in a prompt."""
+        counts: list[int] = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
+        return counts
+
+    def encode(self, prompt: Prompt, *, seconds: str) -> tuple[Cond, list[int], list[int]]:
+        """The tensors of a prompt's pictures and its video, and the tokens that each takes.
+
+        seconds: the net's name for those between two places in time of a video.
+        """
+        found: Cond = {}
+        images: list[int] = []
+        videos: list[int] = []
+        if prompt.images:
+            found["pixel_values"], grids = self.of_images(prompt.images)
+            found["image_grid_thw"], images = grids, self.places(grids)
+        if prompt.video is not None:
+            found["pixel_values_videos"], grids = self.of_video(prompt.video)
+            found["video_grid_thw"], videos = grids, self.places(grids)
+            found[seconds] = torch.tensor([self.processor.temporal_patch_size / prompt.rates["fps"]])
+        return found, images, videos
+
+
+class Qwen25VL(TransformersModel):
+    """Qwen2.5-VL for one checkpoint. Its vision tower stays as it is."""
+
+    BLOCK_NAMES: tuple[str, ...] = ("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")
+    LORA_TARGETS = r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
+    FROZEN: ClassVar[tuple[str, ...]] = ("model.visual",)
+    MEDIA: ClassVar[tuple[str, ...]] = ("image", "video")
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    )  # fmt: skip
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.patches = Patches(self.folder)
+
+    def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
+        """The tensors of a prompt's pictures and video, and the tokens that each takes."""
+        found, images, videos = self.patches.encode(prompt, seconds="second_per_grid_ts")
+        return found, {self.config["image_token_id"]: images, self.config["video_token_id"]: videos}
+
+    def positions(self, inputs: Cond) -> Cond:
+        """What each token stands for, 0 text, 1 image, 2 video, of which the net makes its place."""
+        kinds = torch.zeros_like(inputs["input_ids"])
+        for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
+            kinds = kinds.masked_fill(inputs["input_ids"] == self.config[name], kind)
+        return {"mm_token_type_ids": kinds}

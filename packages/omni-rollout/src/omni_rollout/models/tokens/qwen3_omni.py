@@ -1,0 +1,94 @@
+"""The thinker of Qwen3-Omni (github.com/QwenLM/Qwen3-Omni): text, images, sound and video in, text out.
+
+It opens from the folder of the whole model, whose names begin with `thinker.`, or from one of the thinker alone.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.files import read_json
+from omni_rollout.models.tokens.qwen2_5_vl import Patches
+from omni_rollout.models.tokens.transformers_model import TransformersModel
+from omni_rollout.types import Cond, Prompt
+
+FEATURES = ("input_features", "feature_attention_mask")
+
+
+class Qwen3Omni(TransformersModel):
+    """Qwen3-Omni's thinker for one checkpoint. Its towers for pictures and sound stay as they are."""
+
+    BLOCK_NAMES: tuple[str, ...] = (
+        "Qwen3OmniMoeThinkerTextDecoderLayer", "Qwen3OmniMoeVisionBlock", "Qwen3OmniMoeAudioEncoderLayer",
+    )  # fmt: skip
+    LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # not those of the towers
+    FROZEN: ClassVar[tuple[str, ...]] = ("visual", "audio_tower")
+    MEDIA: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
+    PLACES: ClassVar[tuple[str, ...]] = (
+        "image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "vision_end_token_id",
+        "audio_start_token_id", "audio_end_token_id",
+    )  # fmt: skip
+    GROWS: ClassVar[tuple[str, ...]] = FEATURES
+
+    def __init__(self, path: str | Path) -> None:
+        from transformers import WhisperFeatureExtractor
+
+        super().__init__(path)
+        self.patches = Patches(self.folder)
+        self.listen: Any = WhisperFeatureExtractor.from_pretrained(self.folder)
+        self.sample_rate = int(self.listen.sampling_rate)
+        is_whole = "thinker_config" in read_json(self.folder / "config.json")
+        self.prefix = "thinker." if is_whole else ""
+
+    def read_config(self) -> dict[str, Any]:
+        """The configuration of the thinker, also of the whole model's."""
+        config = read_json(self.folder / "config.json")
+        own = self.net_config().to_dict()
+        return own | {"architectures": config["architectures"]}
+
+    def net_class(self) -> Any:
+        """The class of the thinker."""
+        from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
+
+        return Qwen3OmniMoeThinkerForConditionalGeneration
+
+    def net_config(self) -> Any:
+        """The configuration as the thinker's class takes it."""
+        from transformers import Qwen3OmniMoeThinkerConfig
+
+        config = read_json(self.folder / "config.json")
+        return Qwen3OmniMoeThinkerConfig(**config.get("thinker_config", config))
+
+    def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
+        """The tensors of a prompt's pictures, video and sound, and the tokens that each takes."""
+        from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
+
+        found, images, videos = self.patches.encode(prompt, seconds="video_second_per_grid")
+        sounds: list[int] = []
+        if prompt.audio is not None:
+            made = self.listen(
+                prompt.audio.mean(dim=1).numpy(), sampling_rate=int(prompt.rates["sample_rate"]), padding=True,
+                truncation=False, return_attention_mask=True, return_tensors="pt",
+            )  # fmt: skip
+            found |= dict(zip(FEATURES, (made.input_features, made.attention_mask), strict=True))
+            window = self.config["audio_config"]["n_window"]
+            sounds = [int(_get_feat_extract_output_lengths(made.attention_mask.sum(dim=1), window))]
+        names = ("image_token_id", "video_token_id", "audio_token_id")
+        return found, {self.config[name]: sizes for name, sizes in zip(names, (images, videos, sounds), strict=True)}
+
+    def positions(self, inputs: Cond) -> Cond:
+        """None: the net makes places in time, rows and columns of ids and masks."""
+        return {}
+
+    def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes the weights as the whole model names them, so that it opens them, the thinker too."""
+        from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
+
+        config = Qwen3OmniMoeConfig(thinker_config=self.net_config().to_dict(), enable_audio_output=False)
+        with torch.device("meta"):
+            whole = Qwen3OmniMoeForConditionalGeneration(config)
+        whole.save_pretrained(folder, state_dict={f"thinker.{name}": tensor for name, tensor in weights.items()})
+        self.finish(folder)

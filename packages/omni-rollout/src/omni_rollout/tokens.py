@@ -1,0 +1,188 @@
+"""Policies over tokens: what is drawn, the door to their models, and the log-probs of what was drawn.
+
+Shapes: B samples, P tokens of the longest prompt, T of the longest answer, V of the vocabulary. A log-prob is in nats
+per token.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine
+
+
+@dataclass(frozen=True)
+class TokenParams:
+    """How all answers of one call are drawn.
+
+    max_new_tokens: T at most, the end token included. temperature: by which logits are divided, in sampling and in
+    log-probs alike. top_p: share of the probability, from the most likely token on, that is drawn from; a log-prob does
+    not know of it, so that training takes 1.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or not self.temperature > 0 or not 0 < self.top_p <= 1:
+            rule = "max_new_tokens must be >= 1, temperature > 0 and top_p in (0, 1]"
+            raise ValueError(f"{rule}, got {self.max_new_tokens}, {self.temperature} and {self.top_p}")
+
+
+@dataclass(frozen=True)
+class TokenTrajectory(Samples):
+    """B answers.
+
+    encoded: of each sample what `TokenModel.encode` gives, on the host. tokens: int64 [B, T], whatever after the end.
+    mask: bool [B, T], the tokens that the policy chose, an end token among them. rollout_log_prob: of the sampling
+    policy, as it sampled, float32 [B, T], 0 after the end. ended: bool [B], whether there is an end token. answers: B
+    texts.
+    """
+
+    encoded: tuple[Cond, ...]
+    tokens: Tensor
+    mask: Tensor
+    rollout_log_prob: Tensor
+    ended: Tensor
+    answers: tuple[str, ...]
+    params: TokenParams
+
+    @property
+    def lengths(self) -> Tensor:
+        """The tokens of each answer, int64 [B]."""
+        return self.mask.sum(dim=1)
+
+    def select(self, indices: Sequence[int] | Tensor) -> Self:
+        """The samples at the positions `indices` of this batch, in that order."""
+        rows = torch.as_tensor(indices, dtype=torch.long).tolist()
+        tensors: dict[str, Any] = {
+            name: getattr(self, name)[rows] for name in ("tokens", "mask", "rollout_log_prob", "ended")
+        }
+        own: dict[str, Any] = {
+            name: tuple(getattr(self, name)[i] for i in rows) for name in ("prompts", "encoded", "answers")
+        }
+        return replace(self, **tensors, **own)
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """All samples of `parts`, as long as the longest answer.
+
+        Raises:
+            ValueError: parts differ in parameters or weights.
+        """
+        for name in ("params", "weight_version"):
+            if len(values := {getattr(part, name) for part in parts}) > 1:
+                raise ValueError(f"parts must share {name}, got {values}")
+        length = max(part.tokens.shape[1] for part in parts)
+        whole: dict[str, Any] = {"ended": torch.cat([part.ended for part in parts])}
+        for name in ("tokens", "mask", "rollout_log_prob"):
+            whole[name] = torch.cat([pad(t, [0, length - t.shape[1]]) for t in (getattr(p, name) for p in parts)])
+        for name in ("prompts", "encoded", "answers"):
+            whole[name] = tuple(each for part in parts for each in getattr(part, name))
+        return replace(parts[0], **whole)
+
+    def trim(self) -> Self:
+        """The same samples without the places behind the longest answer."""
+        length = int(self.lengths.max())
+        cut = {name: getattr(self, name)[:, :length] for name in ("tokens", "mask", "rollout_log_prob")}
+        return replace(self, **cut)
+
+
+class TokenModel(Protocol):
+    """A language model for one checkpoint: it knows the checkpoint's configuration and holds no weight."""
+
+    BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, which are sharded and recomputed one by one
+    LORA_TARGETS: str  # a pattern of the whole names of layers that LoRA wraps
+    FROZEN: ClassVar[tuple[str, ...]]  # how the names of modules begin that are never trained
+    MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold
+    sample_rate: int  # of sounds in prompts, Hz; 0 where there are none
+    suppressed: tuple[int, ...]  # tokens that are never an answer's: the places of media in a prompt
+    ends: tuple[int, ...]  # tokens that end an answer
+    prefix: str  # of the net's names in the checkpoint's files, with its dot
+    boundary: float  # 0: there is one net
+
+    @property
+    def nets(self) -> Mapping[str, str]:
+        """The net itself, whose name is empty."""
+
+    @property
+    def folder(self) -> Path:
+        """Where the checkpoint lies."""
+
+    def check_files(self) -> None:
+        """Raises ValueError unless the weights are there; reads none."""
+
+    def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The net with the checkpoint's weights, frozen, in eval mode."""
+
+    def empty_net(self, *, buffers: bool = False) -> nn.Module:
+        """The net on the meta device, for names and shapes."""
+
+    def encode(self, prompt: Prompt) -> Cond:
+        """One prompt: `input_ids` [P], and the tensors of its media under the net's own names."""
+
+    def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
+        """What the net is called with: prompts, padded on their left, and answers [B, T], on the device of `tokens`."""
+
+    def decode(self, tokens: Tensor) -> str:
+        """The text of one answer, without special tokens."""
+
+    def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes full weights, by the net's names, where transformers opens them, with all else of the checkpoint."""
+
+
+class TokenEngine(WeightedEngine, Protocol):
+    """Anything that turns prompts into answers."""
+
+    def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
+        """One answer per prompt, in order."""
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What a net says of answers. log_prob: float32 [B, T], junk after the end. entropy: the same shape, or None."""
+
+    log_prob: Tensor
+    entropy: Tensor | None
+
+
+def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory, *, entropy: bool = False) -> TokenScores:
+    """The log-prob of each token of the answers under `net`, as the batch's parameters have it drawn.
+
+    Before and in an update the same batch gives the same bits: the ratio is exactly 1 until the weights change.
+    """
+    device, length = next(net.parameters()).device, batch.tokens.shape[1]
+    tokens, mask = batch.tokens.to(device), batch.mask.to(device)
+    with _last_places(net, length + 1):
+        logits = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits[:, :-1]
+    log_probs = token_log_probs(logits, model.suppressed, batch.params)
+    spread = None
+    if entropy:
+        spread = -torch.where(log_probs.isinf(), 0.0, log_probs.exp() * log_probs).sum(dim=-1)
+    return TokenScores(log_probs.gather(-1, tokens[..., None])[..., 0], spread)
+
+
+def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenParams) -> Tensor:
+    """The log-probs [..., V], float32, of all tokens; of suppressed ones -inf. Sampling and scoring call it."""
+    scaled = logits.float() / params.temperature
+    if suppressed:
+        scaled = scaled.index_fill(-1, torch.tensor(suppressed, device=scaled.device), -torch.inf)
+    return scaled.log_softmax(dim=-1)
+
+
+@contextmanager
+def _last_places(net: nn.Module, count: int) -> Iterator[None]:
+    """Within the `with` block the net's logits are those of the last places alone: a prompt's would fill the memory."""
+    head: nn.Module = net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
+    try:
+        yield
+    finally:
+        hook.remove()
