@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni_rl import args
+from omni_rl import args, token_args
 from omni_rl.cli import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
@@ -36,6 +36,12 @@ without URLs and token files.
 
 Where a setting must be one of some words, the others follow its default.
 """
+SHARED = [inspect.getsource(module) for module in (args, token_args)]
+CLASSES = {
+    "RunArgs": "All trainers",
+    "MediaArgs": "All trainers on pictures, videos and sound",
+    "TokenArgs": "All trainers of policies over tokens",
+}
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Setting:
 
 def settings(source: str) -> list[Setting]:
     """The settings of the dataclass Args in a trainer's source, those that all trainers share first."""
-    return list(fields_of("Args", [inspect.getsource(args), source]).values())
+    return list(fields_of("Args", [*SHARED, source]).values())
 
 
 def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
@@ -111,8 +117,8 @@ def page() -> str:
     """The whole page: what all trainers share, by group, then what each has of its own or otherwise."""
     sources = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "apps").glob("train_*.py"))}
     parts, shared = [HEAD], list[Setting]()
-    for title, cls in (("All trainers", "RunArgs"), ("All trainers on pictures, videos and sound", "MediaArgs")):
-        own = [setting for setting in fields_of(cls, [inspect.getsource(args)]).values() if setting not in shared]
+    for cls, title in CLASSES.items():
+        own = [setting for setting in fields_of(cls, SHARED).values() if setting not in shared]
         parts += [f"\n## {title}" if shared else f"## {title}"]
         for group in dict.fromkeys(setting.group for setting in own):
             parts += [f"\n### {group}\n", table([setting for setting in own if setting.group == group])]

@@ -17,6 +17,17 @@ SMALL = {
 }  # fmt: skip
 OWN = {
     "train_srpo": {"reward_model": REPO / "checkpoints" / "tiny-signs-reader"},
+    "train_gspo": {
+        "model": REPO / "checkpoints" / "tiny-beeps-qwen3-omni",
+        "prompts": REPO / "data" / "tiny-beeps" / "train.jsonl",
+        "eval_prompts": REPO / "data" / "tiny-beeps" / "eval.jsonl",
+        "prompts_per_step": 2,
+        "group_size": 2,
+        "batch_size": 2,
+        "max_new_tokens": 2,
+        "train_steps": 2,
+        "eval_every": 2,
+    },
     "sample": {name: SMALL[name] for name in ("model", "prompts", "batch_size", "num_inference_steps")},
 }
 
@@ -38,8 +49,8 @@ def python(tmp_path):
 
 def small(app, url):
     """Flags of a small run of the app."""
-    settings = OWN["sample"] if app == "sample" else SMALL | OWN.get(app, {})
-    scored = app not in ("sample", "train_srpo")
+    settings = OWN[app] if app in ("sample", "train_gspo") else SMALL | OWN.get(app, {})
+    scored = app not in ("sample", "train_srpo", "train_gspo")
     words = [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))]
     return [*words, "--scorer-url", url] if scored else words
 

@@ -58,7 +58,7 @@ def test_generation_with_a_cache_and_scoring_agree(engines, name, kind):
     engine = engines(name)
     drawn = engine.generate(prompts(kind), TokenParams(12, temperature=0.9))
     with torch.no_grad():
-        scored = score_tokens(engine.model, engine.net, drawn, entropy=True)
+        scored = score_tokens(engine.model, engine.net, drawn)
     assert ((scored.log_prob - drawn.rollout_log_prob) * drawn.mask).abs().max() <= 5e-7
     assert 0 < scored.entropy.min() <= scored.entropy.max() < torch.log(torch.tensor(266.0))
     alone = drawn.select([1]).trim()  # without the padding of longer prompts

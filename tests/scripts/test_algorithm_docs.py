@@ -20,7 +20,12 @@ PAGES = {path.name: path.read_text("utf-8") for path in sorted((REPO / "docs" / 
 ALL = {TABLE: (REPO / TABLE).read_text("utf-8")} | {f"docs/algorithms/{name}": text for name, text in PAGES.items()}
 HEADINGS = ["Idea", "Equations", "Settings", "Curve", "Change it"]
 TRAINERS = {path.stem: importlib.import_module(path.stem) for path in sorted((REPO / "apps").glob("train_*.py"))}
-APP_OF = {"tempflow.md": TRAINERS["train_flowgrpo"]} | {entry.page: TRAINERS[entry.app] for entry in ENTRIES}
+TOKENS = {"gspo.md", "grpo.md", "dapo.md", "cispo.md", "dr-grpo.md"}
+APP_OF = (
+    dict.fromkeys(TOKENS, TRAINERS["train_gspo"])
+    | {"tempflow.md": TRAINERS["train_flowgrpo"]}
+    | {entry.page: TRAINERS[entry.app] for entry in ENTRIES}
+)
 SOURCES = {
     path.relative_to(REPO).as_posix(): path.read_text("utf-8")
     for folder in ("apps", "packages")
@@ -120,6 +125,11 @@ def test_every_algorithm_of_a_trainer_has_a_row_with_its_loss_and_a_page_with_it
             assert loss in code(PAGES[page])
         if hasattr(one, "step"):
             assert any(one.step.__name__ in code(PAGES[page]) for _, page in found), algo
+
+
+def test_every_algorithm_over_tokens_has_a_row_and_a_page():
+    rows = [row for row in ALGORITHMS if code(row["app"]) == ["train_gspo"]]
+    assert [flags_of(row) for row in rows] == [["--algo", algo] for algo in TRAINERS["train_gspo"].ALGOS]
 
 
 def test_every_trainer_has_a_row():

@@ -41,6 +41,7 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/report.md": "tests/rl/test_rl_report_docs.py",
     "docs/reward-protocol.md": "tests/reward/test_reward_docs.py",
     "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",
+    "docs/tokens.md": "tests/apps/test_app_train_gspo.py",
 }
 CI = (REPO / ".ci" / "run").read_text("utf-8")
 RUN_BY_CI_AS = {  # the same recipe, a part of another, or on little
@@ -69,7 +70,7 @@ COMMANDS = {" ".join(words): words for words in commands() if words}
 def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data/tiny-signs", "data/tiny-edit", "data/red", "checkpoints"):
+    for name in ("data/tiny-signs", "data/tiny-edit", "data/tiny-beeps", "data/red", "checkpoints"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(REPO / name)
     for name in ("my_prompts.txt", "my_eval.txt"):

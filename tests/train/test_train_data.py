@@ -258,3 +258,13 @@ def test_a_sample_seed_follows_its_written_definition():
 @given(st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 4))
 def test_sample_seeds_fit_in_63_bits(numbers):
     assert 0 <= sample_seed(*numbers) < 2**63
+
+
+def test_sound_and_video_are_files_beside_the_prompts(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "audio": "b/c.wav", "video": "d.webp"}\n{"prompt": "y"}\n')
+    first, second = load_prompts(tmp_path / "a.jsonl")
+    assert (first.audio, first.video) == (tmp_path / "b/c.wav", tmp_path / "d.webp")
+    assert second.audio is second.video is None
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "audio": 3}\n')
+    with pytest.raises(ValueError, match='line 1: "audio" must be a path, got 3'):
+        load_prompts(tmp_path / "a.jsonl")

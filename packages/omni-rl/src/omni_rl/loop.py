@@ -101,7 +101,7 @@ class Loop:
         """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
-        flops = run.flops.total(run.calls) if run.dist.is_main else {}
+        flops = run.flops.total(run.calls) if run.flops else {}
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._scores)

@@ -15,13 +15,14 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
 import torch
 from omni_rollout import Engine, Model, Params
 from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
 from omni_rollout.sampler import TextCache, check_images
+from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.attention import BACKENDS, check_attention, choose_attention
@@ -82,34 +83,6 @@ current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=Non
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
-class Policy(Protocol):
-    """What is trained, by its checkpoint: the half of a Model that has nothing to do with what it draws."""
-
-    boundary: float
-
-    @property
-    def BLOCK_NAMES(self) -> tuple[str, ...]:  # noqa: N802 - a constant, of a class or of an instance
-        """As `Model.BLOCK_NAMES`."""
-
-    @property
-    def LORA_TARGETS(self) -> tuple[str, ...] | str:  # noqa: N802
-        """As `Model.LORA_TARGETS`, or a pattern of whole names."""
-
-    @property
-    def nets(self) -> Mapping[str, str]:
-        """As `Model.nets`."""
-
-    @property
-    def folder(self) -> Path:
-        """As `Model.folder`."""
-
-    def check_files(self) -> None:
-        """As `Model.check_files`."""
-
-    def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """As `Model.empty_net`."""
-
-
 class AnyRun(Generic[ArgsT]):
     """One rank of a run, whatever it draws: `Run` draws media, `omni_rl.tokens.TokenRun` draws text.
 
@@ -121,7 +94,7 @@ class AnyRun(Generic[ArgsT]):
     backward: adds the gradient of a loss, `of` of which come before each optimizer step.
     """
 
-    model: Policy
+    model: Model | TokenModel
     engine: WeightedEngine
     scorer: AnyScorer
 
@@ -134,6 +107,8 @@ class AnyRun(Generic[ArgsT]):
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.attention = "auto" if dist.is_planned else args.attention
         self.compiles = False
+        self.adapter_form: dict[str, str] = {}  # the names in an adapter's file, where they are not diffusers'
+        self.flops: FlopTable | None = None
         self.memory_limit = 0.0  # bytes, of a device that a plan speaks of
         self.folder = Path("runs") / args.name
         self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
@@ -350,7 +325,7 @@ class AnyRun(Generic[ArgsT]):
             "optimizer steps per training step": str(args.num_minibatches),
             "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
             "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
-            "gradients, optimizer, averages); text encoder, VAE and activations come on top",
+            "gradients, optimizer, averages); what is not trained and activations come on top",
             "start": f"{f'continues after step {self.saved.step}' if self.saved else 'anew'}, in {self.folder}",
         }
         return "\n".join(f"plan: {name}: {value}" for name, value in lines.items())
@@ -382,7 +357,7 @@ class AnyRun(Generic[ArgsT]):
         with flag("--init-weights: "):
             for name, home in self._adapters.items():
                 for adapter in ("default", *self.frozen):
-                    load_adapter(self.net.get_submodule(name), home, adapter=adapter)
+                    load_adapter(self.net.get_submodule(name), home, adapter=adapter, **self.adapter_form)
         self._set_kernels(self.net)
         if args.gradient_checkpointing:
             on_host = "activations" in self.offload
@@ -481,7 +456,6 @@ class AnyRun(Generic[ArgsT]):
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
-            self.flops = FlopTable(lambda: self._add_adapters(self.model.empty_net()), self.net)
         nets = {net for net in (self.engine.net, self.net) if net is not None}
         open_log = partial(ProfiledLog, step=args.profile, nets=nets) if args.profile else RunLog
         self.log = open_log(
@@ -692,6 +666,11 @@ class Run(AnyRun[MediaT]):
             model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
         texts = TextCache(args.text_cache_mb, args.text_cache)
         return ENGINES[args.engine].open(model, net, self.dist, self.dtype, texts)
+
+    def _open_log(self) -> None:
+        super()._open_log()
+        if self.dist.is_main:
+            self.flops = FlopTable(lambda: self._add_adapters(self.model.empty_net()), self.net)
 
     def _recompute(self, run_block: Recompute) -> None:
         self.net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all diffusers models have

@@ -147,13 +147,13 @@ class TokenEngine(WeightedEngine, Protocol):
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a net says of answers. log_prob: float32 [B, T], junk after the end. entropy: the same shape, or None."""
+    """What a net says of answers, float32 [B, T], junk after the end. entropy: NaN where gradients are wanted."""
 
     log_prob: Tensor
-    entropy: Tensor | None
+    entropy: Tensor
 
 
-def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory, *, entropy: bool = False) -> TokenScores:
+def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
     """The log-prob of each token of the answers under `net`, as the batch's parameters have it drawn.
 
     Before and in an update the same batch gives the same bits: the ratio is exactly 1 until the weights change.
@@ -163,10 +163,10 @@ def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory, *, e
     with _last_places(net, length + 1):
         logits = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits[:, :-1]
     log_probs = token_log_probs(logits, model.suppressed, batch.params)
-    spread = None
-    if entropy:
-        spread = -torch.where(log_probs.isinf(), 0.0, log_probs.exp() * log_probs).sum(dim=-1)
-    return TokenScores(log_probs.gather(-1, tokens[..., None])[..., 0], spread)
+    chosen = log_probs.gather(-1, tokens[..., None])[..., 0]
+    if torch.is_grad_enabled():
+        return TokenScores(chosen, torch.full_like(chosen, torch.nan))
+    return TokenScores(chosen, -torch.where(log_probs.isinf(), 0.0, log_probs.exp() * log_probs).sum(dim=-1))
 
 
 def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenParams) -> Tensor:

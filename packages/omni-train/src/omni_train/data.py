@@ -24,7 +24,7 @@ class PromptRecord:
     """One prompt of the file.
 
     index: counts prompts from 0 in file order. meta: whatever else the line held. images: files of references.
-    size: (height, width) in pixels, where the line says one.
+    size: (height, width) in pixels, where the line says one. audio, video: files that the prompt speaks of.
     """
 
     index: int
@@ -33,6 +33,8 @@ class PromptRecord:
     meta: Mapping[str, object] = field(default_factory=dict)
     images: tuple[Path, ...] = ()
     size: tuple[int, int] | None = None
+    audio: Path | None = None
+    video: Path | None = None
 
 
 RecordCheck = Callable[[PromptRecord], object]  # raises ValueError for what cannot be used
@@ -42,8 +44,9 @@ class PromptSampler:
     """Draws P prompts a step, without replacement within an epoch and without repeats within a step.
 
     Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
-    "images", the path of a reference, or a list of them, relative to the file, maybe "height" and "width", and further
-    keys that become `meta`, as do paths and sizes. Blank lines are skipped. check: called with every prompt.
+    "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,
+    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped.
+    check: called with every prompt.
 
     Raises:
         ValueError: the file is empty or malformed, or `check` raises one (the line is named), or it holds fewer than P
@@ -140,7 +143,8 @@ def _hash(*numbers: int) -> int:
 
 
 Size = tuple[int, int]
-Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None]  # text, negative, meta, images, size
+# Text, negative, meta, images, size, audio, video:
+Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None, Path | None, Path | None]
 
 
 def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[PromptRecord]:
@@ -186,7 +190,7 @@ def _read_lines(path: Path, check: RecordCheck | None) -> tuple[list[str], Calla
 
 
 def _split_text(line: str) -> Parts:
-    return line, "", {}, (), None
+    return line, "", {}, (), None, None, None
 
 
 def _split_json(folder: Path, line: str) -> Parts:
@@ -215,7 +219,16 @@ def _split_json(folder: Path, line: str) -> Parts:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
-    return text, negative, entry, tuple(folder / name for name in names), _size(entry)
+    audio, video = (_path(entry, key, folder) for key in ("audio", "video"))
+    return text, negative, entry, tuple(folder / name for name in names), _size(entry), audio, video
+
+
+def _path(entry: Mapping[str, object], key: str, folder: Path) -> Path | None:
+    """The file that a line names under a key, if it does."""
+    name = entry.get(key)
+    if name is not None and type(name) is not str:
+        raise ValueError(f'"{key}" must be a path, got {name!r:.80}')
+    return folder / name if isinstance(name, str) else None
 
 
 def _size(entry: Mapping[str, object]) -> Size | None:

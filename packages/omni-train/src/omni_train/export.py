@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 FACTS = ("base", "algorithm", "settings", "scores", "command")
 CARD_FILE = "README.md"
@@ -13,13 +13,24 @@ _LORA_USE = """\
 pipe = DiffusionPipeline.from_pretrained({base})
 pipe.load_lora_weights("PATH/OF/THIS/FOLDER"{option})
 """
+_TRANSFORMERS_USE = {
+    True: 'model = AutoModel.from_pretrained({base})\nmodel.load_adapter("PATH/OF/THIS/FOLDER")\n',
+    False: 'model = AutoModel.from_pretrained("PATH/OF/THIS/FOLDER")\n',
+}
 _FULL_USE = """\
 pipe = DiffusionPipeline.from_pretrained({base})
 pipe.{into} = type(pipe.{into}).from_pretrained("PATH/OF/THIS/FOLDER", subfolder="{part}")
 """
 
 
-def model_card(facts: Mapping[str, Any], *, is_lora: bool, part: str = "transformer", into: str = "transformer") -> str:
+def model_card(
+    facts: Mapping[str, Any],
+    *,
+    is_lora: bool,
+    part: str = "transformer",
+    into: str = "transformer",
+    library: Literal["diffusers", "transformers"] = "diffusers",
+) -> str:
     """A model card in Markdown with the header that model hubs read.
 
     Args:
@@ -28,6 +39,7 @@ def model_card(facts: Mapping[str, Any], *, is_lora: bool, part: str = "transfor
         is_lora: whether the folder holds a LoRA adapter or full weights.
         part: what was trained, by its name in the folder.
         into: its name in the pipeline.
+        library: what opens the folder.
 
     Raises:
         ValueError: a fact is missing, empty or unknown, or a score is not a finite number.
@@ -37,13 +49,17 @@ def model_card(facts: Mapping[str, Any], *, is_lora: bool, part: str = "transfor
     kind = "LoRA adapter" if is_lora else f"full weights of the {into}"
     option = "" if into == part else f", load_into_{into}=True"
     use = (_LORA_USE if is_lora else _FULL_USE).format(base=json.dumps(base), part=part, into=into, option=option)
+    opens = "from diffusers import DiffusionPipeline"
+    if library == "transformers":  # whose class for the model is that of its config.json
+        kind, opens = kind.replace(" of the transformer", ""), "from transformers import AutoModel"
+        use = _TRANSFORMERS_USE[is_lora].format(base=json.dumps(base))
     scores = {name: f"{value:.4g}" for name, value in facts["scores"].items()}
     return "\n".join(
         [
-            *_header(base, algorithm, is_lora),
+            *_header(base, algorithm, is_lora, library),
             f"# {base.rstrip('/').rpartition('/')[2]}, trained with {algorithm}\n",
             f"{kind[0].upper()}{kind[1:]}, trained from `{base}` with {algorithm} by omni-rl.\n",
-            f"```python\nfrom diffusers import DiffusionPipeline\n\n{use}```\n",
+            f"```python\n{opens}\n\n{use}```\n",
             f"## Scores\n\n{_table('score', scores)}",
             f"## Settings\n\n{_table('setting', facts['settings'])}",
             f"## Command\n\n```\n{facts['command']}\n```\n",
@@ -61,13 +77,13 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
             raise ValueError(f"card's scores must be finite numbers, got {name} = {value!r}")
 
 
-def _header(base: str, algorithm: str, is_lora: bool) -> list[str]:
+def _header(base: str, algorithm: str, is_lora: bool, library: str) -> list[str]:
     """The YAML that hubs read. A base that is no hub id is left out: they would take it for one."""
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None
-    tags = ["diffusers", "reinforcement-learning", algorithm, *(["lora"] if is_lora else [])]
+    tags = [library, "reinforcement-learning", algorithm, *(["lora"] if is_lora else [])]
     return [
         "---",
-        "library_name: diffusers",
+        f"library_name: {library}",
         *([f"base_model: {json.dumps(base)}"] if is_hub_id else []),
         f"tags: {json.dumps(tags)}",
         "---\n",

@@ -1,4 +1,4 @@
-"""Full weights out of a trained module: streamed to an engine, or saved where diffusers opens them.
+"""Full weights out of a trained module: streamed to an engine, or saved where diffusers or transformers opens them.
 
 Sharded tensors are gathered one at a time, and every rank has to take part.
 """
@@ -22,6 +22,7 @@ from omni_train.lora import LoraLinear, adapter_layers, factors, lora_layers
 from omni_train.parts import file_header
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
+PEFT_FILE, PEFT_PART = "adapter_model.safetensors", "base_model.model"  # peft's, as transformers opens adapters
 
 
 @torch.no_grad()
@@ -104,6 +105,42 @@ def save_weights(
         file = f"{part}/{FULL_FILE}"
         state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
         weights = (_full(tensor) for tensor in state.values())
+    _save(folder, dist, file, state, weights, texts)
+
+
+def save_peft(
+    module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
+) -> None:
+    """Write the trained adapter as peft has it, which `model.load_adapter(folder)` of transformers opens, and vLLM.
+
+    Args:
+        module, folder, dist, card: as `save_weights` takes them.
+        prefix: of the module's names in the model that opens the adapter, with its dot.
+        base: folder or hub id of that model.
+
+    Raises:
+        ValueError, OSError: as `save_weights`.
+    """
+    layers = adapter_layers(module, "default")
+    rank = len(factors(next(iter(layers.values())), "default")[0])
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank}
+    config |= {"lora_alpha": rank, "target_modules": [f"{prefix}{name}" for name in layers], "inference_mode": True}
+    texts = {"adapter_config.json": json.dumps(config, indent=2) + "\n"}
+    if card is not None:
+        texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
+    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."))
+    _save(folder, dist, PEFT_FILE, state, (tensor for _, tensor in named_adapter(module)), texts)
+
+
+def _save(
+    folder: str | Path,
+    dist: Dist,
+    file: str,
+    state: Mapping[str, Tensor],
+    weights: Iterator[Tensor],
+    texts: Mapping[str, str],
+) -> None:
+    """Write tensors, whose names and shapes `state` has, to a file of the folder, and texts; all ranks take part."""
     header = file_header(state, format="pt")
     with same_error(dist):
         try:
@@ -177,7 +214,14 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 
 
 @torch.no_grad()
-def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer") -> None:
+def load_adapter(
+    module: nn.Module,
+    folder: str | Path,
+    *,
+    adapter: str = "default",
+    part: str = "transformer",
+    file: str = LORA_FILE,
+) -> None:
     """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
 
     The file's B is multiplied by its alpha / rank; it is divided by that of `adapter`, whose product is then the
@@ -186,31 +230,36 @@ def load_adapter(module: nn.Module, folder: str | Path, *, adapter: str = "defau
     Raises:
         ValueError: as `check_adapter`, or the adapter is not finite.
     """
-    file = Path(folder) / LORA_FILE
-    read_tensors(check_adapter(module, folder, adapter=adapter, part=part), [file])
+    targets = check_adapter(module, folder, adapter=adapter, part=part, file=file)
+    read_tensors(targets, [Path(folder) / file])
     for layer in adapter_layers(module, adapter).values():
         factors(layer, adapter)[1].div_(layer.scaling[adapter])
 
 
 def check_adapter(
-    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer"
+    module: nn.Module,
+    folder: str | Path,
+    *,
+    adapter: str = "default",
+    part: str = "transformer",
+    file: str = LORA_FILE,
 ) -> dict[str, Tensor]:
     """The adapter's factors by their names in the folder's file; reads no weight, the module may be on the meta device.
 
     Raises:
         ValueError: the folder holds no adapter, or one of another rank or on other layers.
     """
-    file = Path(folder) / LORA_FILE
-    if not file.is_file():
-        raise ValueError(f"folder must hold {LORA_FILE}, got {file.parent}")
+    home = Path(folder) / file
+    if not home.is_file():
+        raise ValueError(f"folder must hold {file}, got {home.parent}")
     targets = _factors_by_name(module, adapter, part)
-    shapes = read_shapes(file)
+    shapes = read_shapes(home)
     if other := targets.keys() ^ shapes.keys():
-        raise ValueError(f"{file} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
+        raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
     for name, target in targets.items():
         if shapes[name] != tuple(target.shape):
             raise ValueError(
-                f"{file} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
+                f"{home} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
             )
     return targets
 

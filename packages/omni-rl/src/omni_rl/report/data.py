@@ -28,13 +28,14 @@ EVAL_BYTES = 2_000_000  # of the evaluations' pictures in the page, over all run
 SAMPLE_BYTES = 600_000  # of the samples' pictures
 PLAYED = 6  # times as many bytes of what plays, so that a page stays below 20 MB
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
+MAX_ANSWER = 2000  # characters of a text that was drawn
 MAX_DETAILS = 6  # that a scorer gives with a score
 MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp", ".wav": "audio/wav"}
 REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
 ROW: Kinds = {
-    "prompt": str, "reward": int | float | None, "seed": int | None, "file": str, "size": list, "details": dict,
-    "abstained": str | None, "references": list | None, "strip": str | None, "sound": str | None,
+    "prompt": str, "reward": int | float | None, "seed": int | None, "file": str | None, "size": list, "details": dict,
+    "abstained": str | None, "references": list | None, "strip": str | None, "sound": str | None, "answer": str | None,
 }  # fmt: skip
 REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
@@ -242,11 +243,16 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
 
 def _picture(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
     details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
-    return _drawing(files, row) | {
-        "reward": _score(row["reward"]),
-        "details": dict(details),
-        "abstained": row["abstained"] and _text(row["abstained"]),
-    }
+    answer = {"answer": _text(row["answer"], MAX_ANSWER)} if row.get("answer") is not None else {}
+    return (
+        _drawing(files, row)
+        | answer
+        | {
+            "reward": _score(row["reward"]),
+            "details": dict(details),
+            "abstained": row["abstained"] and _text(row["abstained"]),
+        }
+    )
 
 
 def _drawing(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def _drawing(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any
         name: f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
         for name, file in files.items()
     }
-    return {"src": sources.pop("file"), "size": row["size"], "details": {}, **sources}
+    return {"src": sources.pop("file", None), "size": row["size"], "details": {}, **sources}
 
 
 def _references(folder: Path, row: Mapping[str, Any]) -> Drawings:
@@ -263,12 +269,12 @@ def _references(folder: Path, row: Mapping[str, Any]) -> Drawings:
     return [(_files(folder, entry), entry) for entry in entries]
 
 
-def _text(value: object) -> str:
+def _text(value: object, most: int = MAX_TEXT) -> str:
     """A number with five digits, or a text in the form that scorers compare, without what no font can draw."""
     if isinstance(value, float):
         return f"{value:.5g}"
-    text = unicodedata.normalize("NFKC", str(value)[:MAX_TEXT])
-    return "".join(letter if letter.isprintable() else " " for letter in text)
+    text = unicodedata.normalize("NFKC", str(value)[:most])
+    return "".join(letter if letter.isprintable() or letter == "\n" else " " for letter in text)
 
 
 def _score(value: object) -> float | None:

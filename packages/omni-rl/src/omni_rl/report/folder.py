@@ -65,6 +65,7 @@ class Sample:
         abstained: why there is no score.
         references: the pictures that it was made from, uint8 [H, W, 3] each, arrays or tensors.
         rates: how fast its media play: `fps` of video, `sample_rate` of audio.
+        answer: the text that was drawn, where it is one; its media are then those that it answers.
     """
 
     prompt: str
@@ -75,6 +76,7 @@ class Sample:
     abstained: str | None = None
     references: "Sequence[np.ndarray | Tensor]" = ()
     rates: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 def write_eval(
@@ -102,13 +104,15 @@ def write_eval(
     rows, files = _rows(shown, samples, range(min(limit, len(samples))))
     labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
     wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
-    pictures = [still(own) for own in shown.values()]
-    sheet = contact_sheet(pictures, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
-    file = io.BytesIO()
-    sheet.save(file, "PNG")
-    write_atomically(home / f"{step:06}.png", file.getvalue())
+    if all(shown.values()):  # texts alone have no sheet
+        sheet = contact_sheet(
+            [still(own) for own in shown.values()], labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide
+        )
+        file = io.BytesIO()
+        sheet.save(file, "PNG")
+        write_atomically(home / f"{step:06}.png", file.getvalue())
     stored = step_folders(home)
     while len(stored) > keep:
         nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])

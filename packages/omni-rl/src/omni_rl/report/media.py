@@ -27,6 +27,8 @@ Media = Mapping[str, np.ndarray]  # of one sample, by kind
 
 def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
     """What the page shows of a sample, the names of its files and its size in pixels; and the files."""
+    if not media:
+        return {"file": None, "size": [0, 0]}, {}
     picture = still(media)
     data, suffix = encode(picture, max_side=MAX_SIDE * (STRIP_FRAMES // 2 if "video" in media else 1))
     row: dict[str, Any] = {"file": f"{name}{suffix}", "size": [picture.shape[1], picture.shape[0]]}

@@ -258,8 +258,9 @@ function pane(label, picture, prompt, mark = null) {
   const title = el("span", { class: "label", title: label }, mark, label);
   if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
   const [width, height] = picture.size;
-  const drawn = el("img", { src: (STILL && picture.strip) || picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
-  const shown = [zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt)];
+  const drawn = !picture.src ? null : el("img", { src: (STILL && picture.strip) || picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  const text = picture.answer === undefined ? null : el("p", { class: "answer" }, picture.answer);
+  const shown = [drawn && zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt), text];
   if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), shown);
   const bar = el("div", { class: "bar-of-score", "aria-hidden": "true" }, el("i"));
   const share = picture.reward === null ? 0 : scoreShare(picture.reward);

@@ -1,0 +1,265 @@
+"""Policy gradients for models that answer in text, also to images, sound and video: GSPO, GRPO, DAPO, CISPO, Dr. GRPO.
+
+    prompts -> rollout -> answers -> score -> advantages -> update (log-probs -> loss -> step) -> sync
+
+A group of answers is drawn for each prompt. A rule grades them. An answer better than its group becomes more likely, a
+worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), the others a token at a time.
+
+    python apps/train_gspo.py --preset tiny-beeps
+    torchrun --nproc-per-node 8 apps/train_gspo.py --preset qwen3-omni-lora --prompts a.jsonl --eval-prompts b.jsonl
+
+Differences from the released code of the papers:
+1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio
+   is checked to be 1, and the run stops if it is not; the sampler's own log-probs must be near.
+2. Means over tokens or answers are those over all batches and ranks of an optimizer step.
+3. Dynamic sampling draws other prompts in rounds, at most --rounds of them, and takes the first groups that differ.
+4. Draws depend on (seed, step, prompt, sample) alone: any number of ranks draws the same answers.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from omni_rl.args import num_ranks
+from omni_rl.cli import check_least, parse_cli, require
+from omni_rl.token_args import TokenArgs, check_tokens
+
+# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class Args(TokenArgs):
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    # Algorithm
+    algo: Literal["gspo", "grpo", "dapo", "cispo", "dr-grpo"] = "gspo"  # Algorithm, a row of the table ALGOS
+    clip_low: float | None = None  # Width of the clip range below a ratio of 1 (default: the algorithm's)
+    clip_high: float | None = None  # Width of the clip range above a ratio of 1 (default: the algorithm's)
+    rounds: int = 4  # Most rollouts of a step for dapo, which leaves out groups that score alike
+    overlong_tokens: int | None = (
+        None  # Last tokens of --max-new-tokens with a penalty (default: a fifth for dapo, or 0)
+    )
+    mask_truncated: bool = False  # Leave answers without an end out of the update
+    kl_coef: float = 0.0  # Weight of the KL to the policy before training
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| of update and sampler (default: 1e-4 in float32, or any)
+
+
+LEAST = {"clip_low": 1e-7, "clip_high": 1e-7, "rounds": 1, "overlong_tokens": 0, "kl_coef": 0.0}
+
+
+def check_args(args: Args) -> None:
+    """Raise ValueError when settings do not fit together."""
+    check_tokens(args, num_ranks())
+    check_least(args, {name: least for name, least in LEAST.items() if vars(args)[name] is not None})
+    require(
+        ((args.overlong_tokens or 0) <= args.max_new_tokens,
+         f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),
+        (args.num_minibatches <= args.prompts_per_step * args.group_size,
+         f"--num-minibatches must be <= a step's samples, got {args.num_minibatches}"),
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_gspo", description=__doc__)
+
+# 2. Algorithms. One more is one more row.
+
+import torch
+from omni_losses import (
+    LossOutput,
+    filter_groups,
+    group_advantages,
+    gspo_loss,
+    k3_kl,
+    overlong_penalty,
+    token_cispo_loss,
+    token_grpo_loss,
+)
+from omni_losses.advantages import Std
+from omni_losses.sequence import TokenMean
+from omni_reward import Score
+from omni_rl.failures import launch
+from omni_rl.loop import Loop
+from omni_rl.run import Step, check_ratio, policy_metrics
+from omni_rl.scoring import collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
+from omni_rollout import Prompt
+from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
+from omni_train.dist import gather_by_index
+from omni_train.optim import StepResult
+from torch import Tensor
+
+
+def of_sequences(
+    log_prob: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor, **clip: float
+) -> LossOutput:
+    """GSPO's loss, whose weights are those of whole answers."""
+    return gspo_loss(log_prob, old, advantages, mask, weights=weights * mask.sum(dim=1), **clip)
+
+
+@dataclass(frozen=True)
+class Algo:
+    """A loss with its clip range, its mean over tokens, the samples whose deviation divides advantages, and extras.
+
+    The loss is called as `loss(log_prob, old_log_prob, advantages, mask, weights=..., clip_low=..., clip_high=...)`.
+    """
+
+    loss: Callable[..., LossOutput]
+    clip: tuple[float, float]
+    mean: TokenMean = "sequence"
+    std: Std = "group"
+    dynamic: bool = False  # draw on until as many groups as there are prompts differ in their scores
+    overlong: bool = False  # punish answers near --max-new-tokens
+
+
+ALGOS = {
+    "gspo": Algo(of_sequences, (3e-4, 4e-4)),
+    "grpo": Algo(token_grpo_loss, (0.2, 0.2)),
+    "dapo": Algo(token_grpo_loss, (0.2, 0.28), mean="token", dynamic=True, overlong=True),
+    "cispo": Algo(token_cispo_loss, (1.0, 4.0), mean="token"),
+    "dr-grpo": Algo(token_grpo_loss, (0.2, 0.2), mean="constant", std="none"),
+}
+
+
+def settle(args: Args) -> Args:
+    """The settings with what None stands for."""
+    algo = ALGOS[args.algo]
+    overlong, tolerance = args.max_new_tokens // 5 * algo.overlong, {"float32": 1e-4}.get(args.dtype, torch.inf)
+    return replace(
+        args,
+        clip_low=args.clip_low or algo.clip[0],
+        clip_high=args.clip_high or algo.clip[1],
+        rounds=args.rounds if algo.dynamic else 1,
+        overlong_tokens=overlong if args.overlong_tokens is None else args.overlong_tokens,
+        ratio_tolerance=tolerance if args.ratio_tolerance is None else args.ratio_tolerance,
+    )
+
+
+# 3. A training step: rollout, score, advantages, update
+
+
+def main(args: Args) -> None:
+    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    run = TokenRun.start(args, args.algo, reference=bool(args.kl_coef))
+    run.args = settle(args)
+    with Loop(run) as steps:
+        for step in steps:
+            drawn = roll_out(run, step)
+            advantages, keep = grade(run, step, drawn)
+            step.has_signal = bool(keep.any())
+            with run.updating(step):
+                step.metrics |= update(run, step, drawn, advantages, keep) if step.has_signal else {}
+            run.sync(step)
+            show_answers(run, step, drawn.batches, drawn.scores)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A step's N prompts and rewards of all ranks, and this rank's batches and scores."""
+
+    prompts: list[Prompt]
+    rewards: Tensor
+    batches: list[TokenTrajectory]
+    scores: list[Score]
+
+
+def roll_out(run: TokenRun[Args], step: Step) -> Drawn:
+    """The answers of a step; with dynamic sampling those of several rounds, until enough groups differ."""
+    args = run.args
+    prompts: list[Prompt] = []
+    batches: list[TokenTrajectory] = []
+    scores: list[Score] = []
+    for number in range(step.number * args.rounds, (step.number + 1) * args.rounds):
+        fresh = prompts_of(run.prompts.at(number), args.group_size, seed=args.seed, step=number)
+        groups = len(prompts) // args.group_size
+        own = [replace(p, index=p.index + len(prompts), group=p.group + groups) for p in fresh]
+        with run.phase("rollout"):
+            more, pending = draw_answers(run, own, run.base_params)
+        with run.phase("reward_wait"):
+            scores += collect(run.dist, pending)
+        prompts, batches = prompts + own, batches + more
+        rewards = gather_rewards(run.dist, batches, scores, groups_of(prompts))
+        if filter_groups(rewards, groups_of(prompts)).sum() >= args.prompts_per_step * args.group_size:
+            break
+    step.metrics["reward/rounds"] = len(prompts) / (args.prompts_per_step * args.group_size)
+    return Drawn(prompts, rewards, batches, scores)
+
+
+def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor]:
+    """Advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
+    args, algo, groups, total = run.args, ALGOS[run.args.algo], groups_of(drawn.prompts), len(drawn.prompts)
+    step.metrics |= describe_rewards(drawn.rewards, groups, drawn.scores, need_one=True)
+    indices = torch.cat([batch.indices for batch in drawn.batches])
+    lengths, ended = (
+        gather_by_index(run.dist, indices, torch.cat([value.float() for value in values]), total)
+        for values in ([batch.lengths for batch in drawn.batches], [batch.ended for batch in drawn.batches])
+    )
+    rewards = drawn.rewards
+    if args.overlong_tokens:
+        rewards = rewards + overlong_penalty(lengths, max_tokens=args.max_new_tokens, buffer=args.overlong_tokens)
+    advantages = group_advantages(rewards, groups, std=algo.std)
+    keep = filter_groups(drawn.rewards, groups) if algo.dynamic else ~rewards.isnan()
+    if algo.dynamic:  # of more groups than were asked for, the first
+        keep &= keep.cumsum(dim=0) <= args.prompts_per_step * args.group_size
+    if args.mask_truncated:
+        keep &= ended.bool()
+    keep &= bool(advantages[keep].any())
+    step.metrics |= {
+        "advantage/min": advantages.min().item(),
+        "advantage/max": advantages.max().item(),
+        "answer/tokens_mean": lengths.mean().item(),
+        "answer/truncated_ratio": 1 - ended.mean().item(),
+        "reward/trained_ratio": keep.float().mean().item(),
+    }
+    return advantages, keep
+
+
+def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, keep: Tensor) -> dict[str, float]:
+    """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
+    args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
+    loss_of = partial(algo.loss, clip_low=args.clip_low, clip_high=args.clip_high)
+    minibatches = pack(run, drawn.batches, advantages, keep, mean=algo.mean)
+    with torch.no_grad():
+        old = [[score(run, batch) for batch in batches] for batches in minibatches]
+        references = [[reference(run, batch) for batch in batches] for batches in minibatches]
+    seen: list[dict[str, Tensor]] = []
+    moves: list[Tensor] = []
+    results: list[StepResult] = []
+    for batches, befores, others in zip(minibatches, old, references, strict=True):
+        for batch, before, other in zip(batches, befores, others, strict=True):
+            now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
+            out = loss_of(now, before.log_prob, batch.advantages, mask, weights=batch.weights)
+            kl = torch.where(mask, k3_kl(now, other), 0.0) if other is not None else torch.zeros_like(now)
+            loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
+            # Gradients are summed over batches and ranks; the weights make the sum a mean.
+            run.backward(loss, of=len(batches))
+            sampled, num_tokens = batch.trajectory.rollout_log_prob.to(dist.device), mask.sum()
+            own = {"loss": loss.detach() * len(batches) * dist.world_size, "kl": kl.detach().sum() / num_tokens}
+            own["entropy"] = before.entropy[mask].mean()
+            own["rollout_gap"] = (before.log_prob - sampled)[mask].abs().max().expm1()
+            seen.append(out.metrics | own)
+            moves.append((now.detach() - before.log_prob)[mask].abs().max().expm1())
+        if not results:
+            deviation = check_ratio(dist, moves, 0.0, step.number)
+        results.append(run.optimizer_step(step))
+    check_ratio(dist, [m["rollout_gap"] for m in seen], args.ratio_tolerance or 0.0, step.number)
+    return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
+
+
+def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
+    """The log-probs of the batch's tokens under the weights being trained."""
+    return score_tokens(run.model, run.net, batch.trajectory)
+
+
+def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
+    """The log-probs [B, T] of the batch's tokens under the policy before training, where the loss asks for them."""
+    if not run.args.kl_coef:
+        return None
+    with run.reference() as net:
+        return score_tokens(run.model, net, batch.trajectory).log_prob
+
+
+if __name__ == "__main__":
+    launch(main, ARGS)

@@ -1,0 +1,77 @@
+"""Sound and video that a prompt speaks of."""
+
+import wave
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from omni_train.data import PromptRecord
+from PIL import Image, ImageSequence, UnidentifiedImageError
+
+if TYPE_CHECKING:
+    from omni_rollout import Prompt
+    from torch import Tensor
+
+MAX_SOUND_S, MAX_FRAMES = 600, 768
+
+
+def with_media(prompt: "Prompt", record: PromptRecord) -> "Prompt":
+    """The prompt with the sound and the video of its record."""
+    rates = dict(prompt.rates)
+    audio = video = None
+    if record.audio:
+        audio, rates["sample_rate"] = read_sound(record.audio)
+    if record.video:
+        video, rates["fps"] = read_video(record.video)
+    return replace(prompt, audio=audio, video=video, rates=rates)
+
+
+def media_files(record: PromptRecord) -> list[Path]:
+    """The files of a prompt's pictures, sound and video."""
+    return [*record.images, *(file for file in (record.audio, record.video) if file)]
+
+
+@lru_cache(maxsize=256)
+def read_sound(path: Path) -> "tuple[Tensor, float]":
+    """A WAV file of 16 bits as float32 [points, channels] in [-1, 1], and its sample rate; the same tensor each time.
+
+    Raises:
+        ValueError: there is no such file, it is no WAV of 16 bits, or longer than MAX_SOUND_S.
+    """
+    import torch
+
+    try:
+        with wave.open(str(path), "rb") as file:
+            channels, width, rate, points = file.getparams()[:4]
+            if width != 2 or not 0 < points <= MAX_SOUND_S * rate:
+                rule = f"must have 16 bits and 1 point to {MAX_SOUND_S} s"
+                raise ValueError(f"{path} {rule}, got {8 * width} bits and {points} points at {rate} Hz")
+            data = file.readframes(points)
+    except (OSError, EOFError, wave.Error) as exc:
+        raise ValueError(f"audio must name a WAV file that can be read, got {path}: {exc}") from exc
+    return torch.from_numpy(np.frombuffer(data, "<i2").reshape(-1, channels).astype(np.float32) / 32768), float(rate)
+
+
+@lru_cache(maxsize=64)
+def read_video(path: Path) -> "tuple[Tensor, float]":
+    """The frames of an animated WebP or GIF, uint8 [F, H, W, 3], and how many a second has; the same tensor each time.
+
+    Raises:
+        ValueError: there is no such file, it is no such picture, or has more than MAX_FRAMES frames.
+    """
+    import torch
+
+    try:
+        with Image.open(path, formats=["WEBP", "GIF"]) as file:
+            if (count := getattr(file, "n_frames", 1)) > MAX_FRAMES:
+                raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
+            read = [
+                (np.array(frame.convert("RGB")), frame.info.get("duration", 0))
+                for frame in ImageSequence.Iterator(file)
+            ]
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
+        raise ValueError(f"video must name an animated WebP or GIF that can be read, got {path}: {exc}") from exc
+    frames, times = zip(*read, strict=True)
+    return torch.from_numpy(np.stack(frames)), 1000 * len(times) / (sum(times) or 40 * len(times))

@@ -1,0 +1,59 @@
+"""The settings that trainers of policies over tokens share. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from omni_train.data import PromptSampler, load_prompts
+
+from omni_rl.args import RunArgs, check_run
+from omni_rl.cli import check_least, check_most, flag, require
+
+
+@dataclass(frozen=True)
+class TokenArgs(RunArgs):
+    """Settings of a run that draws text."""
+
+    OFFLOAD = "optimizer activations"
+
+    # Sampling
+    max_prompt_tokens: int = 0  # Most tokens of a prompt, those of its media among them; 0 is any
+    max_new_tokens: int = 1024  # Most tokens of an answer
+    temperature: float = 1.0  # Temperature of the rollout, and of the log-probs that are trained
+    eval_temperature: float = 1.0  # Temperature of an evaluation
+    eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+
+    # Engine
+    engine: Literal["transformers"] = "transformers"  # Engine that samples, in the trainer's process
+
+    # Scorer
+    reward: Literal["exact", "contains", "regex"] = (
+        "exact"  # Rule that grades answers, a row of omni_reward.rules.RULES
+    )
+
+    # Optimizer
+    lr: float = 1e-6  # Learning rate of AdamW
+    tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
+
+
+LEAST = {"group_size": 2, "max_prompt_tokens": 0, "max_new_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3,
+         "eval_top_p": 1e-3, "tokens_per_batch": 0}  # fmt: skip
+MOST = {"max_new_tokens": 2**20, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0}
+
+
+def check_tokens(args: TokenArgs, world_size: int) -> None:
+    """Check what `check_run` does, the settings above, and the files of prompts.
+
+    Raises:
+        ValueError: as `check_run`.
+    """
+    check_run(args, world_size)
+    check_least(args, LEAST)
+    check_most(args, MOST)
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    require((samples % per_round == 0,
+             f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
+             f"--group-size, got {args.batch_size}"))  # fmt: skip
+    with flag("--prompts: "):
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    with flag("--eval-prompts: "):
+        load_prompts(args.eval_prompts)

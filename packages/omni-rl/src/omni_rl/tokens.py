@@ -1,0 +1,315 @@
+"""A run of a policy over tokens: its settings, its start, its rollout and evaluation, and the batches of an update.
+
+Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import torch
+from omni_losses.sequence import TokenMean, token_weights
+from omni_reward import Score
+from omni_reward.rules import RULES, Rule, grade
+from omni_rollout import Prompt
+from omni_rollout.engines.transformers import TransformersEngine
+from omni_rollout.models.tokens import open_token_model
+from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams, TokenTrajectory
+from omni_train.bits import reduce_bits
+from omni_train.data import PromptRecord, load_prompts
+from omni_train.dist import Dist, gather_by_index, gather_json, same_error
+from omni_train.export import CARD_FILE, model_card
+from omni_train.files import probe_digest, write_folder_atomically
+from omni_train.recompute import Recompute
+from omni_train.shard import gathered, shard
+from omni_train.weights import PEFT_FILE, PEFT_PART, check_adapter, named_weights, save_peft
+from torch import Tensor, nn
+
+from omni_rl.cli import flag, require
+from omni_rl.prompt_media import media_files, with_media
+from omni_rl.report import Sample
+from omni_rl.run import AnyRun, Step, join_ranks
+from omni_rl.sampling import deal, expand_groups
+from omni_rl.scoring import AnyScorer, Pending, collect, gather_rewards
+from omni_rl.token_args import TokenArgs
+
+TokenT = TypeVar("TokenT", bound=TokenArgs, covariant=True)
+OwnArgsT = TypeVar("OwnArgsT", bound=TokenArgs)
+MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
+
+
+class TextScorer(AnyScorer, Protocol):
+    """A scorer of texts."""
+
+    def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
+        """The future scores of answers to prompts, whose lines of the file say `meta`."""
+
+
+class RuleScorer:
+    """A rule of `omni_reward.rules` in this process."""
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.busy_s = rule, 0.0
+
+    def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
+        """Scores that are there at once."""
+        start = time.perf_counter()
+        future: Pending = Future()
+        future.set_result(grade(self.rule, answers, meta))
+        self.busy_s += time.perf_counter() - start
+        return future
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class TokenRun(AnyRun[TokenT], Generic[TokenT]):
+    """One rank of a run that draws text. params, eval_params are in the sense of `omni_rollout.tokens.TokenParams`."""
+
+    model: TokenModel
+    engine: TokenEngine
+    scorer: TextScorer
+
+    def __init__(self, args: TokenT, algorithm: str, dist: Dist, *, reference: bool = False) -> None:
+        super().__init__(args, algorithm, dist, reference=reference)
+        self.base_params = TokenParams(args.max_new_tokens, args.temperature)
+        self.eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
+
+    @staticmethod
+    def start(args: OwnArgsT, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
+        """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
+
+        algorithm: its name, for the model card. reference: keep the first policy, for `reference()`.
+
+        Raises:
+            ValueError, OSError: something in the settings does not fit; the same on every rank.
+        """
+        run = TokenRun(args, algorithm, join_ranks(args), reference=reference)
+        run.scorer = RuleScorer(RULES[args.reward][0])
+        with same_error(run.dist):
+            run._read_inputs()
+        run._check_settings(run.dist.is_main)
+        if args.dry_run:
+            sys.exit(0)
+        run._begin()
+        return run
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of one answer to each held-out prompt, as `AnyRun.evaluate`; rank 0 adds them to the report."""
+        prompts = prompts_of(self.eval_records, 1, seed=0, step=-1)  # the same for every run
+        unit = self.args.batch_size * self.dist.world_size
+        places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
+        filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
+        with gathered(self.net) if "rollout" in self.unshard else nullcontext():
+            batches, pending = draw_answers(self, filled, self.eval_params)
+        scores, groups = collect(self.dist, pending), torch.arange(len(filled))
+        rewards = gather_rewards(self.dist, batches, scores, groups)[: len(prompts)]
+        if self.report:
+            self.report.show_eval(step, *_shown(batches, scores))
+        metrics = {"eval/abstained_ratio": rewards.isnan().float().mean().item()}
+        return metrics | ({} if rewards.isnan().all() else {"eval/reward": rewards.nanmean().item()})
+
+    def export(self, card: Mapping[str, object] | None) -> None:
+        """Write an adapter as peft has it, or full weights as transformers has them, as `AnyRun.export`."""
+        folder = self.folder / "weights"
+        if self.args.lora_rank:
+            save_peft(self.net, folder, self.dist, prefix=self.model.prefix, base=self.base, card=card)
+            return
+        full = {name: tensor.cpu() for name, tensor in named_weights(self.net) if self.dist.is_main}
+        with same_error(self.dist):
+            if self.dist.is_main:
+                write_folder_atomically(folder, partial(self._write, full, card))
+
+    def _write(self, weights: Mapping[str, Tensor], card: Mapping[str, object] | None, folder: Path) -> None:
+        self.model.save(self.net, weights, folder)
+        if card is not None:
+            (folder / CARD_FILE).write_text(model_card(card, is_lora=False, library="transformers"), "utf-8")
+
+    # The parts of `start` that depend on what is drawn
+
+    def _open_model(self) -> None:
+        with flag("--model: "):
+            self.model = open_token_model(self.args.model)
+            self.model.check_files()
+        self.adapter_form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{self.model.prefix}".rstrip(".")}
+
+    def _read_inputs(self) -> None:
+        super()._read_inputs()
+        media = sorted({file for record in load_prompts(self.args.prompts) for file in media_files(record)})
+        if media:
+            self.config["media_digest"] = probe_digest(media, num_blocks=1)
+
+    def _check_record(self, record: PromptRecord) -> None:
+        """Raise ValueError for a prompt without what the rule asks for, with media that are missing, or too long."""
+        key = RULES[self.args.reward][1]
+        require((key in record.meta, f'must have the key "{key}", which --reward {self.args.reward} asks for'))
+        most = self.args.max_prompt_tokens
+        if most or media_files(record):
+            (prompt,) = prompts_of([record], 1, seed=0, step=0)
+            count = len(self.model.encode(prompt)["input_ids"])
+            require((not most or count <= most, f"must have at most --max-prompt-tokens {most} tokens, got {count}"))
+
+    def _read_start(self, folder: str) -> None:
+        net = self._add_adapters(self.model.empty_net())
+        rule = "must be the folder of an adapter, with --lora-rank > 0; full weights are a --model"
+        require((self.args.lora_rank and (Path(folder) / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
+        check_adapter(net, folder, **self.adapter_form)
+        self._adapters = {"": Path(folder)}
+
+    def _describe(self) -> str:
+        return f"{type(self.model).__name__}, answers of at most {self.args.max_new_tokens} tokens"
+
+    def _open_engine(self, net: nn.Module | None) -> tuple[TokenEngine, nn.Module]:
+        net = self.model.load_net(device=self.dist.device, dtype=self.dtype) if net is None else net
+        return TransformersEngine(self.model, net, synced=self.mode == "fsdp2"), net
+
+    def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
+        """As `AnyRun`, but for parts of the model that stay as they are."""
+        super()._add_adapters(net, *frozen)
+        for name in () if self.args.lora_rank else self.model.FROZEN:
+            net.get_submodule(name).requires_grad_(False)
+        return net
+
+    def _fill(self, *, trained: bool) -> nn.Module:
+        args, is_sharded = self.args, self.mode == "fsdp2"
+        dtype = torch.float32 if trained and not args.lora_rank else self.dtype
+        net = self.model.load_net(device="cpu", dtype=dtype)
+        if trained:
+            self._add_adapters(net, *self.frozen)
+        if args.base_dtype != "auto":
+            net = reduce_bits(net, args.base_dtype, self.model.BLOCK_NAMES, self.dist.device)
+        if not is_sharded:
+            return net.to(self.dist.device)
+        names = self.model.BLOCK_NAMES
+        return shard(net, self.mesh, mode="fsdp2", block_names=names, compute_dtype=self.dtype)
+
+    def _recompute(self, run_block: Recompute) -> None:
+        """Have blocks computed again in backward passes alone: transformers asks whether a block is in training."""
+        blocks = [m for m in self.net.modules() if hasattr(m, "gradient_checkpointing")]
+
+        def choose(module: nn.Module, args: object) -> None:
+            for block in blocks:
+                block.training = torch.is_grad_enabled()  # of the block's own flag; dropout asks its parts
+
+        for block in blocks:
+            block.gradient_checkpointing, block._gradient_checkpointing_func = True, run_block  # type: ignore[assignment]
+        self.net.register_forward_pre_hook(choose)
+
+    def _unshard(self) -> tuple[str, ...]:
+        phases = super()._unshard()
+        size = sum(p.numel() for p in self.net.parameters()) * self.dtype.itemsize
+        rule = (
+            f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine transformers "
+            "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
+        )
+        require(("rollout" in phases or size <= MAX_GATHERED, rule))
+        return phases
+
+    def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        self.calls[self.log.last_phase, torch.is_grad_enabled(), torch.Size()] += len(kwargs["input_ids"])
+
+
+def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
+    """`group_size` samples of each prompt, group by group, each with a seed of its own, and with their media."""
+    samples = expand_groups(records, group_size, seed=seed, step=step)
+    return [with_media(sample, records[sample.group]) for sample in samples]
+
+
+def draw_answers(
+    run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams
+) -> tuple[list[TokenTrajectory], list[Pending]]:
+    """This rank's batches of `prompts`, and their scores to come.
+
+    Raises:
+        RuntimeError: the engine samples with other weights than those of the last sync.
+    """
+    batches, pending = [], []
+    for own in deal(prompts, run.dist, run.args.batch_size):
+        batch = run.engine.generate(own, params)
+        if batch.weight_version != run.version:
+            raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
+        batches.append(batch)
+        run.counts["drawn"] += len(batch)
+        pending.append(run.scorer.submit(batch.answers, [p.text for p in own], [p.meta for p in own]))
+    return batches, pending
+
+
+def show_answers(
+    run: TokenRun[TokenArgs], step: Step, batches: Sequence[TokenTrajectory], scores: Sequence[Score]
+) -> None:
+    """Put the best and worst of some of rank 0's answers into the report."""
+    if run.report:
+        run.report.show_samples(step.number + 1, *_shown(batches, scores))
+
+
+def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> tuple[list[dict[str, Tensor]], list[Sample]]:
+    """The media of each of this rank's prompts, by kind, and what the report says of the answers."""
+    media, rows = [], []
+    drawn = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
+    for (p, answer), score in zip(drawn, scores, strict=True):
+        own = {"image": p.images[0] if p.images else None, "video": p.video, "audio": p.audio}
+        media.append({kind: tensor for kind, tensor in own.items() if tensor is not None})
+        said = (score.value, p.group, p.seed, score.details, score.abstained, p.images[1:], p.rates)
+        rows.append(Sample(p.text, *said, answer=answer))
+    return media, rows
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Answers of one forward of an update. advantages: [B]. weights: [B], of each token of an answer; 0 fills up."""
+
+    trajectory: TokenTrajectory
+    advantages: Tensor
+    weights: Tensor
+
+
+def pack(
+    run: TokenRun[TokenArgs],
+    batches: Sequence[TokenTrajectory],
+    advantages: Tensor,
+    keep: Tensor,
+    *,
+    mean: TokenMean,
+) -> list[list[TokenBatch]]:
+    """This rank's batches of each minibatch, equally many on every rank, with the weights of a mean over all ranks.
+
+    A minibatch is a consecutive share of the samples that are kept. A batch holds answers of like length, at most
+    --batch-size, and with their prompts and padding at most --tokens-per-batch tokens.
+
+    advantages, keep: [N], of all ranks' samples in order.
+    """
+    args, dist, drawn = run.args, run.dist, TokenTrajectory.cat(batches)
+    lengths = gather_by_index(dist, drawn.indices, drawn.lengths.float(), len(keep))
+    sizes = [len(e["input_ids"]) + n for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
+    shares, own = keep.nonzero()[:, 0].tensor_split(args.num_minibatches), []
+    for share in shares:
+        rows = torch.isin(drawn.indices, share).nonzero()[:, 0].tolist()
+        own.append(_cut(sorted(rows, key=lambda row: -sizes[row]), sizes, args.batch_size, args.tokens_per_batch))
+    counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0).tolist()
+    chosen: list[list[TokenBatch]] = []
+    for share, cuts, count in zip(shares, own, counts, strict=True):
+        weights = torch.zeros(len(keep))
+        weights[share] = token_weights(lengths[share], mean=mean, max_tokens=args.max_new_tokens)
+        chosen.append([])
+        for rows in [*cuts, *[[0]] * (max(1, count) - len(cuts))]:
+            batch = drawn.select(rows).trim()
+            real = weights[batch.indices] * (len(chosen[-1]) < len(cuts))
+            chosen[-1].append(TokenBatch(batch, advantages[batch.indices].to(dist.device), real.to(dist.device)))
+    return chosen
+
+
+def _cut(rows: Sequence[int], sizes: Sequence[int], most: int, budget: int) -> list[list[int]]:
+    """Rows, the longest first, in batches of at most `most`, and of at most `budget` tokens (0: any) if one fits."""
+    cuts: list[list[int]] = []
+    for row in rows:
+        is_full = not cuts or len(cuts[-1]) == most
+        if is_full or (budget and (len(cuts[-1]) + 1) * sizes[cuts[-1][0]] > budget):
+            cuts.append([])
+        cuts[-1].append(row)
+    return cuts

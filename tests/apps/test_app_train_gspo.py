@@ -1,0 +1,253 @@
+"""The trainer of policies over tokens: steps of every algorithm, minibatches, ranks, resuming, exports, reports."""
+
+import json
+import re
+import wave
+from dataclasses import replace
+from pathlib import Path
+
+import build_tiny_models
+import numpy as np
+import omni_rl.tokens
+import pretrain_tiny_beeps
+import pytest
+import torch
+from helpers import REPO
+from omni_losses import token_weights
+from omni_rl.tokens import TokenRun, pack
+from omni_rollout import Prompt
+from omni_rollout.tokens import TokenParams, TokenTrajectory
+from omni_train.files import load_metrics
+from PIL import Image
+from safetensors.torch import load_file
+from trainer_runs import place, recipe, train, train_on_ranks
+
+import train_gspo as app
+
+TINY = app.Args(
+    prompts="train.jsonl", eval_prompts="eval.jsonl", prompts_per_step=2, group_size=4, batch_size=4, max_new_tokens=5,
+    train_steps=2, eval_every=2, save_every=1, lr=1e-3, reward="regex", hang_timeout_s=60.0,
+)  # fmt: skip
+
+
+def checkpoint(name):
+    return str(build_tiny_models.tiny_checkpoint(name, REPO / ".pytest_cache" / "tiny-models"))
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working folder with prompts that a model of random weights answers well at times, some of them with media."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 255, (32, 64, 3), np.uint8)).save("picture.png")
+    frames = [Image.fromarray(frame) for frame in rng.integers(0, 255, (4, 32, 32, 3), np.uint8)]
+    frames[0].save("film.webp", save_all=True, append_images=frames[1:], duration=500, lossless=True)
+    with wave.open("sound.wav", "wb") as file:
+        file.setparams((1, 2, 16_000, 0, "NONE", ""))
+        file.writeframes((rng.normal(size=4000) * 3000).astype("<i2").tobytes())
+    for name, count in (("train", 8), ("eval", 2)):
+        lines = [{"prompt": f"say {i}", "pattern": "[a-zA-Z]"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        media = ({}, {"images": "picture.png"}, {"audio": "sound.wav"}, {"video": "film.webp", "images": "picture.png"})
+        seen = [line | media[i % 4] for i, line in enumerate(lines * 2)]
+        Path(f"{name}-seen.jsonl").write_text("".join(json.dumps(line) + "\n" for line in seen))
+    return tmp_path
+
+
+def tiny(kind="qwen3", /, **changes):
+    return replace(TINY, **({"model": checkpoint(kind)} | changes))
+
+
+def exported(args):
+    """The tensors of the exported weights."""
+    return {
+        k: v for file in Path(f"runs/{args.name}/weights").glob("*.safetensors") for k, v in load_file(file).items()
+    }
+
+
+def unclocked(lines):
+    """The log without what a clock, or the machine's memory, has to say."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
+
+
+@pytest.mark.parametrize("algo", app.ALGOS)
+def test_every_algorithm_trains_and_its_ratio_is_one_before_the_first_update(algo, here):
+    lines = train(app, tiny(algo=algo, num_minibatches=2, kl_coef=0.1, rounds=3))
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
+    assert all(0 < line["policy/rollout_gap"] < 5e-6 for line in lines[1:])
+    assert all(line["policy/grad_norm"] > 0 and line["policy/ratio_max_dev"] > 0 for line in lines[1:])
+    assert lines[1]["policy/entropy"] == pytest.approx(np.log(266), rel=0.02)
+    assert 1 <= lines[1]["answer/tokens_mean"] <= 5
+
+
+def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(here):
+    """The thinker with pictures, sound and video in its prompts, and a report that shows them with the answers."""
+    args = tiny("qwen3-omni", prompts="train-seen.jsonl", eval_prompts="eval-seen.jsonl", lora_rank=2, lora_alpha=4)
+    args = replace(args, prompts_per_step=4, batch_size=8, lr=1e-2, tokens_per_batch=120)
+    plain = train(app, replace(args, name="plain"))
+    again = train(app, replace(args, name="again", gradient_checkpointing=True))
+    assert unclocked(plain) == unclocked(again)
+    rows = json.loads(Path("runs/plain/eval/000002/rows.json").read_text())[:4]  # others fill up
+    assert [bool(row.get("sound")) for row in rows] == [False, False, True, False]
+    assert [bool(row.get("strip")) for row in rows] == [False, False, False, True]
+    assert [bool(row["file"]) for row in rows] == [False, True, True, True]
+    page = Path("runs/plain/report.html").read_text()
+    assert all(json.dumps(row["prompt"])[1:-1] in page for row in rows)
+    assert '"answer"' in page
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_run_goes_on_bit_for_bit(lora_rank, here):
+    args = tiny("qwen3-omni", lora_rank=lora_rank, train_steps=3, eval_every=3, ema_decay=0.5, algo="dapo")
+    whole = train(app, replace(args, name="whole"))
+    train(app, replace(args, name="parts", train_steps=1))
+    parts = train(app, replace(args, name="parts"))
+    assert unclocked(whole)[-1] == unclocked(parts)[-1]
+    one, other = exported(replace(args, name="whole")), exported(replace(args, name="parts"))
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here):
+    args = tiny("qwen3-omni", lora_rank=lora_rank, algo="dapo", batch_size=2, num_minibatches=2, rounds=2)
+    alone = train(app, replace(args, name="alone"))
+    for mode in ("ddp", "fsdp2"):
+        together = train_on_ranks(app, replace(args, name=mode, shard=mode, unshard="none" if lora_rank else "auto"))
+        for line, other in zip(alone, together, strict=True):
+            for name in {"reward/mean", "eval/reward", "answer/tokens_mean", "policy/grad_norm"} & line.keys():
+                assert other[name] == pytest.approx(line[name], rel=2e-3), name
+            assert other.get("policy/first_ratio_max_dev", 0) == 0
+        one, other = exported(replace(args, name="alone")), exported(replace(args, name=mode))
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model(here):
+    from peft import PeftModel
+    from transformers import Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    args = tiny("qwen3-omni")
+    train(app, args)
+    assert all(name.startswith("thinker.") for name in exported(args))
+    found = []
+    for kind in (Qwen3OmniMoeThinkerForConditionalGeneration, Qwen3OmniMoeForConditionalGeneration):
+        net, told = kind.from_pretrained("runs/run/weights", output_loading_info=True)
+        assert not told["missing_keys"]
+        assert not told["unexpected_keys"]
+        found.append(getattr(net, "thinker", net).state_dict())
+    base = Qwen3OmniMoeThinkerForConditionalGeneration.from_pretrained(args.model).state_dict()
+    moved = {name for name in base if not torch.equal(found[0][name], base[name])}
+    assert all(torch.equal(found[0][name], found[1][name]) for name in base)
+    assert any("experts" in name for name in moved)
+    assert not any(name.startswith(("visual", "audio_tower")) for name in moved)
+    next_args = replace(args, name="next", model="runs/run/weights", lora_rank=2, train_steps=1, eval_every=1)
+    lines = train(app, next_args)
+    assert all(name.startswith("base_model.model.thinker.model.layers.") for name in exported(next_args))
+    assert len(PeftModel.from_pretrained(net, "runs/next/weights").peft_config["default"].target_modules) == 8
+    before = load_metrics(Path("runs/run/metrics.jsonl"))
+    assert lines[0]["eval/reward"] == before[-1]["eval/reward"]
+
+
+def test_an_adapter_opens_in_transformers_and_begins_another_run(here):
+    from peft import PeftModel
+    from transformers import Qwen3ForCausalLM
+
+    args = tiny(lora_rank=2, lora_alpha=8, lr=1e-2)
+    lines = train(app, args)
+    other = train(app, replace(args, name="next", init_weights="runs/run/weights", train_steps=0))
+    assert other[0]["eval/reward"] == lines[-1]["eval/reward"]
+    base = Qwen3ForCausalLM.from_pretrained(args.model)
+    ids = torch.arange(8)[None]
+    plain = base(ids).logits
+    tuned = PeftModel.from_pretrained(base, "runs/run/weights")(ids).logits
+    assert (tuned - plain).abs().max() > 1e-4
+    assert "from transformers import AutoModel" in Path("runs/run/weights/README.md").read_text()
+
+
+def answers(lengths, first=0):
+    """Answers of these lengths to prompts of three tokens."""
+    count, most = len(lengths), max(lengths)
+    mask = torch.arange(most) < torch.tensor(lengths)[:, None]
+    return TokenTrajectory(
+        prompts=tuple(Prompt("x", i, i, i) for i in range(first, first + count)), media={}, rates={}, weight_version=0,
+        encoded=({"input_ids": torch.arange(3)},) * count, tokens=torch.ones(count, most, dtype=torch.long), mask=mask,
+        rollout_log_prob=torch.zeros(count, most), ended=torch.ones(count, dtype=torch.bool), answers=("",) * count,
+        params=TokenParams(8),
+    )  # fmt: skip
+
+
+def test_batches_hold_the_kept_answers_once_within_their_bounds():
+    run = TokenRun(replace(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24), "test", place())
+    keep = torch.tensor([True, True, False, True, True, True])
+    minibatches = pack(run, [answers([2, 8, 1]), answers([5, 4, 3], first=3)], torch.arange(6.0), keep, mean="token")
+    rows = [[batch.trajectory.indices.tolist() for batch in batches] for batches in minibatches]
+    assert rows == [[[1, 3], [0]], [[4, 5]]]
+    assert [batch.advantages.tolist() for batch in minibatches[0]] == [[1.0, 3.0], [0.0]]
+    assert minibatches[0][0].weights.tolist() == token_weights(torch.tensor([2, 8, 5]), mean="token").tolist()[:2]
+    assert minibatches[1][0].trajectory.tokens.shape == (2, 4)
+
+
+def test_dynamic_sampling_draws_on_and_trains_on_groups_that_differ(here):
+    train(app, tiny(algo="dapo", rounds=4, prompts_per_step=2, train_steps=1, eval_every=1))
+    line = load_metrics(Path("runs/run/metrics.jsonl"))[-1]
+    lines = [json.loads(text) | {"pattern": "never"} for text in Path("train.jsonl").read_text().splitlines()]
+    Path("train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    silent = train(app, tiny(algo="dapo", rounds=3, train_steps=1, eval_every=1, name="silent"))[-1]
+    assert 1 <= line["reward/rounds"] <= 4
+    assert silent["reward/rounds"] == 3
+    assert silent["reward/trained_ratio"] == 0
+    assert "policy/grad_norm" not in silent
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
+        ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact asks for'),
+        ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
+        ({"batch_size": 3}, r"--batch-size times ranks \(3\) must divide a step's samples \(8\)"),
+        ({"eval_top_p": 1.5}, "--eval-top-p must be <= 1, got 1.5"),
+        ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
+        ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
+        ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold text alone, got image"),
+    ],
+)
+def test_a_mistake_is_named(changes, words, here):
+    Path("bert").mkdir()
+    Path("bert/config.json").write_text('{"architectures": ["BertModel"]}')
+    with pytest.raises(ValueError, match=words):
+        train(app, tiny(**changes))
+
+
+def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):
+    monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
+    run = TokenRun(tiny(unshard="none"), "test", place())
+    run.net = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token .* give --unshard rollout"):
+        run._unshard()
+
+
+def test_the_page_shows_a_line_of_the_shipped_prompts():
+    ((line,),) = [re.findall(r"```json\n(.*)\n```", (REPO / "docs/tokens.md").read_text())]
+    assert line == (REPO / "data/tiny-beeps/train.jsonl").read_text().splitlines()[0]
+
+
+def test_the_script_that_made_the_thinker_runs(tmp_path, monkeypatch, capsys):
+    out, data = tmp_path / "model", tmp_path / "sounds"
+    monkeypatch.setattr("sys.argv", ["", "--out", str(out), "--data", str(data), "--steps", "1"])
+    pretrain_tiny_beeps.main()
+    assert "step 1/1: loss " in capsys.readouterr().out
+    assert (data / "eval.jsonl").read_text() == (REPO / "data/tiny-beeps/eval.jsonl").read_text()
+    assert (out / "config.json").read_text() == (REPO / "checkpoints/tiny-beeps-qwen3-omni/config.json").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("preset", ["tiny-beeps", "tiny-beeps-lora"])
+def test_the_shipped_thinker_learns_to_say_what_it_hears(preset, here):
+    args = recipe(app, preset)
+    places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+    lines = train(app, replace(args, **places))
+    assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.2
