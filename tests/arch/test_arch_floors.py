@@ -40,6 +40,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/diffusers.py": {"diffusers", "transformers"},
     "omni_rollout/engines/transformers.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
+    "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/worker.py": {"setproctitle"},  # only to put the title back
     "omni_train/*": {"torch", "safetensors", "numpy"},
     "omni_rl/*": {

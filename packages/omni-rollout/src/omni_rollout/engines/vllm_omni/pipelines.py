@@ -7,8 +7,13 @@ Where vLLM-Omni's transformer is called differently, a hook turns diffusers' cal
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from torch import nn
+from transformers import CLIPImageProcessorPil
+
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
+from omni_rollout.models.diffusers_model import joined
 from omni_rollout.models.qwen_image_edit import picture_processor
+from omni_rollout.models.wan import EXPERTS
 
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
 from vllm_omni.diffusion.models.flux.pipeline_flux_kontext import FluxKontextPipeline  # isort: skip
@@ -17,6 +22,8 @@ from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImageP
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import QwenImageEditPlusPipeline  # isort: skip
 from vllm_omni.diffusion.models.sd3.pipeline_sd3 import StableDiffusion3Pipeline  # isort: skip
+from vllm_omni.diffusion.models.wan2_2 import pipeline_wan2_2_i2v as wan_i2v  # isort: skip
+from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline  # isort: skip
 
 
 class Flux1Rollout(RolloutPipeline, FluxPipeline):
@@ -83,6 +90,45 @@ class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
     packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 
 
+class WanPipeline(RolloutPipeline):
+    """What Wan's pipelines share: their names, and the experts as one net."""
+
+    part_names: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "vae")
+    diffusers_names: ClassVar = {
+        ".to_out.": ".to_out.0.",
+        ".net_0.": ".net.0.",
+        ".net_2.": ".net.2.",
+        "output_scale_shift_prepare.": "",
+    }
+    packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"]}
+
+    @property
+    def net(self) -> nn.Module:
+        """Both experts, or the only transformer."""
+        nets = {name: getattr(self, part) for name, part in EXPERTS.items()}
+        return joined({name: net for name, net in nets.items() if net is not None})
+
+
+class WanRollout(WanPipeline, Wan22Pipeline):
+    """Wan 2.1 and 2.2."""
+
+
+class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
+    """Wan 2.1 and 2.2 with a given frame."""
+
+    part_names = (*WanPipeline.part_names, "image_encoder", "image_processor")
+
+    def __init__(self, **kwargs: Any) -> None:
+        read = wan_i2v._load_json
+
+        def parts_there(*args: Any) -> dict[str, Any]:
+            """Without the parts that are null: of a second transformer it asks for the name alone."""
+            return {name: part for name, part in read(*args).items() if part != [None, None]}
+
+        with patch.multiple(wan_i2v, _load_json=parts_there, CLIPImageProcessor=CLIPImageProcessorPil):
+            super().__init__(**kwargs)  # the other processor's pixels are torchvision's
+
+
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """vLLM-Omni's transformer wants the padded length of every text, which diffusers' reads off the text itself."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
@@ -98,4 +144,6 @@ PIPELINES: dict[str, type[RolloutPipeline]] = {
     "QwenImageEditPlusPipeline": QwenImageEditPlusRollout,
     "QwenImagePipeline": QwenImageRollout,
     "StableDiffusion3Pipeline": StableDiffusion3Rollout,
+    "WanImageToVideoPipeline": WanImageToVideoRollout,
+    "WanPipeline": WanRollout,
 }

@@ -66,9 +66,15 @@ class RolloutPipeline:
     transformer: Any
     sampler: Sampler
 
+    @property
+    def net(self) -> nn.Module:
+        """What samples."""
+        net: nn.Module = self.transformer
+        return net
+
     def parts(self, dtype: torch.dtype) -> Parts:
         """The pipeline's modules as a model takes them, in the dtype that vLLM-Omni gives its transformer alone."""
-        parts = Parts(net=self.transformer, **{name: getattr(self, name) for name in self.part_names})
+        parts = Parts(net=self.net, **{name: getattr(self, name) for name in self.part_names})
         for part in vars(parts).values():
             if isinstance(part, nn.Module) and part is not parts.net:
                 part.to(dtype)  # vLLM-Omni leaves them in the type that the checkpoint's files have
