@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 from omni_rl.args import num_ranks
@@ -224,6 +225,9 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
     with torch.no_grad():
         old = [[score(run, batch) for batch in batches] for batches in minibatches]
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
+    scored = zip(chain(*minibatches), chain(*old), strict=True)
+    gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
+    gap = check_ratio(dist, gaps, args.ratio_tolerance or 0.0, step.number)
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results: list[StepResult] = []
@@ -235,17 +239,20 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.backward(loss, of=len(batches))
-            sampled, num_tokens = batch.trajectory.rollout_log_prob.to(dist.device), mask.sum()
-            own = {"loss": loss.detach() * len(batches) * dist.world_size, "kl": kl.detach().sum() / num_tokens}
-            own["entropy"] = before.entropy[mask].mean()
-            own["rollout_gap"] = (before.log_prob - sampled)[mask].abs().max().expm1()
-            seen.append(out.metrics | own)
-            moves.append((now.detach() - before.log_prob)[mask].abs().max().expm1())
+            own = {"loss": loss.detach() * len(batches) * dist.world_size, "kl": kl.detach().sum() / mask.sum()}
+            seen.append(out.metrics | own | {"entropy": before.entropy[mask].mean()})
+            moves.append(farthest(batch, now.detach(), before.log_prob))
         if not results:
             deviation = check_ratio(dist, moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
-    check_ratio(dist, [m["rollout_gap"] for m in seen], args.ratio_tolerance or 0.0, step.number)
-    return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
+    firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
+    return policy_metrics(dist, seen, results) | firsts
+
+
+def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
+    """The largest |ratio - 1| of the batch's tokens, whose log-probs [B, T] two policies have."""
+    mask = batch.trajectory.mask.to(log_prob.device)
+    return (log_prob - other.to(log_prob.device))[mask].abs().max().expm1()
 
 
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
