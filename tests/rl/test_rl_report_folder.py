@@ -4,11 +4,13 @@ import io
 import json
 import os
 import subprocess
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
+from omni_rl.report.data import evaluations
 from omni_rl.report.folder import command_line, read_lines, step_folders
 from omni_rl.report.media import encode
 from PIL import Image
@@ -250,3 +252,18 @@ def test_a_reference_that_is_no_picture_is_refused(tmp_path):
     rows = [Sample("edit", 0.5, references=(np.zeros((4, 4), np.uint8),))]
     with pytest.raises(ValueError, match=r"references must have the shape \[H, W, 3\]"):
         write_eval(tmp_path, 1, images(1), rows)
+
+
+def test_an_answer_in_text_needs_no_picture(tmp_path):
+    rows = [
+        Sample("how many?", 1.0, seed=0, answer="a\n<b>\x00" + "x" * 5000),
+        Sample("and now?", None, seed=1, answer=""),
+    ]
+    write_eval(tmp_path, 0, [{}, {}], [replace(row, abstained=None if row.reward else "why") for row in rows])
+    write_samples(tmp_path, 1, [{}, {}], rows)
+    assert sorted(path.name for path in tmp_path.rglob("*.*")) == ["groups.json", "rows.json"]
+    told = evaluations(tmp_path, 0, 10**6)["evals"][0]["pictures"]
+    assert [picture["src"] for picture in told] == [None, None]
+    assert told[0]["answer"].startswith("a\n<b> xxx")
+    assert len(told[0]["answer"]) == 2000
+    assert told[1]["answer"] == ""

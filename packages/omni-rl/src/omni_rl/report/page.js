@@ -358,7 +358,8 @@ function pictureSection() {
     }
   });
   const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds: the first evaluation, and the one that the slider chooses.";
-  return section("Pictures", note, control, few(cards.map(({ card }) => card), last(source.evals).pictures.find(Boolean)));
+  const title = last(source.evals).pictures.some((picture) => picture && picture.answer !== undefined) ? "Answers" : "Pictures";
+  return section(title, note, control, few(cards.map(({ card }) => card), last(source.evals).pictures.find(Boolean)));
 }
 
 // Cards, of which a button shows those beyond the first eight.
