@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import sampled
+from model_rows import ROWS
 from omni_rl import plan
 from omni_rl.failures import launch
 from omni_rl.run import Run
@@ -123,12 +124,20 @@ def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
     code, lines = run(app, args, capsys)
     assert code == 0
     assert lines[-1].startswith("fits --device-memory-gb 1, with ")
+    assert any(line.endswith(": rollout 128 of 60, update 64 of 60") for line in lines)  # both halves of guidance
     peak = 1.0 - float(re.search(r"with ([\d.]+) GB left", lines[-1])[1])
     code, lines = run(app, replace(args, device_memory_gb=0.7 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
     assert code == 1
     assert any("is too little: by" in line for line in lines)
     assert re.match(r"fits with .*--offload encoder,.* --gradient-checkpointing", lines[-1])
     assert peak < 1.0
+
+
+def test_a_plan_counts_the_tokens_of_videos():
+    app, args = settings("all weights")
+    args = replace(args, model=str(ROWS["wan22"].checkpoint()), height=32, width=64, num_frames=5)
+    told = plan.measure(app.main, replace(args, prompts_per_step=1, batch_size=4), 1).describe()
+    assert ": rollout 16 of 16, update 8 of 16\n" in told  # 2 latent frames of 2 x 4 patches
 
 
 def test_changes_come_by_what_they_cost():

@@ -10,6 +10,7 @@ decoder's, the first of a shape alone runs, kernel by kernel; later ones take th
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from omni_reward import Score
-from omni_rollout import Params
+from omni_rollout import Model, Params
 from omni_rollout.types import Cond, Media, Parts, Rates
 from omni_train.dist import Dist
 from omni_train.log import RunLog
@@ -28,6 +29,7 @@ from omni_train.planned import PlannedDevice, planned_ranks
 from omni_train.state import train_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from omni_rl import scoring
 from omni_rl.args import MediaArgs, Mode, RunArgs, num_batches, num_ranks, sharding
@@ -163,6 +165,8 @@ class Plan:
     unshard: tuple[str, ...] = ()
     offloads: Sequence[str] = ()
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
+    _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -175,12 +179,21 @@ class Plan:
         return max(self.peaks.values())
 
     def describe(self) -> str:
-        """Memory and operations of each phase, a line each."""
+        """Memory, forwards and operations of each phase, a line each."""
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
         flops = {name: count for name, count in self.device.flops.items() if count}
         work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
-        kept = f"\nplan: sharded weights are gathered once in {' and '.join(self.unshard)}" * bool(self.unshard)
-        return f"plan: most memory per rank, GB: {memory}\nplan: operations per rank and step, TFLOP: {work}{kept}"
+        through = ", ".join(
+            f"{name} {self._forwards[name] / 2:g} of {self._tokens[name] / self._forwards[name]:,.0f}"
+            for name in ordered(self._forwards)
+        )
+        lines = [
+            f"most memory per rank, GB: {memory}",
+            f"forwards of a sample per rank and step, and their tokens: {through}",
+            f"operations per rank and step, TFLOP: {work}",
+            *([f"sharded weights are gathered once in {' and '.join(self.unshard)}"] if self.unshard else []),
+        ]
+        return "\n".join(f"plan: {line}" for line in lines)
 
     def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
@@ -188,7 +201,7 @@ class Plan:
         model.reads_weights = False
         self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
         if self.remembers:
-            model.predict_velocity = self._remembered(model.predict_velocity, model.boundary)
+            model.predict_velocity = self._remembered(model.predict_velocity, model)
             model.decode = self._decoded(model.decode)
         model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
@@ -218,16 +231,23 @@ class Plan:
 
         return phased
 
-    def _remembered(self, predict: Callable[..., Tensor], boundary: float) -> Callable[..., Tensor]:
+    def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
             active = [layer.active for layer in lora_layers(net).values()][:1]
             shapes = {name: tensor.shape for name, tensor in cond.items()}
-            scales = params.guidance_scale, params.guidance, boundary and sigma.tolist()[0] < boundary
+            scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
             key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
-            if key not in self._seen:
+            seen = self._seen.get(key)
+            if seen:
+                out = seen.repeat()
+            else:
                 self._seen[key] = seen = _Seen(self.device, net)
-                return seen.record(lambda: predict(net, x, sigma, cond, params))
-            return self._seen[key].repeat()
+                with _tokens_of(net, model.BLOCK_NAMES) as blocks:
+                    out = seen.record(lambda: predict(net, x, sigma, cond, params))
+                seen.tokens = max(blocks.values(), key=sum, default=[])
+            self._forwards[self.device.current] += len(seen.tokens)
+            self._tokens[self.device.current] += sum(seen.tokens)
+            return out
 
         return remembered
 
@@ -259,6 +279,7 @@ class _Seen:
         self.device, self.net = device, net
         self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
         self.trained: list[nn.Parameter] = []
+        self.tokens: list[int] = []  # of each sample
 
     def record(self, run: Callable[[], Tensor]) -> Tensor:
         """What `run` returns; at its end, and during the backward pass, notes what it took."""
@@ -306,6 +327,24 @@ class _Seen:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
         self.device.add_flops(self.backward_flops)
+
+
+@contextmanager
+def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn.Module, list[int]]]:
+    """Within the `with` block, the tokens of each sample that goes through a block of the net."""
+    seen: dict[nn.Module, list[int]] = {}
+
+    def note(block: nn.Module, args: object, out: object) -> None:
+        streams = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.dim() == 3]
+        seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * len(streams[0]))
+
+    blocks = [block for block in net.modules() if type(block).__name__.removeprefix("FSDP") in block_names]
+    hooks = [block.register_forward_hook(note) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 class _Record(torch.autograd.Function):
