@@ -34,6 +34,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/videoalign.py": {"torch"},
     "omni_reward/scorers/qwen2_vl.py": {"torch", "transformers"},
     "omni_reward/scorers/clap.py": {"torch", "transformers"},
+    "omni_reward/scorers/imagebind.py": {"torch", "transformers", "imagebind"},
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
     "omni_rollout/text_files.py": {"safetensors"},  # which diffusers brings

@@ -11,8 +11,8 @@ from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
 SCORERS = (
-    "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagereward", "jpeg", "likeness", "ocr", "pickscore",
-    "pitch", "sync", "video", "videoalign", "vlm",
+    "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagebind", "imagereward", "jpeg", "likeness", "ocr",
+    "pickscore", "pitch", "sync", "video", "videoalign", "vlm",
 )  # fmt: skip
 
 
@@ -37,6 +37,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
             from omni_reward.scorers.flow import load_flow as load
         case "hpsv3":
             from omni_reward.scorers.hpsv3 import load_hpsv3 as load
+        case "imagebind":
+            from omni_reward.scorers.imagebind import load_imagebind as load
         case "imagereward":
             from omni_reward.scorers.imagereward import load_imagereward as load
         case "jpeg":

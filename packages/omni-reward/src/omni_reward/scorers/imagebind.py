@@ -1,0 +1,85 @@
+"""ImageBind: how near a video lies to its sound, the cosine of their embeddings, in [-1, 1].
+
+ImageBind (Girdhar et al., arXiv 2305.05665) embeds pieces of 2 s, whose mean it takes: five of a video, from each of
+which it sees two frames in three squares, and three of a sound, which it hears at 16 kHz as 128 mel bands. Pieces begin
+evenly from the first to the last that fits; shorter ones are filled up with silence.
+
+Letters: N samples, T frames, H height, W width, S points in time, C channels.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import interpolate, normalize
+from transformers import ASTFeatureExtractor
+
+from omni_reward.media import Arrays, Meta
+from omni_reward.scorers import neural
+from omni_reward.scorers.sound import resample
+from omni_reward.wire import Score, Scorer
+
+HERTZ = 16_000
+SECONDS = 2.0  # of a piece
+SIDE = 224
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+
+
+def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:
+    """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32.
+
+    Args:
+        weights: path of imagebind_huge.pth.
+        device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the weights are not the model's.
+        OSError: they cannot be read.
+    """
+    from imagebind.models import imagebind_model
+
+    where, kind = neural.pick_device(device, threads=threads), neural.pick_dtype(dtype)
+    network = imagebind_model.imagebind_huge(pretrained=False)
+    try:
+        network.load_state_dict(neural.read_weights(Path(weights)))
+    except RuntimeError as exc:
+        raise ValueError(f"weights must be those of imagebind_huge, got {weights!r}: {exc}") from exc
+    network = network.to(where, kind).eval().requires_grad_(False)
+    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # whose spread is of two deviations
+
+    def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+        rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
+        heard, seen = [], []
+        for clip, sound, (rate, fps) in zip(media["video"], media["audio"], rates, strict=True):
+            mono = resample(sound.mean(axis=1), rate, HERTZ)
+            bands = hear([piece - piece.mean() for piece in pieces(mono, HERTZ, 3)], HERTZ, return_tensors="pt")
+            heard.append(bands.input_values.transpose(1, 2)[:, None])
+            seen.append(torch.cat([squares(piece[[0, -1]]) for piece in pieces(clip, fps, 5)]))
+        inputs = {"vision": torch.stack(seen).to(where, kind), "audio": torch.stack(heard).to(where, kind)}
+        with torch.inference_mode():
+            found = {name: normalize(each.float(), dim=-1) for name, each in network(inputs).items()}
+        return [Score.of(value) for value in (found["vision"] * found["audio"]).sum(dim=-1).tolist()]
+
+    return Scorer(score, media=("video", "audio"), batch_size=neural.BATCH_SIZE, version=f"imagebind_huge {dtype}")
+
+
+def pieces(whole: np.ndarray, rate: float, count: int) -> list[np.ndarray]:
+    """As many pieces of 2 s of frames or points [T, ...], which begin evenly; all of a shorter one each time."""
+    length = max(1, round(SECONDS * rate))
+    starts = np.linspace(0, max(len(whole) - length, 0), count).astype(int)
+    return [whole[start : start + length] for start in starts]
+
+
+def squares(frames: np.ndarray) -> Tensor:
+    """The left, middle and right square of frames [T, H, W, 3], or upper to lower, for CLIP: [3, 3, T, 224, 224]."""
+    pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
+    height, width = pixels.shape[2:]
+    scale = SIDE / min(height, width)
+    size = max(SIDE, int(height * scale)), max(SIDE, int(width * scale))
+    pixels = interpolate(pixels, size=size, mode="bilinear", align_corners=False).transpose(0, 1)
+    pixels = (pixels - torch.tensor(MEAN).view(3, 1, 1, 1)) / torch.tensor(STD).view(3, 1, 1, 1)
+    over = max(size) - SIDE
+    dim = 2 if size[0] > size[1] else 3
+    return torch.stack([pixels.narrow(dim, start, SIDE) for start in (0, -(-over // 2), over)])
