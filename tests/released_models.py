@@ -179,6 +179,9 @@ KLEIN_9B = {
     "scheduler": FLUX2_SCHEDULE,
 }
 UMT5_XXL = {"d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24, "vocab_size": 256384}
+# Boundaries: wan/configs/wan_t2v_A14B.py (0.875) and wan_i2v_A14B.py (0.900) of github.com/Wan-Video/Wan2.2.
+# flow_shift: 3.0 by scripts/convert_wan_to_diffusers.py of diffusers; 5.0 of TI2V-5B by the copy of its file in
+# github.com/ostris/ai-toolkit. That TI2V-5B has no boundary and a timestep a token: its model_index.json.
 WAN_SCHEDULE = {"flow_shift": 3.0, "prediction_type": "flow_prediction", "use_flow_sigmas": True}
 WAN = {"text_encoder": UMT5_XXL, "scheduler": WAN_SCHEDULE}
 NO_CLIP = ("image_encoder", "image_processor")
