@@ -97,6 +97,13 @@ def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(
     assert '"answer"' in page
 
 
+def test_media_are_given_in_the_type_that_the_model_computes_in(here):
+    args = tiny("qwen3-omni", prompts="train-seen.jsonl", prompts_per_step=4, train_steps=1, lora_rank=2)
+    lines = train(app, replace(args, dtype="bfloat16", base_dtype="nf4", gradient_checkpointing=True))
+    assert lines[1]["policy/first_ratio_max_dev"] == 0
+    assert 0 < lines[1]["policy/rollout_gap"] < 0.5
+
+
 def test_a_run_goes_on_bit_for_bit(here):
     args = tiny("qwen3-omni", train_steps=3, eval_every=3, ema_decay=0.5, algo="dapo")
     whole = train(app, replace(args, name="whole"))

@@ -136,6 +136,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     def _open_model(self) -> None:
         with flag("--model: "):
             self.model = open_token_model(self.args.model)
+            self.model.dtype = self.dtype
             self.model.check_files()
         self.adapter_form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{self.model.prefix}".rstrip(".")}
 

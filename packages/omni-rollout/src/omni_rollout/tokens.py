@@ -107,6 +107,7 @@ class TokenModel(Protocol):
     ends: tuple[int, ...]  # tokens that end an answer
     prefix: str  # of the net's names in the checkpoint's files, with its dot
     boundary: float  # 0: there is one net
+    dtype: torch.dtype  # in which the net computes, and takes media; whoever loads it in another one says so
 
     @property
     def nets(self) -> Mapping[str, str]:

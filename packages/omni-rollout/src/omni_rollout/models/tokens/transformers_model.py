@@ -21,6 +21,7 @@ PARTS = {
     "video": "video",
     "audio": "audio",
 }  # what a prompt may hold -> how a chat template names it
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # what towers take
 
 
 class TransformersModel:
@@ -39,6 +40,7 @@ class TransformersModel:
     sample_rate: int = 0
     prefix: str = ""
     boundary: float = 0.0
+    dtype = torch.float32
 
     def __init__(self, path: str | Path) -> None:
         from transformers import AutoTokenizer
@@ -153,7 +155,7 @@ class TransformersModel:
             if name in self.GROWS:
                 longest = max(part.shape[-1] for part in parts)
                 parts = [pad(part, [0, longest - part.shape[-1]]) for part in parts]
-            together[name] = torch.cat(parts).to(device)
+            together[name] = torch.cat(parts).to(device, self.dtype if name in MEDIA else None)
         return together | self.positions(together)
 
     def positions(self, inputs: Cond) -> Cond:
