@@ -26,8 +26,10 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 import torch.distributed as torch_dist
@@ -91,12 +93,15 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
     backend = process_group_backend(device)
+    timeout = timedelta(seconds=timeout_s)
+    has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which outlives the ranks
     torch_dist.init_process_group(
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
-        init_method=init_method,
+        init_method=None if has_old_store else init_method,
+        store=_meet(rank, world_size, timeout) if has_old_store else None,
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timeout,
         device_id=None if device.type == "cpu" else device,
     )
     mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("dp",))
@@ -347,6 +352,31 @@ def end_process(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
     finally:
         os._exit(1)
+
+
+def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
+    """A part of torchrun's store that nobody has written to.
+
+    The store still has the addresses of ranks that were started before and have ended, and no number of a start that
+    all machines know. So each rank draws a name; the first one tells the names that it finds until all have found
+    their own in what it told. torchrun ends the others where one does not come.
+    """
+    store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
+    mine = uuid4().hex[:16]
+    store.set(f"name/{rank}", mine)
+    while True:
+        if rank == 0:
+            told = ",".join(name.decode() for name in store.multi_get([f"name/{i}" for i in range(world_size)]))
+            store.set("names", told)
+        told = store.get("names").decode()
+        if mine in told:
+            store.set(f"heard/{rank}", told)
+            heard = [f"heard/{i}" for i in range(world_size)]
+            if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {told.encode()}:
+                store.set("agreed", told)
+            if store.check(["agreed"]) and store.get("agreed").decode() == told:
+                return torch_dist.PrefixStore(sha256(told.encode()).hexdigest(), store)
+        time.sleep(0.02)
 
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
