@@ -132,7 +132,8 @@ SIGNATURES = {
     "card=None",
     "omni_train.weights.check_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.load_weights": "module, folder, *, part='transformer'",
-    "omni_train.weights.load_adapter": "module, folder, *, adapter='default', part='transformer'",
+    "omni_train.weights.load_adapter": "module, folder, *, adapter='default', part='transformer', "
+    "file='pytorch_lora_weights.safetensors'",
     "omni_train.checkpoint.Checkpoint": "folder, dist, *, keep=2",
     "omni_train.checkpoint.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.Checkpoint.async_save": "self, step, module, optimizer=None, ema=None, *, config",
@@ -145,7 +146,7 @@ SIGNATURES = {
     "omni_train.lock.RunLock": "folder, dist, **others",
     "omni_train.dist.gather_by_index": "dist, indices, values, total",
     "omni_train.signals.catch_stop": "numbers=...",
-    "omni_train.export.model_card": "facts, *, is_lora, part='transformer', into='transformer'",
+    "omni_train.export.model_card": "facts, *, is_lora, part='transformer', into='transformer', library='diffusers'",
     "omni_train.data.PromptSampler": "path, **others",
     "omni_train.data.PromptSampler.at": "self, step",
     "omni_train.log.RunLog": "folder, **others",
