@@ -25,6 +25,7 @@ CASES = {
     "all weights": ("train_flowgrpo", {}),
     "adapters, guidance, recomputation": ("train_flowgrpo", LORA | {"gradient_checkpointing": True}),
     "adapters, two updates": ("train_flowgrpo", LORA | {"num_minibatches": 2, "ema_decay": 0.9}),
+    "fewer bits": ("train_flowgrpo", LORA | {"gradient_checkpointing": True, "base_dtype": "nf4"}),
     "NFT": ("train_nft", {"kl_coef": 0.1}),
     "DPO": ("train_dpo", {}),
 }
@@ -84,7 +85,7 @@ def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     assert planned.device.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
 
 
-@pytest.mark.parametrize("case", sampled(CASES, 1))
+@pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
     app, args = settings(case)
     first, every = (plan.measure(app.main, args, 1, remembers=remembers) for remembers in (True, False))

@@ -11,11 +11,17 @@ from helpers import sampled
 from omni_rl import plan
 from records import record
 
+HOST = {"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}
+CASES = {name: runs.CASES[name] for name in ("flowgrpo full", "flowgrpo LoRA", "nft LoRA")}
+for bits in ("int8", "fp8", "nf4"):
+    lora = runs.CASES["flowgrpo LoRA"]
+    CASES[bits] = replace(lora, settings=lora.settings | HOST | {"base_dtype": bits})
 
-@pytest.mark.parametrize("name", sampled(["flowgrpo full", "flowgrpo LoRA", "nft LoRA"], 1))
+
+@pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4"]))
 def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     build()
-    case, folder = runs.CASES[name], tmp_path / "npu"
+    case, folder = CASES[name], tmp_path / "npu"
     with record.scoring() as url:
         fresh(runs.run, case, folder, url, before=load)
         settings = record.flags(case, record.REPO, url)

@@ -4,8 +4,9 @@
     plan: --device-memory-gb 80 is too little by 4.2 GB, in update
     plan: fits with --batch-size 8: 73.5 GB
 
-The trainer runs two steps, so that the optimizer has its moments. Of the net's forwards and backwards, and of the
-decoder's, the first of a shape alone runs, kernel by kernel; later ones take the same memory and do as many operations.
+The trainer runs two steps, so that the optimizer has its moments. Of the forwards and backwards of the net, and the
+forwards of text encoders and decoder, the first of a shape alone runs, kernel by kernel; later ones take the same
+memory and do as many operations.
 """
 
 import gc
@@ -20,16 +21,16 @@ import numpy as np
 import torch
 from omni_reward import Score
 from omni_rollout import Model, Params
-from omni_rollout.types import Cond, Media, Parts, Rates
+from omni_rollout.types import Cond, Parts
 from omni_train.dist import Dist
 from omni_train.log import RunLog
-from omni_train.lora import lora_layers
+from omni_train.lora import LoraLinear
 from omni_train.parts import part_files
 from omni_train.planned import PlannedDevice, planned_ranks
 from omni_train.state import train_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from omni_rl import scoring
 from omni_rl.args import MediaArgs, Mode, RunArgs, num_batches, num_ranks, sharding
@@ -43,6 +44,7 @@ ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MAX_RANKS = 64  # to which a change may spread the weights
+NEAR = 2**11  # lengths of texts count as one that differ by less than this share of a sample's numbers
 DECODED = 4  # pictures that a change has the VAE decode at a time
 FLAGS = {
     "unshard": "--unshard {}",
@@ -202,15 +204,23 @@ class Plan:
         self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
         if self.remembers:
             model.predict_velocity = self._remembered(model.predict_velocity, model)
-            model.decode = self._decoded(model.decode)
+            model.decode = self._once(model.decode, lambda parts, x0, *_: x0.shape, {})
+            model.load = self._loaded(model.load, model.encoders)
         model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)
 
     def settle(self, run: "Run[MediaArgs]") -> None:
-        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
+        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones.
+
+        Without gradients one block of those that are alike runs, and without `remembers` all.
+        """
         self.unshard = run.unshard
+        done: dict[object, tuple[Any, int, int]] = {}
+        for block in run.net.modules() if self.remembers else ():
+            if type(block).__name__.removeprefix("FSDP") in run.model.BLOCK_NAMES:
+                block.forward = self._once(block.forward, _block_key(block), done)
         for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
@@ -233,8 +243,9 @@ class Plan:
 
     def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-            active = [layer.active for layer in lora_layers(net).values()][:1]
-            shapes = {name: tensor.shape for name, tensor in cond.items()}
+            active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
+            unit = max(1, x[0].numel() // NEAR)
+            shapes = {name: (-(-t.shape[1] // unit), t.shape[2:]) for name, t in cond.items() if t.ndim > 1}
             scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
             key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
             seen = self._seen.get(key)
@@ -251,25 +262,37 @@ class Plan:
 
         return remembered
 
-    def _decoded(self, decode: Callable[..., tuple[Media, Rates]]) -> Callable[..., tuple[Media, Rates]]:
-        done: dict[torch.Size, tuple[Media, Rates, int, int]] = {}
+    def _loaded(self, load: Callable[..., Parts], encoders: Sequence[str]) -> Callable[..., Parts]:
+        def loaded(**options: Any) -> Parts:
+            parts = load(**options)
+            for part in (getattr(parts, name) for name in encoders):
+                part.forward = self._once(part.forward, _shapes, {})
+            return parts
+
+        return loaded
+
+    def _once(
+        self, function: Callable[..., Any], key: Callable[..., object], done: dict[object, tuple[Any, int, int]]
+    ) -> Callable[..., Any]:
+        """Without gradients a function runs once for a key; then it gives tensors alike, after as much memory."""
         device = self.device
 
-        def decoded(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        def once(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
-                return decode(parts, x0, cond, params)
-            if x0.shape in done:
-                media, rates, peak, flops = done[x0.shape]
+                return function(*args, **kwargs)
+            if (seen := key(*args, **kwargs)) in done:
+                shapes, peak, flops = done[seen]
                 device.burst(peak)
                 device.add_flops(flops)
-                return {kind: torch.empty_like(tensor, device=device.device) for kind, tensor in media.items()}, rates
-            base, before = device.start_window(), device.flops.total()
-            media, rates = decode(parts, x0, cond, params)
-            shapes = {kind: torch.empty(t.shape, dtype=t.dtype, device="meta") for kind, t in media.items()}
-            done[x0.shape] = shapes, rates, device.window - base, device.flops.total() - before
-            return media, rates
+                return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device.device), shapes)
+            around, base, before = device.window, device.start_window(), device.flops.total()
+            out = function(*args, **kwargs)
+            shapes = tree_map(_shape_of, out)
+            done[seen] = shapes, device.window - base, device.flops.total() - before
+            device.window = max(device.window, around)
+            return out
 
-        return decoded
+        return once
 
 
 class _Seen:
@@ -396,6 +419,25 @@ def ordered(phases: Mapping[str, float]) -> list[str]:
     known = [name for name in PHASES if name in phases]
     rest = [name for name in phases if name not in PHASES and phases[name] >= max(phases.values())]
     return known + rest
+
+
+def _shape_of(leaf: Any) -> Any:
+    """A tensor of that shape which takes no memory; a number as it is, and nothing for what may hold tensors."""
+    if isinstance(leaf, Tensor):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return leaf if isinstance(leaf, float | int) else None
+
+
+def _block_key(block: nn.Module) -> Callable[..., object]:
+    """What tells a block's call from those of others: its weights, inputs and adapter."""
+    weights = tuple((name, p.shape, p.dtype) for name, p in (*block.named_parameters(), *block.named_buffers()))
+    layer = next((layer for layer in block.modules() if isinstance(layer, LoraLinear)), None)
+    return lambda *args, **kwargs: (weights, layer and layer.active, _shapes(*args, **kwargs))
+
+
+def _shapes(*args: Any, **kwargs: Any) -> object:
+    """Those of all tensors that a module gets."""
+    return tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
 
 
 def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]:

@@ -166,9 +166,10 @@ class PlannedDevice(Meter):
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
             return _values(args[0]) if known is None else known  # pictures and masks that come to the host
-        if func is _ATEN._to_copy.default and device == PLANNED and args[0].numel() < 2:
-            func, args, kwargs = _ATEN.empty.memory_format, (args[0].shape,), {"dtype": args[0].dtype, **kwargs}
-            kwargs.pop("non_blocking", None)  # torch's own fakes leave so small a tensor where it was
+        if func is _ATEN._to_copy.default and device == PLANNED and (args[0].numel() < 2 or not from_device):
+            # torch's own fakes leave so small a tensor where it was, and copy what the host has
+            kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
+            func, args = _ATEN.empty.memory_format, (args[0].shape,)
         with self.fake:
             out = func(*args, **kwargs)
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
