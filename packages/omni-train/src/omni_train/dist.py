@@ -331,7 +331,8 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
         return told
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     place, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=wait_s)
-    key = f"failure/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/"
+    start = os.environ.get("OMNI_START") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    key = f"failure/{start}/"
     deadline = time.monotonic() + wait_s
     try:
         store = torch_dist.TCPStore(*place, is_master=False, timeout=wait)
@@ -375,7 +376,9 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
             if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {told.encode()}:
                 store.set("agreed", told)
             if store.check(["agreed"]) and store.get("agreed").decode() == told:
-                return torch_dist.PrefixStore(sha256(told.encode()).hexdigest(), store)
+                # For `tell_failure`: machines may count their restarts apart.
+                os.environ["OMNI_START"] = sha256(told.encode()).hexdigest()
+                return torch_dist.PrefixStore(os.environ["OMNI_START"], store)
         time.sleep(0.02)
 
 
