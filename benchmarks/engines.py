@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from omni_rollout import Model, Prompt
 from omni_train.dist import synchronize
+from omni_train.state import local_rows
 from torch import nn
 
 TEXT = 'a pink sign that says "K7QX"'
@@ -93,7 +94,8 @@ def fill(net: nn.Module) -> None:
     torch.manual_seed(0)
     for module in net.modules():
         for param in module.parameters(recurse=False):
-            param.normal_(std=0.02) if isinstance(module, nn.Linear) else param.fill_(1)
+            rows, _ = local_rows(param)
+            rows.normal_(std=0.02) if isinstance(module, nn.Linear) else rows.fill_(1)
 
 
 def config(path: str, part: str) -> dict[str, Any]:

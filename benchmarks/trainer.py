@@ -8,12 +8,14 @@
 
 import gc
 import json
+import os
 import shutil
+import socket
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ from omni_rl.loop import Loop
 from omni_rl.run import Run, Step
 from omni_rl.scoring import Grade, LocalScorer
 from omni_rollout.models.qwen_image import QwenImage
-from omni_train.dist import default_compute_dtype, local_device
+from omni_train.dist import default_compute_dtype, local_device, shutdown
+from omni_train.state import local_rows
 from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "apps"))
@@ -52,17 +55,20 @@ GIVEN: dict[str, Any] = {  # what a published recipe for Qwen-Image has, qwen-im
 
 
 class Variant(NamedTuple):
-    """Settings of memory and speed, and by how much smaller batches then fit 80 GB than recomputed ones."""
+    """Settings of memory and speed; what fits 80 GB: batches so many times smaller than recomputed ones, and blocks."""
 
     settings: Mapping[str, Any]
-    smaller: int
+    smaller: int = 1
+    blocks: int = 60
 
 
 VARIANTS = {  # all compute the same
     "as it is": Variant({}, 16),
-    "recomputed": Variant({"gradient_checkpointing": True}, 1),
-    "compiled": Variant({"gradient_checkpointing": True, "compile": True}, 1),
+    "recomputed": Variant({"gradient_checkpointing": True}),
+    "compiled": Variant({"gradient_checkpointing": True, "compile": True}),
     "products kept": Variant({"gradient_checkpointing": True, "keep_products_gb": 16.0}, 2),
+    "offloaded": Variant({"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}),
+    "gathered": Variant({"gradient_checkpointing": True, "shard": "fsdp2", "unshard": "all"}, 1, 20),  # held twice
 }
 
 
@@ -81,7 +87,7 @@ def model(args: engines.Args) -> Iterator[str]:
     if not args.random:
         yield str(Path(args.model).resolve())
         return
-    kept = QwenImage.check_files, QwenImage.load_net
+    kept = QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.load_sharded
 
     def load_net(self: QwenImage, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         is_plan, self.reads_weights = not self.reads_weights, False
@@ -90,6 +96,16 @@ def model(args: engines.Args) -> Iterator[str]:
             engines.fill(net)
             self.reads_weights = True
         return net.requires_grad_(False)
+
+    def weight_files(self: QwenImage, part: str = "transformer") -> list[Path]:
+        return [] if part == "transformer" else kept[2](self, part)
+
+    @torch.no_grad()
+    def load_sharded(net: nn.Module, files: Any, mesh: Any, **options: Any) -> nn.Module:
+        net = kept[3](net, None, mesh, **options)
+        if files is not None:  # as it is in a plan
+            engines.fill(net)
+        return net
 
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(
@@ -105,10 +121,11 @@ def model(args: engines.Args) -> Iterator[str]:
         config = engines.config(folder, "transformer") | shape
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]
+        QwenImage.weight_files, omni_rl.run.load_sharded = weight_files, load_sharded  # type: ignore
         try:
             yield folder
         finally:
-            QwenImage.check_files, QwenImage.load_net = kept  # type: ignore[method-assign]
+            QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.load_sharded = kept  # type: ignore
 
 
 def settings(args: Args, path: str, **changes: Any) -> app.Args:
@@ -133,20 +150,35 @@ def train(args: app.Args, steps: Callable[[Run[app.Args]], Iterator[Step]], grad
             with torch.no_grad():
                 for name, param in self.run.net.named_parameters():
                     if ".lora_B." in name:  # as after training: a zero would leave A without a gradient
-                        param.normal_(std=0.02)
+                        local_rows(param)[0].normal_(std=0.02)
             yield from steps(self.run)
 
     kept = app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess
     app.Loop, omni_rl.run.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
     omni_rl.run.ReportProcess = lambda *_: None  # type: ignore
     try:
-        with quiet():
+        with quiet(), lone_rank() if args.shard == "fsdp2" else nullcontext():
             Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
             app.check_args(args)
             app.main(args)
     finally:
         app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess = kept  # type: ignore
         gc.collect()  # the next run needs the memory
+
+
+@contextmanager
+def lone_rank() -> Iterator[None]:
+    """Within the `with` block this process is as torchrun starts the only rank; then the process group ends."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= place
+    try:
+        yield
+        shutdown()
+    finally:
+        for name in place:
+            del os.environ[name]
 
 
 def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:

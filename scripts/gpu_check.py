@@ -121,10 +121,11 @@ def variants(size: Size) -> Iterator[Row]:
     here, kind = roofline.measure_ceilings(local_device(), side=size.matrix), device_kind()
     for variant in filter(can_run, VARIANTS):
         _, step = take(size, variant, 2, **FEW)
+        kept = VARIANTS[variant].settings
+        recomputes = kept.get("gradient_checkpointing", False), kept.get("keep_products_gb", 0.0)
+        kernels, least = (kernels_of(model_args(size, variant), *how) for how in (recomputes, (False, 0.0)))
         with trainer.model(model_args(size, variant)) as path:
             settings = settings_of(size, variant, path, **FEW)
-            kernels = roofline.count(settings)
-            least = roofline.count(replace(settings, gradient_checkpointing=False, keep_products_gb=0.0))
             planned = plan_of(replace(settings, dry_run=True, device_memory_gb=80.0))
         for phase in ("rollout", "update"):
             yield near(
@@ -279,10 +280,11 @@ def take(
 
 def model_args(size: Size, variant: str) -> trainer.Args:
     """One group in the batches of a variant."""
-    batch = max(1, size.batch_size // VARIANTS[variant].smaller)
+    _, smaller, blocks = VARIANTS[variant]
+    batch = max(1, size.batch_size // smaller)
     return trainer.Args(
-        random=size.random, random_heads=size.random_heads, height=size.side, width=size.side, lora_rank=size.rank,
-        batch_size=batch, group_size=max(2, batch), prompts_per_step=1,
+        random=min(size.random, blocks), random_heads=size.random_heads, height=size.side, width=size.side,
+        lora_rank=size.rank, batch_size=batch, group_size=max(2, batch), prompts_per_step=1,
     )  # fmt: skip
 
 
@@ -302,6 +304,14 @@ def can_run(variant: str) -> bool:
             print(f"{variant}: not run: {problem}", flush=True)
             return False
     return True
+
+
+@cache
+def kernels_of(args: trainer.Args, checkpointing: bool, products_gb: float) -> dict[str, Counter[roofline.Kernel]]:
+    """The kernels of a short step by phase, of blocks that are recomputed or not."""
+    changes = {"lora_rank": args.lora_rank, "gradient_checkpointing": checkpointing, "keep_products_gb": products_gb}
+    with trainer.model(args) as path:
+        return roofline.count(trainer.settings(args, path, **changes, **FEW))
 
 
 def plan_of(args: app.Args) -> int:
