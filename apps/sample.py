@@ -1,5 +1,7 @@
 """Draw samples from a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
 
+Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav.
+
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
         --prompts data/tiny-signs/eval.txt --num-images 32
@@ -36,6 +38,7 @@ class Args:
     height: int = 32  # Height in pixels
     width: int = 96  # Width in pixels
     num_frames: int = 1  # Frames of a video; 1 for pictures
+    frame_rate: float = 24.0  # Frames of a video in a second
     num_inference_steps: int = 10  # Denoising steps
     guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
     true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
@@ -48,7 +51,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
     check_finite(args)
     least_one = dict.fromkeys(("num_images", "batch_size", "height", "width", "num_frames"), 1)
-    check_least(args, {"num_inference_steps": 2, **least_one})
+    check_least(args, {"num_inference_steps": 2, "frame_rate": 1e-3, **least_one})
     parse_numbers(args.guidance, "--guidance")
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
@@ -93,7 +96,7 @@ def main(args: Args) -> None:
     """
     import numpy as np
     import torch
-    from omni_rl.report.media import still
+    from omni_rl.report.media import still, whole_files
     from omni_rl.report.sheet import contact_sheet
     from omni_rl.sampling import by_shapes, expand_groups
     from omni_rollout import Params
@@ -110,6 +113,7 @@ def main(args: Args) -> None:
         height=args.height,
         width=args.width,
         num_frames=args.num_frames,
+        frame_rate=args.frame_rate,
         guidance_scale=args.guidance_scale,
         guidance={**parse_numbers(args.guidance, "--guidance"), **true_cfg},
     )
@@ -138,11 +142,17 @@ def main(args: Args) -> None:
     drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
     prompts = expand_groups(drawn, 1, seed=args.seed, step=0)
     pictures: dict[int, np.ndarray] = {}
+    played = Path(args.out).with_suffix("")  # the folder of what a sheet cannot show
     for same in by_shapes(prompts):
         for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
-            media = engine.generate(batch, params.of_size(batch[0].size)).to("cpu").media
+            samples = engine.generate(batch, params.of_size(batch[0].size)).to("cpu")
+            media = samples.media
             each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
             pictures |= zip([prompt.index for prompt in batch], map(still, each), strict=True)
+            for prompt, own in zip(batch, each, strict=True):
+                for suffix, data in whole_files(own, samples.rates).items():
+                    played.mkdir(exist_ok=True)
+                    (played / f"{prompt.index}{suffix}").write_bytes(data)
     columns = 1 if "video" in media else 8
     sheet = contact_sheet([pictures[i] for i in range(len(prompts))], [p.text for p in prompts], columns=columns)
     sheet.save(args.out)

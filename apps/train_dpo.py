@@ -58,7 +58,8 @@ def check_args(args: Args) -> None:
     per_round = unit * num_ranks()
     if offline:
         with flag("--preferences: "):
-            check_preferences(args.preferences, height=args.height, width=args.width)
+            shape = args.num_frames, args.height, args.width
+            check_preferences(args.preferences, shape, frame_rate=args.frame_rate)
     require(
         (args.scorer_url or offline or args.dry_run,
          "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),

@@ -122,7 +122,9 @@ def test_pairs_of_several_sizes_are_trained_on_alike_on_one_rank_and_two(here, b
     assert_alike(one, train_on_ranks(train_dpo, replace(args, name="two", shard="fsdp2")))
     picture = next((here / "pairs" / "samples").glob("*win.png"))
     Image.new("RGB", (16, 16)).save(picture)
-    with pytest.raises(ValueError, match=rf"{picture.name} must be an image of \d+ x \d+ pixels, got 16 x 16"):
+    with pytest.raises(
+        ValueError, match=rf"{picture.name} must be an image of \d+ x \d+ pixels, got an image of 16 x 16 pixels"
+    ):
         train_dpo.check_args(args)
 
 

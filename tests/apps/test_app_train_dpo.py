@@ -271,9 +271,9 @@ def test_the_script_keeps_the_best_and_the_worst_of_each_prompt(pairs_file, tmp_
     assert len(records) == 6
     assert [r.text for r in records] == [r.text for r in load_prompts(REPO / "data" / "tiny-signs" / "train.txt")[:6]]
     assert all(r.meta["win_score"] > r.meta["lose_score"] for r in records)
-    preferences.check_preferences(pairs_file, height=32, width=96)
+    preferences.check_preferences(pairs_file, (1, 32, 96), frame_rate=24.0)
     assert build(tmp_path / "images", bright_url, "--num-prompts", "2", "--save", "images") == (2, 2)
-    preferences.check_preferences(tmp_path / "images" / "pairs.jsonl", height=32, width=96)
+    preferences.check_preferences(tmp_path / "images" / "pairs.jsonl", (1, 32, 96), frame_rate=24.0)
     model, params = open_model(CHECKPOINT), Params(3, 32, 96)
     parts = model.load(device="cpu", dtype=torch.float32)
     pictures = load_prompts(tmp_path / "images" / "pairs.jsonl")
@@ -319,7 +319,7 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
     assert "cut.safetensors is no whole safetensors file" in fault(lose="cut.safetensors")
     for file, words in (("cut.png", "is cut short"), ("cut.jpg", "is cut short"), ("cut.webp", "is no WEBP image")):
         assert f"{file} {words}" in fault(lose=file)
-    assert "small.png must be an image of 96 x 32 pixels, got 96 x 16" in fault(lose="small.png")
+    assert "small.png must be an image of 96 x 32 pixels, got an image of 96 x 16 pixels" in fault(lose="small.png")
     assert "text.png is no PNG image" in fault(lose="text.png")
 
 
@@ -366,4 +366,4 @@ def test_the_documented_line_is_one_that_is_accepted(here):
         (here / line[side]).parent.mkdir(exist_ok=True)
         save_file({"x0": torch.zeros(16, 4, 12)}, here / line[side])
     (here / "pairs.jsonl").write_text(json.dumps(line))
-    preferences.check_preferences(here / "pairs.jsonl", height=32, width=96)
+    preferences.check_preferences(here / "pairs.jsonl", (1, 32, 96), frame_rate=24.0)

@@ -7,6 +7,7 @@ import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
+from omni_rl.videos import video_facts
 from PIL import Image
 from trainer_runs import recipe, tiny, train, write_eval_prompts
 
@@ -55,9 +56,10 @@ def test_a_number_of_frames_that_the_model_lacks_is_refused_with_the_nearest(her
         train(train_flowgrpo, replace(settings(""), num_frames=10, dry_run=True))
 
 
-def test_a_sheet_of_videos_has_their_frames(here):
+def test_a_sheet_of_videos_has_their_frames_and_they_play_beside_it(here):
     model = settings("").model
     args = sample.Args(model=model, num_images=2, num_frames=9, height=32, width=96, num_inference_steps=2)
     sample.check_args(args)
     sample.main(args)
     assert np.asarray(Image.open("sheet.png")).shape[1] > 5 * 96
+    assert [video_facts(here / "sheet" / f"{i}.mp4") for i in range(2)] == [(9, 32, 96, 24.0)] * 2

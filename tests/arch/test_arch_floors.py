@@ -48,6 +48,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
+    "omni_rl/videos.py": {"av"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
 MAY_IMPORT_LAZILY = {  # inside a function

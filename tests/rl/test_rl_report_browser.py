@@ -381,6 +381,19 @@ def test_a_video_plays_its_frames_show_on_hover_and_its_sound_is_heard(show, tmp
         page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
 
 
+def test_a_large_video_plays_as_a_webm(show, tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_eval(folder, 12, clips(1, height=96, width=160), [Sample("a sign", 0.5, rates=RATES)])
+    page = show(write_report(folder))
+    video = page.locator(".card .zoom video").first
+    assert video.get_attribute("src").startswith("data:video/webm")
+    video.scroll_into_view_if_needed()  # before that it waits
+    playing = "(v) => v.currentTime > 0"
+    page.wait_for_function(playing, arg=video.element_handle())
+    page.locator(".card .zoom").first.click()
+    page.wait_for_function(playing, arg=page.locator("dialog video").element_handle())
+
+
 def test_who_wants_no_motion_sees_the_frames_instead(show, tmp_path):
     folder = write_run(tmp_path / "run")
     write_eval(folder, 12, clips(1), [Sample("a sign", 0.5, rates=RATES)])

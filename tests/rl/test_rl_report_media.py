@@ -4,11 +4,14 @@ import io
 import json
 import wave
 
+import av
 import numpy as np
 import pytest
-from omni_rl.report import Sample, data, write_eval, write_report, write_samples
-from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform
+import torch
+from omni_rl.report import Sample, data, media, write_eval, write_report, write_samples
+from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
 from omni_rl.report.process import ReportProcess
+from omni_rl.videos import read_video, video_facts
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
 
@@ -27,22 +30,62 @@ def pictures_in(data: bytes) -> tuple[list[np.ndarray], list[int]]:
 
 
 def test_a_small_video_keeps_every_bit_and_its_speed():
-    frames, times = pictures_in(animate(film(), 8))
+    frames, times = pictures_in(animate(film(), 8)[0])
     np.testing.assert_array_equal(frames, film())
     assert times == [125] * 9
-    assert sum(pictures_in(animate(film(24), 24))[1]) == 1000  # no third of a millisecond is lost
+    assert sum(pictures_in(animate(film(24), 24)[0])[1]) == 1000  # no third of a millisecond is lost
 
 
-def test_a_large_video_is_reduced_and_a_long_one_loses_frames_and_no_time():
+@pytest.fixture
+def without_av(monkeypatch):
+    """As where PyAV is not installed."""
+    monkeypatch.setattr(media, "has_av", lambda: False)
+
+
+def test_a_large_video_is_reduced_and_a_long_one_loses_frames_and_no_time(without_av):
     clip = np.full((81, 240, 480, 3), (200, 40, 90), np.uint8)
     few, rates = few_frames({"video": clip}, {"fps": 24.0})
     assert few["video"].shape[0] == 27 <= MAX_FRAMES
     assert np.shares_memory(few["video"], clip)
     assert rates["fps"] == 8
-    frames, times = pictures_in(animate(few["video"][:2] // np.array([[[[1]]], [[[2]]]], np.uint8), rates["fps"]))
+    two = few["video"][:2] // np.array([[[[1]]], [[[2]]]], np.uint8)
+    frames, times = pictures_in(animate(two, rates["fps"])[0])
     assert frames[0].shape == (160, 320, 3)
     assert times == [125, 125]
     assert np.abs(frames[0].astype(int) - (200, 40, 90)).max() <= 8
+
+
+def test_a_large_video_is_a_webm_of_its_speed(tmp_path):
+    data, suffix = animate(np.full((9, 241, 481, 3), (200, 40, 90), np.uint8), 12.5)
+    (tmp_path / f"a{suffix}").write_bytes(data)
+    assert video_facts(tmp_path / "a.webm") == (9, 160, 320, 12.5)
+    assert (read_video(tmp_path / "a.webm") - torch.tensor([200.0, 40, 90])).abs().max() < 8
+
+
+def test_a_sound_is_a_flac_without_loss():
+    data, suffix = encode_sound(tone(rate=16_000), 16_000)
+    with av.open(io.BytesIO(data)) as file:
+        heard = np.concatenate([frame.to_ndarray()[0] for frame in file.decode(audio=0)])
+    assert suffix == ".flac"
+    np.testing.assert_array_equal(heard, (tone()[:, 0] * 32767).round())
+
+
+@pytest.mark.parametrize("channels", [1, 2])
+def test_a_sample_s_file_has_all_frames_and_the_sound(tmp_path, channels):
+    clip = film(9, 160, 320)
+    files = whole_files({"video": clip, "audio": tone(0.75, channels=channels)}, {"fps": 12.0, "sample_rate": 16_000})
+    (tmp_path / "a.mp4").write_bytes(files[".mp4"])
+    assert video_facts(tmp_path / "a.mp4") == (9, 160, 320, 12)
+    with av.open(str(tmp_path / "a.mp4")) as file:
+        assert [stream.channels for stream in file.streams.audio] == [channels]
+        assert float(file.streams.audio[0].duration * file.streams.audio[0].time_base) == pytest.approx(0.75, abs=0.1)
+    assert whole_files({"audio": tone()}, {"sample_rate": 16_000}).keys() == {".flac"}
+
+
+def test_without_pyav_a_sample_s_files_are_those_of_the_page(without_av):
+    files = whole_files({"video": film(), "audio": tone()}, {"fps": 12.0, "sample_rate": 16_000})
+    np.testing.assert_array_equal(pictures_in(files[".webp"])[0], film())
+    assert len(read_wave(files[".wav"])[0]) == 8000
 
 
 def test_a_strip_has_the_first_and_the_last_frame_whole():
@@ -60,8 +103,8 @@ def read_wave(data: bytes) -> tuple[np.ndarray, int, int]:
 
 
 @pytest.mark.parametrize(("rate", "written"), [(16_000, 16_000), (44_100, 44_100), (48_000, 24_000)])
-def test_a_sound_keeps_its_pitch_and_its_length(rate, written):
-    sound, found, channels = read_wave(encode_sound(tone(rate=rate), rate))
+def test_a_sound_keeps_its_pitch_and_its_length(rate, written, without_av):
+    sound, found, channels = read_wave(encode_sound(tone(rate=rate), rate)[0])
     assert (found, channels) == (written, 1)
     assert len(sound) == pytest.approx(0.5 * written, abs=1)
     spectrum = np.abs(np.fft.rfft(sound))
@@ -69,8 +112,8 @@ def test_a_sound_keeps_its_pitch_and_its_length(rate, written):
     assert np.abs(sound).max() == pytest.approx(0.5, abs=0.01)
 
 
-def test_a_sound_is_cut_after_ten_seconds_and_clipped():
-    sound, rate, _ = read_wave(encode_sound(4 * tone(seconds=11, rate=8000), 8000))
+def test_a_sound_is_cut_after_ten_seconds_and_clipped(without_av):
+    sound, rate, _ = read_wave(encode_sound(4 * tone(seconds=11, rate=8000), 8000)[0])
     assert len(sound) == 10 * rate
     assert np.abs(sound).max() <= 1
 

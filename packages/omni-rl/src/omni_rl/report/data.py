@@ -30,7 +30,9 @@ PLAYED = 6  # times as many bytes of what plays, so that a page stays below 20 M
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
 MAX_ANSWER = 2000  # characters of a text that was drawn
 MAX_DETAILS = 6  # that a scorer gives with a score
-MEDIA_TYPES = {".png": "image/png", ".webp": "image/webp", ".wav": "audio/wav"}
+MEDIA_TYPES = {
+    ".png": "image/png", ".webp": "image/webp", ".webm": "video/webm", ".wav": "audio/wav", ".flac": "audio/flac",
+}  # fmt: skip
 REMEDY = "Only the report needs it: move it away"
 Kinds = Mapping[str, UnionType | type]
 ROW: Kinds = {

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from omni_rl.videos import encode_flac, encode_video, has_av
+
 EXACT_SIDE = 128  # pixels; pictures no larger keep every bit, as PNG
 MAX_SIDE = 320  # pixels; larger pictures are reduced to this and stored as WebP
 MAX_FRAMES = 32  # of a video; of a longer one every second or third is kept, and so on, at its own speed
@@ -36,12 +38,26 @@ def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[
     if "video" in media:
         few, slower = few_frames(media, rates)
         _, height, width, _ = few["video"].shape
-        row |= {"strip": row["file"], "file": f"{name}-moving.webp", "size": [width, height]}
-        files[row["file"]] = animate(few["video"], slower["fps"])
+        data, suffix = animate(few["video"], slower["fps"])
+        row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [width, height]}
+        files[row["file"]] = data
     if "audio" in media:
-        row["sound"] = f"{name}.wav"
-        files[row["sound"]] = encode_sound(media["audio"], rates["sample_rate"])
+        data, suffix = encode_sound(media["audio"], rates["sample_rate"])
+        row["sound"] = f"{name}{suffix}"
+        files[row["sound"]] = data
     return row, files
+
+
+def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
+    """What plays of a sample, by the suffix of its file: with PyAV all of it, else as the page has it."""
+    video, sound, rate = media.get("video"), media.get("audio"), rates.get("sample_rate", 0)
+    if has_av() and video is not None:
+        return {".mp4": encode_video(video, rates["fps"], ".mp4", sound, rate)}
+    if has_av() and sound is not None:
+        return {".flac": encode_flac(sound, round(rate))}
+    made = [animate(video, rates["fps"])] if video is not None else []
+    made += [encode_sound(sound, rate)] if sound is not None else []
+    return {suffix: data for data, suffix in made}
 
 
 def still(media: Media) -> np.ndarray:
@@ -90,27 +106,36 @@ def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
     return file.getvalue(), ".webp"
 
 
-def animate(frames: np.ndarray, fps: float) -> bytes:
-    """Frames, uint8 [F, H, W, 3], as an animated WebP that plays again and again; to the bit where they are small."""
+def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
+    """Frames, uint8 [F, H, W, 3], as the bytes of a small file that plays, and the suffix of its name.
+
+    It is an animated WebP; small frames keep every bit. Larger ones are a WebM where PyAV is installed.
+    """
     from PIL import Image
 
     pictures = [Image.fromarray(frame) for frame in frames]
     exact = max(pictures[0].size) <= EXACT_SIDE
     for picture in pictures:
         picture.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    width, height = (side // 2 * 2 for side in pictures[0].size)
+    if not exact and has_av() and min(width, height):
+        return encode_video(np.stack([np.asarray(p)[:height, :width] for p in pictures]), fps, ".webm"), ".webm"
     file, times = io.BytesIO(), np.diff(np.round(np.arange(len(frames) + 1) * 1000 / fps)).astype(int).tolist()
     settings: dict[str, Any] = {"lossless": True} if exact else {"quality": 75, "method": 2}
     pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=times, loop=0, **settings)
-    return file.getvalue()
+    return file.getvalue(), ".webp"
 
 
-def encode_sound(sound: np.ndarray, rate: float) -> bytes:
-    """The beginning of a sound, float32 [S, C], as 16-bit WAV of one channel."""
+def encode_sound(sound: np.ndarray, rate: float) -> tuple[bytes, str]:
+    """The beginning of a sound, float32 [S, C], in one channel of 16 bits: FLAC with PyAV, else WAV, and its suffix."""
     every = max(1, int(rate // SOUND_RATE))
     mono = sound[: int(MAX_SOUND_S * rate)].mean(axis=1)
     mono = np.pad(mono, (0, -len(mono) % every)).reshape(-1, every).mean(axis=1)
+    written_rate = max(1, round(rate / every))
+    if has_av():
+        return encode_flac(mono[:, None], written_rate), ".flac"
     file = io.BytesIO()
     with wave.open(file, "wb") as written:
-        written.setparams((1, 2, max(1, round(rate / every)), 0, "NONE", ""))
+        written.setparams((1, 2, written_rate, 0, "NONE", ""))
         written.writeframes((mono.clip(-1, 1) * 32767).round().astype("<i2").tobytes())
-    return file.getvalue()
+    return file.getvalue(), ".wav"

@@ -258,7 +258,11 @@ function pane(label, picture, prompt, mark = null) {
   const title = el("span", { class: "label", title: label }, mark, label);
   if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
   const [width, height] = picture.size;
-  const drawn = !picture.src ? null : el("img", { src: (STILL && picture.strip) || picture.src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  const src = (STILL && picture.strip) || picture.src;
+  const drawn = !src ? null : src.startsWith("data:video")
+    ? el("video", { src, width, height, "aria-label": `${label}: ${prompt}`, autoplay: true, loop: true, playsinline: true })
+    : el("img", { src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+  if (drawn) drawn.muted = true; // or a browser would not let a video begin by itself
   const text = picture.answer === undefined ? null : el("p", { class: "answer" }, picture.answer);
   const shown = [drawn && zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt), text];
   if (picture.reward === undefined) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), shown);
@@ -287,8 +291,10 @@ function referencePanes(references, prompt) {
 function zoom(image, label, picture, prompt) {
   const button = el("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${label}: ${prompt}` }, image);
   button.addEventListener("click", () => {
+    const large = image.cloneNode();
+    large.muted = true;
     const close = el("button", { type: "button" }, "Close");
-    const box = el("dialog", { class: "large", "aria-label": `${label}: ${prompt}` }, image.cloneNode(), frames(picture, label), el("p", {}, prompt), el("p", { class: "said" }, said(picture)), close);
+    const box = el("dialog", { class: "large", "aria-label": `${label}: ${prompt}` }, large, frames(picture, label), el("p", {}, prompt), el("p", { class: "said" }, said(picture)), close);
     box.addEventListener("click", () => box.close());
     box.addEventListener("close", () => box.remove());
     document.body.append(box);

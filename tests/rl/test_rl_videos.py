@@ -1,0 +1,115 @@
+"""Video files: their frames, and pairs of them, whole and alike, or an error before anything is loaded."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from helpers import REPO
+from model_rows import ROWS
+from omni_rl import preferences, videos
+from omni_rl.preferences import check_preferences, read_latent
+from omni_rl.videos import ANIMATIONS, encode_video, read_video, video_facts
+from omni_rollout import Params
+from omni_rollout.models import open_model
+from PIL import Image
+
+KINDS = [*ANIMATIONS, *videos.CONTAINERS]
+SHAPE = 5, 32, 64
+
+
+def film(num_frames=5, height=32, width=64):
+    """A bright bar that moves over a dark ground, uint8 [F, H, W, 3]."""
+    frames = np.full((num_frames, height, width, 3), 20, np.uint8)
+    for i, frame in enumerate(frames):
+        frame[:, 8 * i : 8 * i + 16] = (200, 40, 90)
+    return frames
+
+
+def write(path, frames, fps=12.5):
+    """The frames in a file of the kind that its name says."""
+    if path.suffix in ANIMATIONS:
+        first, *others = map(Image.fromarray, frames)
+        options = {"lossless": True} if path.suffix == ".webp" else {}
+        first.save(path, save_all=True, append_images=others, duration=round(1000 / fps), **options)
+    else:
+        path.write_bytes(encode_video(frames, fps, path.suffix))
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_video_has_the_frames_that_were_written(tmp_path, kind):
+    path = write(tmp_path / f"a{kind}", film())
+    assert video_facts(path) == (5, 32, 64, 12.5)
+    frames = read_video(path)
+    assert frames.dtype == torch.uint8
+    assert np.abs(frames.numpy().astype(int) - film()).mean() < (0.01 if kind in ANIMATIONS else 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_video_that_is_torn_or_something_else_is_refused(tmp_path, kind):
+    path = write(tmp_path / f"a{kind}", film())
+    path.write_bytes(path.read_bytes()[:-100])
+    pair(tmp_path, path.name, path.name)
+    with pytest.raises(
+        ValueError, match=f'pair 1, "win": .*a{kind} (is no whole|is no WEBP|must be a video of 5 frames)'
+    ):
+        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+    path.write_text("no video")
+    with pytest.raises(ValueError, match=f"a{kind} is no whole {kind} video"):
+        video_facts(path)
+
+
+def pair(folder, win, lose):
+    """A preference file of one pair."""
+    (folder / "pairs.jsonl").write_text(json.dumps({"prompt": "a bar moves", "win": win, "lose": lose}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"frames": film(9)}, "must be a video of 5 frames of 64 x 32 pixels, got a video of 9 frames of 64 x 32"),
+        (
+            {"frames": film(height=16)},
+            "must be a video of 5 frames of 64 x 32 pixels, got a video of 5 frames of 64 x 16",
+        ),
+        ({"fps": 25}, "must have 12.5 frames per second, as --frame-rate says, got 25"),
+    ],
+)
+def test_a_video_of_another_length_size_or_speed_is_named(tmp_path, changes, rule):
+    write(tmp_path / "a.mp4", film())
+    write(tmp_path / "b.webp", **({"frames": film()} | changes))
+    pair(tmp_path, "a.mp4", "b.webp")
+    with pytest.raises(ValueError, match=f'pair 1, "lose": .*b.webp {rule}'):
+        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+
+
+def test_a_picture_is_no_video_and_a_video_no_picture(tmp_path):
+    Image.fromarray(film()[0]).save(tmp_path / "a.png")
+    write(tmp_path / "b.gif", film())
+    pair(tmp_path, "a.png", "b.gif")
+    with pytest.raises(ValueError, match=r"a\.png must be a video of 5 frames .*, got an image of 64 x 32 pixels"):
+        check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
+    with pytest.raises(ValueError, match=r"b\.gif must be an image of 64 x 32 pixels, got a video of 5 frames"):
+        check_preferences(tmp_path / "pairs.jsonl", (1, 32, 64), frame_rate=12.5)
+
+
+def test_without_pyav_it_is_said_how_to_install_it(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.mp4", film())
+    monkeypatch.setattr(videos, "has_av", lambda: False)
+    with pytest.raises(ValueError, match=r"a.mp4 takes PyAV to read it: pip install 'omni-rl\[video\]'"):
+        video_facts(path)
+
+
+def test_a_video_is_trained_on_as_the_code_of_its_frames(tmp_path):
+    model = open_model(ROWS["wan21"].checkpoint())
+    parts, params = model.load(device="cpu", dtype=torch.float32), Params(2, 32, 64, num_frames=5)
+    path = write(tmp_path / "a.webp", film())
+    assert preferences._is_video(path)
+    code = model.encode_media(parts, {"video": torch.from_numpy(film())[None]}, params)[0]
+    assert torch.equal(read_latent(model, parts, path, params), code)
+
+
+def test_the_page_lists_all_kinds_of_files():
+    text = (REPO / "docs" / "preferences.md").read_text()
+    assert all(f"`{kind}`" in text for kind in preferences.SUFFIXES)
