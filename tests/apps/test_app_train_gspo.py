@@ -214,6 +214,7 @@ def test_dynamic_sampling_draws_on_and_trains_on_groups_that_differ(here):
     [
         ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
         ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact asks for'),
+        ({"reward": "ocr"}, "--reward: must be one of exact, "),
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"batch_size": 3}, r"--batch-size times ranks \(3\) must divide a step's samples \(8\)"),
         ({"eval_top_p": 1.5}, "--eval-top-p must be <= 1, got 1.5"),

@@ -52,6 +52,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
 MAY_IMPORT_LAZILY = {  # inside a function
+    "omni_reward/rules.py": {"math_verify"},
     "omni_reward/testing.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
     "omni_train/log.py": {"rich"},

@@ -1,14 +1,30 @@
-"""Rules that grade texts: functions of an answer and of what its prompt's line of the file says besides the prompt.
+r"""Rules that grade texts: functions of an answer and of what its prompt's line of the file says besides the prompt.
 
 {"prompt": "What is 3 + 4?", "answer": "7"}
+
+A reward names one rule, or several with weights: `math + 0.1*format=<think>.*</think>.*`.
 """
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
 
 from omni_reward.wire import Score
 
 Rule = Callable[[str, Mapping[str, object]], float]
+
+_WEIGHT = re.compile(r"(-?\d+(?:\.\d+)?)\s*\*\s*")
+_FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
+_LETTER_ALONE = re.compile(r"\W*([A-Za-z])\W*")
+_LETTER_STATED = re.compile(
+    r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{\W*)([A-Z])(?!\w)"
+)
+_LETTER = re.compile(
+    r"(?<![\w'\u2019])([B-HJ-Z]|A(?!\s[a-z]))(?![\w'\u2019])"
+)  # neither "I" nor the article is an option
 
 
 def exact(answer: str, meta: Mapping[str, object]) -> float:
@@ -23,7 +39,47 @@ def contains(answer: str, meta: Mapping[str, object]) -> float:
 
 def regex(answer: str, meta: Mapping[str, object]) -> float:
     """1 where the line's "pattern", a regular expression, is found in the answer, else 0."""
-    return float(re.search(str(meta["pattern"]), answer) is not None)
+    return float(_compile('"pattern"', str(meta["pattern"])).search(answer) is not None)
+
+
+def choice(answer: str, meta: Mapping[str, object]) -> float:
+    r"""1 where the option that the answer states last is the line's "answer", a letter, else 0.
+
+    An option is stated by a lone letter, by "answer is B", "option (B)" or "\boxed{B}", else by a capital on its own.
+    """
+    if not (right := _LETTER_ALONE.fullmatch(str(meta["answer"]))):
+        raise ValueError(f'"answer" must be one letter, got {meta["answer"]!r:.80}')
+    if alone := _LETTER_ALONE.fullmatch(answer):
+        return float(alone[1].upper() == right[1].upper())
+    stated = _LETTER_STATED.findall(answer) or _LETTER.findall(answer)
+    return float(stated[-1:] == [right[1].upper()])
+
+
+def math(answer: str, meta: Mapping[str, object]) -> float:
+    """1 where math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
+    from math_verify import parse, verify
+
+    return float(verify(_right(str(meta["answer"])), parse(answer)))
+
+
+def json_entries(answer: str, meta: Mapping[str, object]) -> float:
+    """1 where the answer is a JSON object, maybe fenced, with the line's "json", entries or a list of keys, else 0."""
+    wanted = meta["json"]
+    if not isinstance(wanted, dict | list):
+        raise ValueError(f'"json" must be an object or a list of keys, got {wanted!r:.80}')
+    fenced = _FENCE.fullmatch(answer.strip())
+    try:
+        said = json.loads(fenced[1] if fenced else answer)
+    except (ValueError, RecursionError):
+        return 0.0
+    if not isinstance(said, dict) or not all(key in said for key in wanted):
+        return 0.0
+    return float(isinstance(wanted, list) or all(_same(said[key], value) for key, value in wanted.items()))
+
+
+def has_format(pattern: re.Pattern[str], answer: str, meta: Mapping[str, object]) -> float:
+    """1 where the pattern fits the whole answer, else 0."""
+    return float(pattern.fullmatch(answer) is not None)
 
 
 # The rules, and the entry of a prompt's line that each asks for. One more is one more row.
@@ -31,9 +87,103 @@ RULES: dict[str, tuple[Rule, str]] = {
     "exact": (exact, "answer"),
     "contains": (contains, "answer"),
     "regex": (regex, "pattern"),
+    "choice": (choice, "answer"),
+    "math": (math, "answer"),
+    "json": (json_entries, "json"),
 }
 
 
-def grade(rule: Rule, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:
-    """The scores of answers, each with what its prompt's line says."""
-    return [Score(float(rule(answer, meta))) for answer, meta in zip(answers, metas, strict=True)]
+@dataclass(frozen=True)
+class Term:
+    """A rule with its weight in the reward, and the entry of a prompt's line that it asks for, if any."""
+
+    name: str
+    weight: float
+    rule: Rule
+    key: str = ""
+
+
+@lru_cache
+def open_rules(reward: str) -> tuple[Term, ...]:
+    """The terms of a reward, joined by " + ", each maybe with a weight as in `0.1*exact`.
+
+    A term is one of RULES, `format=PATTERN`, or `python:FILE.py:FUNCTION`, whose file is run.
+
+    Raises:
+        ValueError: there is no such rule, file or function, two have one name, or a library is not installed.
+    """
+    terms = tuple(_term(text.strip()) for text in reward.split(" + "))
+    if len({term.name for term in terms}) < len(terms):
+        raise ValueError(f"must name each rule once, got {reward!r}")
+    return terms
+
+
+def _term(text: str) -> Term:
+    weighted = _WEIGHT.match(text)
+    weight, spec = (float(weighted[1]), text[weighted.end() :]) if weighted else (1.0, text)
+    if spec.startswith("format="):
+        return Term("format", weight, partial(has_format, _compile("format", spec.removeprefix("format="))))
+    if spec.startswith("python:"):
+        from omni_reward.scorers.user import load_user
+
+        try:
+            own: Callable[..., float] = load_user(spec)  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
+        except ImportError as exc:
+            raise ValueError(f"{spec} needs what is not installed: {exc}") from exc
+        return Term(spec.rpartition(":")[2], weight, own)
+    if spec not in RULES:
+        raise ValueError(f"must be one of {', '.join(RULES)}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
+    if spec == "math" and find_spec("math_verify") is None:
+        raise ValueError("math needs math-verify, which is not installed: pip install math-verify")
+    return Term(spec, weight, *RULES[spec])
+
+
+def check_meta(terms: Sequence[Term], meta: Mapping[str, object]) -> None:
+    """Grade an empty answer.
+
+    Raises:
+        ValueError: a prompt's line lacks what a rule asks for, or a rule fails on it.
+    """
+    for term in terms:
+        if term.key and term.key not in meta:
+            raise ValueError(f'must have the key "{term.key}", which --reward {term.name} asks for')
+        try:
+            grade([term], [""], [meta])
+        except ValueError:
+            raise
+        except Exception as exc:  # a user's function may raise anything
+            raise ValueError(f"{term.name} fails on an empty answer: {type(exc).__name__}: {exc}") from exc
+
+
+def grade(terms: Sequence[Term], answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:
+    """The weighted sums of what the rules say of answers, each with what its prompt's line says."""
+    scores = []
+    for answer, meta in zip(answers, metas, strict=True):
+        parts = {term.name: float(term.rule(answer, meta)) for term in terms}
+        value = sum(term.weight * parts[term.name] for term in terms)
+        own = parts if len(terms) > 1 else {}
+        scores.append(Score(value, parts=own, details=own))
+    return scores
+
+
+@lru_cache
+def _compile(name: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern, re.DOTALL if name == "format" else 0)
+    except re.error as exc:
+        raise ValueError(f"{name} must be a regular expression, got {pattern!r:.80}: {exc}") from exc
+
+
+@lru_cache(maxsize=4096)
+def _right(answer: str) -> list[object]:
+    """What math-verify reads in a line's answer, which needs no dollars around it."""
+    from math_verify import parse
+
+    found: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
+    if not found:
+        raise ValueError(f'"answer" must be what math-verify reads, got {answer!r:.80}')
+    return found
+
+
+def _same(said: object, wanted: object) -> bool:
+    return said == wanted and isinstance(said, bool) == isinstance(wanted, bool)  # True == 1

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from omni_reward.rules import open_rules
 from omni_train.data import PromptSampler, load_prompts
 
 from omni_rl.args import RunArgs, check_run
@@ -26,9 +27,7 @@ class TokenArgs(RunArgs):
     engine: Literal["transformers"] = "transformers"  # Engine that samples, in the trainer's process
 
     # Scorer
-    reward: Literal["exact", "contains", "regex"] = (
-        "exact"  # Rule that grades answers, a row of omni_reward.rules.RULES
-    )
+    reward: str = "exact"  # Rules that grade answers, as in 'math + 0.1*format=PATTERN', see docs/tokens.md
 
     # Optimizer
     lr: float = 1e-6  # Learning rate of AdamW
@@ -53,6 +52,8 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
+    with flag("--reward: "):
+        open_rules(args.reward)
     with flag("--prompts: "):
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     with flag("--eval-prompts: "):

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from omni_losses.sequence import TokenMean, token_weights
 from omni_reward import Score
-from omni_reward.rules import RULES, Rule, grade
+from omni_reward.rules import Term, check_meta, grade, open_rules
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
@@ -52,16 +52,16 @@ class TextScorer(AnyScorer, Protocol):
 
 
 class RuleScorer:
-    """A rule of `omni_reward.rules` in this process."""
+    """Rules of `omni_reward.rules` in this process."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule, self.busy_s = rule, 0.0
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.terms, self.busy_s = terms, 0.0
 
     def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
         """Scores that are there at once."""
         start = time.perf_counter()
         future: Pending = Future()
-        future.set_result(grade(self.rule, answers, meta))
+        future.set_result(grade(self.terms, answers, meta))
         self.busy_s += time.perf_counter() - start
         return future
 
@@ -91,7 +91,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
         run = TokenRun(args, algorithm, join_ranks(args), reference=reference)
-        run.scorer = RuleScorer(RULES[args.reward][0])
+        run.scorer = RuleScorer(open_rules(args.reward))
         with same_error(run.dist):
             run._read_inputs()
         run._check_settings(run.dist.is_main)
@@ -147,9 +147,8 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
             self.config["media_digest"] = probe_digest(media, num_blocks=1)
 
     def _check_record(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt without what the rule asks for, with media that are missing, or too long."""
-        key = RULES[self.args.reward][1]
-        require((key in record.meta, f'must have the key "{key}", which --reward {self.args.reward} asks for'))
+        """Raise ValueError for a prompt without what the rules ask for, with media that are missing, or too long."""
+        check_meta(open_rules(self.args.reward), record.meta)
         most = self.args.max_prompt_tokens
         if most or media_files(record):
             (prompt,) = prompts_of([record], 1, seed=0, step=0)

@@ -1,0 +1,131 @@
+"""The rules that grade texts, on cases made by hand."""
+
+import sys
+from types import ModuleType
+
+import pytest
+from omni_reward.rules import check_meta, grade, open_rules
+
+
+def value(reward, said, /, **meta):
+    [score] = grade(open_rules(reward), [said], [meta])
+    return score.value
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("B", 1), (" (b). ", 1), ("B) Paris", 1), ("The answer is B because I saw it.", 1), ("Answer: **B**", 1),
+        (r"Not A, so \boxed{B}", 1), ("A, C or B? It is B, I think.", 1), ("First B. The answer is C.", 0),
+        ("A bee. B", 1), ("B is what I'd say", 1), ("Banana", 0), ("", 0), ("C", 0),
+        ("option A is wrong, option B fits", 1),
+    ],
+)  # fmt: skip
+def test_a_choice_is_the_letter_stated_last(answer, right):
+    assert value("choice", answer, answer="B") == right
+    assert value("choice", answer, answer="(b)") == right
+
+
+@pytest.mark.parametrize(
+    ("answer", "wanted", "right"),
+    [
+        ('{"city": "Paris", "n": 3, "more": []}', {"city": "Paris", "n": 3}, 1),
+        ('```json\n{"n": 3.0}\n```', {"n": 3}, 1),
+        ('{"n": 3}', ["n"], 1), ('{"m": 3}', ["n"], 0), ('{"m": 3}', {"n": 3}, 0), ('{"n": 4}', {"n": 3}, 0),
+        ('{"n": true}', {"n": 1}, 0), ('["n"]', ["n"], 0), ('"n"', ["n"], 0), ("n: 3", ["n"], 0),
+        ("[" * 100_000, ["n"], 0),
+        ('Here: {"n": 3}', ["n"], 0), ("{}", [], 1),
+    ],
+)  # fmt: skip
+def test_json_has_the_entries_of_the_line(answer, wanted, right):
+    assert value("json", answer, json=wanted) == right
+
+
+def test_a_format_fits_the_whole_answer():
+    reward = "format=<think>.*</think>.+"
+    assert value(reward, "<think>a\nb</think>7") == 1
+    assert value(reward, "So: <think>a</think>7") == value(reward, "<think>a</think>") == 0
+
+
+def test_a_reward_is_the_weighted_sum_of_its_rules_and_tells_them_apart():
+    terms = open_rules("contains + 0.25*format=<a>.* + -0.5*regex")
+    meta = {"answer": "7", "pattern": "x"}
+    scores = grade(terms, ["<a>7", "7", "<a>x", ""], [meta] * 4)
+    assert [score.value for score in scores] == [1.25, 1.0, -0.25, 0.0]
+    assert scores[2].parts == scores[2].details == {"contains": 0.0, "format": 1.0, "regex": 1.0}
+
+
+def test_math_asks_math_verify(monkeypatch):
+    """A stand-in that reads fractions shows what is read and compared, the line's answer first and between dollars."""
+    asked = []
+
+    def parse(text):
+        inner = text.strip("$ ")
+        return [float(inner)] if inner.replace(".", "").isdigit() else []
+
+    def verify(right, said):
+        asked.append((right, said))
+        return right == said
+
+    module = ModuleType("math_verify")
+    module.__spec__ = sys.__spec__
+    module.parse, module.verify = parse, verify
+    monkeypatch.setitem(sys.modules, "math_verify", module)
+    open_rules.cache_clear()
+    assert value("math", "0.5", answer=".5") == 1
+    assert value("math", "no idea", answer=2) == 0
+    assert asked == [([0.5], [0.5]), ([2.0], [])]
+    with pytest.raises(ValueError, match="\"answer\" must be what math-verify reads, got ''"):
+        check_meta(open_rules("math"), {"answer": ""})
+
+
+def test_math_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.setattr("omni_reward.rules.find_spec", lambda name: None)
+    open_rules.cache_clear()
+    with pytest.raises(ValueError, match=r"math needs math-verify, which is not installed: pip install math-verify"):
+        open_rules("exact + math")
+
+
+def test_a_function_of_the_users_grades(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text("def short(answer, meta):\n    return len(answer) <= meta['most']\n")
+    assert value(f"2*python:{file}:short", "ab", most=2) == 2
+    assert value(f"python:{file}:short", "abc", most=2) == 0
+    with pytest.raises(ValueError, match=r"short fails on an empty answer: KeyError: 'most'"):
+        check_meta(open_rules(f"python:{file}:short"), {})
+    with pytest.raises(ValueError, match="must have a function 'long', got None"):
+        open_rules(f"python:{file}:long")
+    (tmp_path / "needs.py").write_text("import no_such_library\n")
+    with pytest.raises(ValueError, match=r"needs what is not installed: .*no_such_library"):
+        open_rules(f"python:{tmp_path}/needs.py:f")
+    with pytest.raises(ValueError, match="a file that exists"):
+        open_rules(f"python:{tmp_path}/gone.py:f")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("ocr", r"must be one of exact, .*, format=PATTERN or python:FILE.py:FUNCTION, got 'ocr'"),
+        ("", "must be one of .* got ''"),
+        ("exact + 2*exact", r"must name each rule once, got 'exact \+ 2\*exact'"),
+        ("format=(", r"format must be a regular expression, got '\(': "),
+    ],
+)
+def test_a_reward_that_is_none_is_refused(reward, message):
+    with pytest.raises(ValueError, match=message):
+        open_rules(reward)
+
+
+@pytest.mark.parametrize(
+    ("reward", "meta", "message"),
+    [
+        ("choice", {"word": "B"}, 'must have the key "answer", which --reward choice asks for'),
+        ("choice", {"answer": "Bee"}, "\"answer\" must be one letter, got 'Bee'"),
+        ("regex", {"pattern": "("}, "\"pattern\" must be a regular expression, got '\\('"),
+        ("json", {"json": "n"}, "\"json\" must be an object or a list of keys, got 'n'"),
+    ],
+)
+def test_a_line_that_no_rule_can_grade_is_refused(reward, meta, message):
+    with pytest.raises(ValueError, match=message):
+        check_meta(open_rules(reward), meta)
