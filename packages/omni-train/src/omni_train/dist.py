@@ -360,8 +360,9 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
 
     The store still has the addresses of ranks that were started before and have ended, and no number of a start that
     all machines know. So each rank draws a name; the first one tells the names that it finds until all have found
-    their own in what it told. torchrun ends the others where one does not come.
+    their own in what it told. torchrun ends the others where one has failed.
     """
+    deadline = time.monotonic() + timeout.total_seconds()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
     mine = uuid4().hex[:16]
     store.set(f"name/{rank}", mine)
@@ -379,7 +380,9 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
                 # For `tell_failure`: machines may count their restarts apart.
                 os.environ["OMNI_START"] = sha256(told.encode()).hexdigest()
                 return torch_dist.PrefixStore(os.environ["OMNI_START"], store)
-        time.sleep(0.02)
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank {rank} did not meet {world_size - 1} others in {timeout.total_seconds():g} s")
+        time.sleep(0.05)
 
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
