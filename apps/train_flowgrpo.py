@@ -21,14 +21,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from omni_rl.args import ScoredArgs, check_scored, num_batches, num_ranks, parse_numbers
+from omni_rl.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
 from omni_rl.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(JudgedArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
@@ -53,9 +53,6 @@ class Args(ScoredArgs):
     clip_range: float = 1e-4  # PPO clip half-width
     kl_threshold: float = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: float = 5.0  # Bound on advantages
-    reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
-    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
-    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
     best_worst_n: int = 0  # Samples of a group to train on, half of them best and half worst; 0 is all
     filter_groups: bool = False  # Leave out groups whose samples all score alike
     step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
@@ -78,7 +75,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
     check_least(args, LEAST)
-    parse_numbers(args.reward_parts, "--reward-parts")
+    check_judged(args)
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
     rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
@@ -103,6 +100,10 @@ def check_args(args: Args) -> None:
          f"({rounds}), got {args.num_minibatches}"),
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
+        (not args.apart or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
+         "--sound-weight and --reward-media do not go with grpo-guard, flow-dppo or --old-log-prob correct"),
+        (not args.reward_media or not repacks(args),
+         "--reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
 
 
@@ -129,7 +130,6 @@ from omni_losses import (
     group_advantages,
     grpo_guard_loss,
     grpo_loss,
-    multi_reward_advantages,
     rollout_weights,
     tempflow_weights,
 )
@@ -142,14 +142,14 @@ from omni_rl.scoring import (
     TrainBatch,
     collect,
     describe_rewards,
-    gather_parts,
     gather_rewards,
     groups_of,
     keep_samples,
     select,
 )
+from omni_rl.streams import over_streams, part_advantages, shares_of, sizes_of
 from omni_rollout import Params, Prompt, Trajectory, replay
-from omni_sched import Transition, cps_step, dance_step, sde_step, sde_window
+from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
 from torch import Tensor
 
 
@@ -169,7 +169,8 @@ class Algo:
 
 def clipped(a: Args) -> Callable[..., LossOutput]:
     """PPO's clipped loss."""
-    return partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
+    loss = partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
+    return loss if a.sound_weight is None else over_streams(loss, (1 - a.sound_weight, a.sound_weight))
 
 
 def guarded(a: Args) -> Callable[..., LossOutput]:
@@ -202,7 +203,16 @@ def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     parts = list(parse_numbers(args.reward_parts, "--reward-parts"))
     reference, window = bool(args.kl_coef), window_range(args)
-    run = Run.start(args, args.algo, scorer=args.scorer_url, parts=parts, reference=reference, steps=window)
+    run = Run.start(
+        args,
+        args.algo,
+        scorer=args.scorer_url,
+        parts=parts,
+        reference=reference,
+        steps=window,
+        apart=args.apart,
+    )
+    args = replace(args, sound_weight=shares_of(run)[1]) if args.apart else args
     run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
     unit = args.group_size if args.same_start_noise and has_groups else 1  # a group shares what precedes its window
@@ -247,7 +257,7 @@ def params_at(run: Run[Args], step: Step) -> Params:
     )
     return replace(
         run.base_params,
-        rule=algo.rule,
+        rule=algo.rule if args.sound_weight is None else StreamStep(algo.rule, sizes_of(run)),
         noise_level=args.noise_level,
         sde_steps=window,
         keep_mean=algo.moments,
@@ -263,10 +273,7 @@ def grade(
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
     if args.reward_parts:
-        weights = parse_numbers(args.reward_parts, "--reward-parts")
-        parts = gather_parts(run.dist, batches, scores, list(weights), rewards)
-        numbers = list(weights.values())
-        advantages = multi_reward_advantages(parts, groups, numbers, std=args.adv_std, correction=args.adv_correction)
+        advantages = part_advantages(run, batches, scores, rewards, groups)
     else:
         advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     step.has_signal = bool(advantages.any())

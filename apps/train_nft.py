@@ -21,18 +21,18 @@ Differences from the released code of the papers:
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from omni_rl.args import ScoredArgs, check_scored, num_batches, num_ranks
+from omni_rl.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
 from omni_rl.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
 @dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(JudgedArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
@@ -51,8 +51,6 @@ class Args(ScoredArgs):
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
     clip_range: float = 1.0  # AWM: clip half-width of the ratio
     adv_clip_max: float = 5.0  # Bound on advantages
-    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
-    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
     kl_coef: float = 0.0  # Weight of the velocity's distance to that of the policy before training
     old_kl_coef: float = 0.0  # Weight of the velocity's distance to that of the old policy
 
@@ -67,6 +65,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
     check_least(args, LEAST)
+    check_judged(args)
     low, high, count = trained_levels(args)
     num_batches(args, num_ranks(), num_trained=max(1, count))
     require(
@@ -108,6 +107,7 @@ from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.streams import add_up, of_stream, part_advantages, shares_of, sizes_of
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
@@ -122,6 +122,9 @@ class Noised:
     noise: Tensor
     sigma: Tensor
     x_t: Tensor
+
+
+Loss = Callable[[Args, Tensor, Tensor, Noised], LossOutput]
 
 
 def nft_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
@@ -147,7 +150,23 @@ def matching_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised
     return awm_loss(now, old, batch.advantages, clip_range=clip, adv_clip_max=adv_clip, weights=batch.weights)
 
 
-ALGOS: dict[str, Callable[[Args, Tensor, Tensor, Noised], LossOutput]] = {"nft": nft_loss, "awm": matching_loss}
+def loss_by_stream(sizes: Sequence[int], shares: Sequence[float], loss_of: Loss) -> Loss:
+    """The loss of frames and sound apart: of each stream's elements of the latent, in these shares."""
+
+    def loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
+        latents = velocity, old_velocity, at.batch.trajectory.x0, at.noise, at.x_t
+        streams = zip(*(each.split(list(sizes), dim=1) for each in latents), strict=True)
+        losses = []
+        for m, (now, old, x0, noise, x_t) in enumerate(streams):
+            drawn, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
+            batch = replace(at.batch, trajectory=drawn, advantages=own)
+            losses.append(loss_of(args, now, old, Noised(batch, noise, at.sigma, x_t)))
+        return add_up(losses, shares)
+
+    return loss
+
+
+ALGOS: dict[str, Loss] = {"nft": nft_loss, "awm": matching_loss}
 
 # 3. A training step: rollout of the old policy, score, advantages, update, refresh of the old policy
 
@@ -158,9 +177,11 @@ def main(args: Args) -> None:
         args,
         args.algo,
         scorer=args.scorer_url,
+        parts=list(parse_numbers(args.reward_parts, "--reward-parts")),
         old_policy=True,
         reference=bool(args.kl_coef),
         steps=trained_levels(args)[:2],
+        apart=args.apart,
     )
     with Loop(run) as steps:
         for step in steps:
@@ -201,7 +222,10 @@ def grade(
     args, groups, onto = run.args, groups_of(prompts), partial(to_device, device=run.dist.device)
     rewards = gather_rewards(run.dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
-    advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
+    if args.reward_parts:
+        advantages = part_advantages(run, batches, scores, rewards, groups)
+    else:
+        advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
     step.has_signal = bool(advantages.any())
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
     weights = (~rewards.isnan()).float()
@@ -260,6 +284,8 @@ def anchor_velocities(run: Run[Args], points: list[Noised]) -> dict[str, list[Te
 def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo]
+    if args.apart:
+        loss_of = loss_by_stream(sizes_of(run), shares_of(run), loss_of)
     points = [at for batch in batches for at in noise_afresh(run, step, batch)]
     size = len(points) // args.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)

@@ -185,9 +185,8 @@ def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inve
     velocity = run.model.predict_velocity(run.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
     media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
-    (pixels,) = media.values()
     positive, negative = (
-        graded(reward, pixels, [f"{control[step.number % len(control)]}. {p.text}" for p in prompts])
+        graded(reward, media[run.model.MEDIA[0]], [f"{control[step.number % len(control)]}. {p.text}" for p in prompts])
         for control in (words(args.positive_words), words(args.negative_words))
     )
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)

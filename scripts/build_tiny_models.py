@@ -323,6 +323,102 @@ def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool =
     return pipe
 
 
+def build_ltx2(*, newer: bool) -> Any:
+    """A pipeline of LTX-2, or of 2.3: gates, prompts that modulate, other connectors, and a vocoder of two stages."""
+    import diffusers
+    import torch
+    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+    from torch.nn.init import normal_, uniform_
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    tokenizer = build_gemma_tokenizer()
+    text = SIDES | {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16, "sliding_window": 64}
+    text |= {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
+    vision = SIDES | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    encoder = Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=1)
+    )
+    gates = {"gated_attn": True, "cross_attn_mod": True, "audio_gated_attn": True, "audio_cross_attn_mod": True}
+    heads: dict[str, Any] = {"num_layers": 1, "num_attention_heads": 2, "num_learnable_registers": 128}
+    connectors = {
+        f"{medium}_connector_{name}": value
+        for medium, width in (("video", 16), ("audio", 8 if newer else 16))
+        for name, value in (heads | {"attention_head_dim": width}).items()
+    }
+    if newer:
+        connectors |= {"per_modality_projections": True, "video_hidden_dim": 32, "audio_hidden_dim": 16}
+        connectors |= {"video_gated_attn": True, "audio_gated_attn": True, "proj_bias": True}
+    shared: dict[str, Any] = {"rope_double_precision": False, "rope_type": "split"}
+    vae = diffusers.AutoencoderKLLTX2Video(
+        latent_channels=16,
+        block_out_channels=(8, 16, 32, 64),
+        decoder_block_out_channels=(8, 16, 32),
+        layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 4,
+        decoder_causal=False,
+        decoder_spatial_padding_mode="zeros",
+        spatial_compression_ratio=32,
+        temporal_compression_ratio=8,
+    )
+    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not grey
+    sound_vae = diffusers.AutoencoderKLLTX2Audio(
+        base_channels=8, ch_mult=(1,), num_res_blocks=1, resolution=32, latent_channels=4, mel_bins=8
+    )
+    normal_(sound_vae.decoder.conv_out.conv.weight, std=0.3)
+    for each in (vae, sound_vae):
+        uniform_(each.latents_mean, -0.2, 0.2)
+        uniform_(each.latents_std, 0.5, 1.5)
+    stage: dict[str, Any] = {"in_channels": 2 * 8, "hidden_channels": 16, "resnet_kernel_sizes": [3]}
+    stage |= {"resnet_dilations": [[1, 3, 5]], "act_fn": "leaky_relu", "antialias": False}
+    stage |= {"upsample_factors": [20, 12], "upsample_kernel_sizes": [40, 24]}
+    if newer:
+        second = {f"bwe_{name}": value for name, value in stage.items()}
+        stage |= {"upsample_factors": [16, 10], "upsample_kernel_sizes": [32, 20]}
+        vocoder = LTX2VocoderWithBWE(**stage, **second, filter_length=64, window_length=64, num_mel_channels=8)
+        for basis in (vocoder.mel_stft.mel_basis, vocoder.mel_stft.stft_fn.forward_basis):
+            uniform_(basis, 0, 0.1)
+    else:
+        vocoder = LTX2Vocoder(**stage)
+    for module in vocoder.modules():
+        if isinstance(module, torch.nn.Conv1d | torch.nn.ConvTranspose1d):
+            normal_(module.weight, std=0.2)  # sound, not silence
+    return diffusers.LTX2Pipeline(
+        transformer=diffusers.LTX2VideoTransformer3DModel(
+            in_channels=16,
+            out_channels=16,
+            num_attention_heads=2,
+            attention_head_dim=16,
+            cross_attention_dim=32,
+            audio_in_channels=8,
+            audio_out_channels=8,
+            audio_num_attention_heads=2,
+            audio_attention_head_dim=8,
+            audio_cross_attention_dim=16,
+            num_layers=4,
+            caption_channels=32,
+            **shared,
+            **(gates | {"use_prompt_embeddings": False, "perturbed_attn": True} if newer else {}),
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
+            use_dynamic_shifting=True, base_shift=0.95, max_shift=2.05, base_image_seq_len=1024, shift_terminal=0.1
+        ),
+        vae=vae,
+        audio_vae=sound_vae,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        connectors=LTX2TextConnectors(caption_channels=32, text_proj_in_factor=3, **connectors, **shared),
+        vocoder=vocoder,
+    )
+
+
+def build_gemma_tokenizer() -> Any:
+    """One token per printable character."""
+    from transformers import GemmaTokenizer
+
+    names = ("<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *ALPHABET)
+    return GemmaTokenizer(vocab={name: i for i, name in enumerate(names)}, merges=[], model_max_length=1024)
+
+
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
     """An AutoencoderKL.
 
@@ -653,6 +749,8 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "wan21-flf2v": lambda: build_wan("WanImageToVideoPipeline", clip=2),
     "wan22-i2v": lambda: build_wan("WanImageToVideoPipeline", boundary_ratio=0.9),
     "z-image": build_z_image,
+    "ltx2": lambda: build_ltx2(newer=False),
+    "ltx23": lambda: build_ltx2(newer=True),
     "flux-dev": build_flux,
     "flux-schnell": lambda: build_flux(guidance_embeds=False),
     "flux-kontext": lambda: build_flux("FluxKontextPipeline"),

@@ -45,7 +45,8 @@ class Row:
     default takes long. idle: options that only references or two experts have a use for, which the row has none of, or
     that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
-    unit: pixels, of which sides are multiples. given: references as arguments of the stock pipeline.
+    unit: pixels, of which sides are multiples.
+    unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
     """
 
     checkpoint: Callable[[], Path]
@@ -57,7 +58,7 @@ class Row:
     nearest: tuple[tuple[dict[str, int], int], ...]
     more: tuple[Params, ...] = ()
     refused: tuple[tuple[dict[str, Any], str], ...] = ()
-    latents: Callable[[torch.Tensor], torch.Tensor] = lambda noise: noise
+    latents: Callable[[torch.Tensor], torch.Tensor | dict[str, torch.Tensor]] = lambda noise: noise
     statistics: dict[str, Any] = field(default_factory=dict)
     guided_tolerance: float = 1e-5
     images: tuple[tuple[int, int], ...] = ()
@@ -66,6 +67,7 @@ class Row:
     pipe: Callable[[Any], Any] = lambda pipe: None
     never_guided: bool = False
     unit: int = 16
+    unseen: tuple[str, ...] = ()
     given: Callable[[list[Any]], dict[str, Any]] = lambda images: {"image": images if len(images) > 1 else images[0]}
 
     def references(self, seed: int) -> tuple[torch.Tensor, ...]:
@@ -92,12 +94,13 @@ class Row:
         for batch in batches:
             own = [prompts[i] for i in batch]
             images = [Image.fromarray(image.numpy()) for image in own[0].images]
+            latents = self.latents(noise[list(batch)])
             output = pipe(
                 prompt=[prompt.text for prompt in own],
                 height=params.height,
                 width=params.width,
                 num_inference_steps=params.num_inference_steps,
-                latents=self.latents(noise[list(batch)]),
+                **(latents if isinstance(latents, dict) else {"latents": latents}),
                 output_type="pt",
                 **self.stock(params, [prompt.negative for prompt in own]),
                 **(self.given(images) if images else {}),
@@ -180,8 +183,34 @@ def stock_wan(params: Params, negative: list[str]) -> dict[str, Any]:
     }
 
 
+def mend_ltx2(pipe: Any) -> None:
+    """Let a stock pipeline take initial noise of the sound as it is, as it takes that of the frames."""
+    pipe._normalize_audio_latents = lambda latents, mean, std: latents
+
+
+def stock_ltx2(params: Params, negative: list[str]) -> dict[str, Any]:
+    """Arguments of the stock pipeline of frames and sound, whose further guidance is on unless it is turned off."""
+    off = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
+    return {
+        **off,
+        **{f"audio_{name}": value for name, value in off.items()},
+        "num_frames": params.num_frames,
+        "frame_rate": params.frame_rate,
+        "guidance_scale": params.guidance_scale,
+        "audio_guidance_scale": params.guidance.get("audio_guidance_scale"),
+        "negative_prompt": negative,
+    }
+
+
+def tokens_of_ltx2(noise: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Latents [B, n] of LTX2's sizes as its pipeline takes them, frames and sound apart, each [B, tokens, channels]."""
+    frames, sound = noise.split([16 * 2 * 1 * 2, 9 * 8], dim=1)
+    return {"latents": frames.unflatten(1, (16, -1)).transpose(1, 2), "audio_latents": sound.unflatten(1, (-1, 8))}
+
+
 TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
 WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5.0})
+LTX2 = Params(4, 32, 64, num_frames=9, frame_rate=24.0)
 FLUX2 = Params(6, 48, 80)
 NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
@@ -428,4 +457,30 @@ ROWS = {
             ("wan22-i2v", 16, ((40, 90), (32, 64)), True, mend_wan, {}),
         )
     },
+    "ltx23": Row(
+        checkpoint=built("ltx23"),
+        unguided=LTX2,
+        guided=replace(LTX2, guidance_scale=4.0),
+        more=(
+            replace(LTX2, guidance_scale=3.0, guidance={"audio_guidance_scale": 7.0}),
+            replace(LTX2, guidance={"audio_guidance_scale": 2.0}),
+        ),
+        stock=stock_ltx2,
+        without_gradient=frozenset(),
+        lora_layers=4 * (6 * 4 + 2 * 2),
+        nearest=(({"height": 40}, 32), ({"width": 1100}, 1088)),
+        refused=(
+            ({"num_frames": 7}, r"num_frames must be 8k \+ 1, such as 9, got 7"),
+            ({"frame_rate": 1e3}, r"frame_rate must leave 9 frames at least 0.02 s of sound, got 1000"),
+        ),
+        latents=tokens_of_ltx2,
+        pipe=mend_ltx2,
+        unit=32,
+        unseen=(
+            "audio_scale_shift_table",
+            "audio_proj_out.",
+            "transformer_blocks.3.audio_ff.",
+            "transformer_blocks.3.video_to_audio_attn.",
+        ),
+    ),
 }

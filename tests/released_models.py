@@ -71,8 +71,8 @@ SD35_MEDIUM = {
 class Release:
     """A released model: its pipeline, what is said of its size, the layers of its LoRA, and its parts.
 
-    billions: of weights of the net. channels, stride: of its latents, against pixels. absent: parts that it lacks.
-    index: what model_index.json says besides.
+    billions: of weights of the net. channels, stride: of its latents, against pixels. frames: of a video to a latent.
+    absent: parts that it lacks. index: what model_index.json says besides.
     """
 
     pipeline: str
@@ -81,6 +81,7 @@ class Release:
     parts: dict[str, dict[str, Any]]
     channels: int = 16
     stride: int = 8
+    frames: int = 4
     absent: tuple[str, ...] = ()
     index: dict[str, Any] = field(default_factory=dict)
 
@@ -210,7 +211,64 @@ WAN_5B = {
     },
     "scheduler": WAN_SCHEDULE | {"flow_shift": 5.0},
 }
+GEMMA3_12B = {
+    "text_config": {
+        "head_dim": 256,
+        "hidden_size": 3840,
+        "intermediate_size": 15360,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "vocab_size": 262208,
+    },
+    "vision_config": {
+        "hidden_size": 1152,
+        "intermediate_size": 4304,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 27,
+    },
+}
+LTX23 = {
+    "text_encoder": GEMMA3_12B,
+    "connectors": {
+        "audio_connector_attention_head_dim": 64,
+        "audio_connector_num_attention_heads": 32,
+        "audio_gated_attn": True,
+        "per_modality_projections": True,
+        "proj_bias": True,
+        "rope_type": "split",
+        "video_connector_num_attention_heads": 32,
+        "video_gated_attn": True,
+    },
+    "transformer": {
+        "audio_cross_attn_mod": True,
+        "audio_gated_attn": True,
+        "cross_attn_mod": True,
+        "gated_attn": True,
+        "perturbed_attn": True,
+        "rope_type": "split",
+        "use_prompt_embeddings": False,
+    },
+    "vocoder": {"_class_name": "LTX2VocoderWithBWE", "output_sampling_rate": 48000},
+    "scheduler": {
+        "base_image_seq_len": 1024,
+        "base_shift": 0.95,
+        "max_shift": 2.05,
+        "shift_terminal": 0.1,
+        "use_dynamic_shifting": True,
+    },
+}
 RELEASES = {
+    "diffusers/LTX-2.3-Diffusers": Release(
+        "LTX2Pipeline",
+        19,
+        48 * 28,
+        LTX23,
+        channels=128,
+        stride=32,
+        frames=8,
+        index={"vocoder": ("ltx2", "LTX2VocoderWithBWE")},
+    ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(
         "WanPipeline",
         1.42,

@@ -85,13 +85,14 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, r
     if app is train_flowgrpo:
         assert [line["policy/first_ratio_max_dev"] for line in lines] == [0.0, 0.0]
     if app is train_dpo:
-        assert lines[0]["policy/loss"] == pytest.approx(math.log(2))  # the policy is the reference still
+        assert lines[0]["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)  # the policy is the reference still
     before, after = untrained(model), {}
     for expert, home in homes(tmp_path / "runs" / args.name / "weights", opened.nets).items():
         [file] = saved_files(home)
         after |= {f"{expert}.{weight}".lstrip("."): value for weight, value in load_file(file).items()}
     idle = tuple(f"{e}." for e in opened.nets if not any(line.get(f"policy/forwards_{e}", 1) for line in lines))
     assert len(idle) < len(opened.nets)
+    idle += row.unseen if app is train_srpo else ()  # whose reward sees no more than the pictures
     left = {weight for weight, value in before.items() if torch.equal(after[weight], value)}
     assert left == row.without_gradient | {weight for weight in before if idle and weight.startswith(idle)}
     record_property("trained", cell)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import socket
 from dataclasses import replace
@@ -61,8 +62,11 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
         assert sigmas[0] == 1
         assert sigmas[-1] == 0
     size = args.height // release.stride, args.width // release.stride
-    frames = [(args.num_frames - 1) // 4 + 1] * ("video" in model.MEDIA)
-    assert model.latent_shape(run.base_params) == (release.channels, *frames, *size)
+    frames = [(args.num_frames - 1) // release.frames + 1] * ("video" in model.MEDIA)
+    shape = (release.channels, *frames, *size)
+    streams = model.streams(run.base_params)
+    assert streams.get("video", math.prod(shape)) == math.prod(shape)
+    assert model.latent_shape(run.base_params) == ((sum(streams.values()),) if streams else shape)
     assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 

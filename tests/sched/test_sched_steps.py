@@ -11,6 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omni_sched import (
+    StreamStep,
     Transition,
     cps_step,
     dance_step,
@@ -384,3 +385,21 @@ def test_wrong_arguments_of_single_rules_are_named() -> None:
         euler_step(zeros[:1], zeros, 0.5, 0.4)
     with pytest.raises(ValueError, match="0 <= sigma_next < sigma <= 1"):
         euler_step(zeros, zeros, 0.4, 0.5)
+
+
+@RULES
+def test_a_step_of_streams_is_the_step_itself_and_its_log_prob_that_of_each_stream(step):
+    """The mean over all elements is that over each stream's, by their numbers."""
+    velocity, x, noise = tensors(3, (3, 10))
+    sizes, levels = (7, 3), {"sigma": 0.7, "sigma_next": 0.5, "noise_level": 0.6}
+    whole = step(velocity, x, **levels, noise=noise)
+    for taken in ({"noise": noise}, {"x_next": whole.x_next}):
+        apart = StreamStep(step, sizes)(velocity, x, **levels, **taken)
+        for name in ("x_next", "mean", "std"):
+            assert torch.equal(getattr(apart, name), getattr(whole, name))
+        assert apart.log_prob.shape == (3, 2)
+        torch.testing.assert_close(apart.log_prob @ torch.tensor([0.7, 0.3]), whole.log_prob)
+    if step is not cps_step:
+        errors = whole.x_next[:, 7:], whole.mean[:, 7:], whole.std[:, None]
+        theirs = torch.distributions.Normal(errors[1], errors[2]).log_prob(errors[0]).mean(1)
+        torch.testing.assert_close(apart.log_prob[:, 1], theirs)

@@ -19,6 +19,7 @@ from omni_rl.cli import check_finite, check_least, check_most, flag, require
 from omni_rl.engines import ENGINES
 from omni_rl.pictures import AllOrNone, reference_sizes
 
+STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
@@ -93,6 +94,7 @@ class MediaArgs(RunArgs):
 
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
+    freeze_audio: bool = False  # Train nothing of what acts on the sound alone, of a model that draws video with sound
     compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
 
     # Sampling
@@ -129,6 +131,23 @@ class ScoredArgs(MediaArgs):
 
     # Scorer
     scorer_url: str = ""  # URL of the reward server, or several of equal ones separated by commas
+
+
+@dataclass(frozen=True)
+class JudgedArgs(ScoredArgs):
+    """Settings of a run that compares the samples of a group, by one reward or by several."""
+
+    # Algorithm
+    reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
+    reward_media: str = ""  # Parts that judge one medium alone and move no other, as clap=audio,hpsv3=video
+    sound_weight: float | None = None  # Share of the sound in the loss (default: that of its latent elements)
+    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
+    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the loss takes the frames and the sound of a sample apart."""
+        return bool(self.reward_media) or self.sound_weight is not None
 
 
 SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for files that others may read
@@ -335,6 +354,30 @@ def offloaded(args: RunArgs) -> set[str]:
     unknown = ", ".join(sorted(parts.difference(known)))
     require((not unknown, f"--offload must be of {', '.join(known)}, with commas between, got {unknown}"))
     return parts
+
+
+def check_judged(args: JudgedArgs) -> None:
+    """Raise ValueError when the settings of several rewards, or of several media, do not fit together."""
+    parse_numbers(args.reward_parts, "--reward-parts")
+    parse_judges(args.reward_media, args.reward_parts)
+    weight = args.sound_weight
+    require((weight is None or 0 <= weight <= 1, f"--sound-weight must be in [0, 1], got {weight}"))
+
+
+def parse_judges(text: str, parts: str) -> dict[str, str]:
+    """The medium that a part of the score judges alone, in words such as clap=audio,hpsv3=video, by the part's name.
+
+    parts: the text of --reward-parts, which names all of them.
+
+    Raises:
+        ValueError: a piece is not PART=MEDIUM, or names another part or medium.
+    """
+    judges, known = dict(piece.split("=", 1) for piece in text.split(",") if "=" in piece), parse_numbers(parts, "")
+    if len(judges) != len(list(filter(None, text.split(",")))) or not judges.keys() <= known.keys():
+        raise ValueError(f"--reward-media must be PART=MEDIUM,..., of parts in --reward-parts, got {text}")
+    if others := set(judges.values()) - set(STREAMS):
+        raise ValueError(f"--reward-media must name {' or '.join(STREAMS)}, got {min(others)}")
+    return judges
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:

@@ -542,12 +542,14 @@ class Run(AnyRun[MediaT]):
         old_policy: bool = False,
         reference: bool = False,
         steps: tuple[int, int] | None = None,
+        apart: bool = False,
     ) -> "Run[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
         algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
         parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
         first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
+        apart: whether the loss takes frames and sound apart.
 
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -557,6 +559,11 @@ class Run(AnyRun[MediaT]):
         with same_error(run.dist):
             run._read_inputs()
             run._check_steps(steps)
+            require(
+                (not apart or run.model.streams(run.base_params),
+                 "--sound-weight and --reward-media need a model that draws video with sound"),
+                (not apart or len(run.sizes) == 1, "--sound-weight and --reward-media need prompts of one size"),
+            )  # fmt: skip
         run._check_settings(plan.tells if plan else run.dist.is_main)
         if plan:
             return run._planned(plan, scorer, parts)
@@ -596,6 +603,7 @@ class Run(AnyRun[MediaT]):
             (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
             (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
              "--low-expert-lr needs two experts that are trained, and --lr > 0"),
+            (not args.freeze_audio or "audio" in model.BRANCHES, "--freeze-audio needs a model that draws sound"),
         )  # fmt: skip
         kind = model.config["_class_name"]
         model.host_encoders = "encoder" in self.offload
@@ -603,6 +611,13 @@ class Run(AnyRun[MediaT]):
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
+
+    def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
+        still = self.model.BRANCHES["audio"] if self.args.freeze_audio else ()
+        for name, weight in super()._add_adapters(net, *frozen).named_parameters():
+            if not set(still).isdisjoint(name.split(".")):
+                weight.requires_grad_(False)
+        return net
 
     def _read_inputs(self) -> None:
         super()._read_inputs()

@@ -226,7 +226,10 @@ def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """Samples of one forward of an update. advantages: [B]. weights: [B], or None where each sample counts once."""
+    """Samples of one forward of an update.
+
+    advantages: [B], or [B, M] of M streams. weights: [B], or None where each sample counts once.
+    """
 
     trajectory: Trajectory
     advantages: Tensor

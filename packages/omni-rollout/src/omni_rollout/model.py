@@ -25,6 +25,7 @@ class Model(Protocol):
     reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
     host_encoders: bool  # with it, `load` keeps text encoders on the host, from where they visit the device to encode
     IMAGES: range  # how many references a prompt may have
+    BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of modules and weights that act on one medium alone
     boundary: float  # noise level below which the second of two experts is the net; 0 where there is one
 
     @property
@@ -58,6 +59,9 @@ class Model(Protocol):
 
     def latent_shape(self, params: Params) -> tuple[int, ...]:
         """The shape of one sample's latent."""
+
+    def streams(self, params: Params) -> Mapping[str, int]:
+        """How many elements of a sample's latent [n] are each medium's, in their order; {} where it draws but one."""
 
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0, on the host, as the checkpoint's scheduler has them."""

@@ -13,6 +13,7 @@ from omni_sched.schedules import stretch_sigmas as stretch_sigmas
 from omni_sched.solvers import compress_sigmas as compress_sigmas
 from omni_sched.solvers import dpmpp_2m_step as dpmpp_2m_step
 from omni_sched.steps import INITIAL_NOISE as INITIAL_NOISE
+from omni_sched.steps import StreamStep as StreamStep
 from omni_sched.steps import Transition as Transition
 from omni_sched.steps import add_noise as add_noise
 from omni_sched.steps import cps_step as cps_step

@@ -32,7 +32,7 @@ beside x: only a [B] tensor on the CPU costs a copy that waits.
 import hashlib
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -220,6 +220,32 @@ def dance_step(
     x_next = _drawn_or_given(mean, std, noise, x_next)
     log_prob = torch.where(sigma_next > 0, gaussian_log_prob(x_next, mean, std), math.nan)
     return Transition(x_next, mean, std, log_prob)
+
+
+@dataclass(frozen=True)
+class StreamStep:
+    """A stochastic step that tells the log-probability of each of M streams, which lie end to end in x [B, n].
+
+    rule: such as `sde_step`. sizes: how many elements of x each stream has, n in all.
+    """
+
+    rule: Callable[..., Transition]
+    sizes: tuple[int, ...]
+
+    def __call__(
+        self, velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level, *, noise_level: float, **end: Tensor
+    ) -> Transition:
+        """The transition of `rule`, bit for bit, but for log_prob: [B, M], in nats per element of a stream.
+
+        end: noise or x_next, [B, n], as `rule` takes them.
+        """
+        streams = zip(*(each.split(self.sizes, dim=1) for each in (velocity, x, *end.values())), strict=True)
+        steps = [
+            self.rule(*own[:2], sigma, sigma_next, noise_level=noise_level, **dict(zip(end, own[2:], strict=True)))
+            for own in streams
+        ]
+        x_next, mean = (torch.cat(each, dim=1) for each in zip(*((s.x_next, s.mean) for s in steps), strict=True))
+        return Transition(x_next, mean, steps[0].std, torch.stack([step.log_prob for step in steps], dim=1))
 
 
 def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
+from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
@@ -26,6 +27,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "ZImagePipeline": ZImage,
     "WanPipeline": Wan,
     "WanImageToVideoPipeline": WanImageToVideo,
+    "LTX2Pipeline": LTX2,
     "FluxPipeline": Flux1,
     "FluxKontextPipeline": Flux1Kontext,
     "Flux2KleinPipeline": Flux2Klein,

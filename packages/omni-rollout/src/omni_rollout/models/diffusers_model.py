@@ -58,6 +58,7 @@ class DiffusersModel:
     OPTIONS: ClassVar[Mapping[str, float]] = {}
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
+    BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     IMAGES = range(1)
     boundary = 0.0
     reads_weights = True  # without, parts are made of their configuration alone, with values left open
@@ -149,7 +150,7 @@ class DiffusersModel:
         levels = linear_sigmas(params.num_inference_steps)
         if self.value("scheduler", "use_dynamic_shifting", bool, False):
             mu = resolution_mu(
-                (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN),
+                self._num_tokens(params),
                 base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
                 max_tokens=self.value("scheduler", "max_image_seq_len", int, 4096),
                 base_mu=self.value("scheduler", "base_shift", float, 0.5),
@@ -161,6 +162,14 @@ class DiffusersModel:
         if self.config["scheduler"].get("shift_terminal") is None:
             return levels
         return stretch_sigmas(levels, self.value("scheduler", "shift_terminal", float))
+
+    def _num_tokens(self, params: Params) -> int:
+        """How many tokens a sample has, by which a schedule may be shifted."""
+        return (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN)
+
+    def streams(self, params: Params) -> dict[str, int]:
+        """The latent of one medium is no row of several."""
+        return {}
 
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""

@@ -1,0 +1,216 @@
+"""LTX-2 and LTX-2.3 (arXiv 2601.03233): text to video with sound, a flow in the latents of both at once.
+
+Shapes: B samples, n latent elements of a sample: those of its frames, [C, f, h, w], then those of its sound, [L, A].
+C latent channels (128), F frames, f = (F - 1) / 8 + 1, h x w latent pixels (a thirty-second of a frame), L latents of
+sound (25 a second), A numbers each (128), T text positions (1024), D and D' widths of the text for frames and sound.
+All texts fill all positions with learned registers, so that nothing is masked. Both media share one schedule.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
+
+TEXT_TOKENS = 1024
+MEL_RATIO = 4  # frames, and bins, of a spectrogram to a latent
+SOUND_SCALE = "audio_guidance_scale"
+WIDE_VOCODER = "LTX2VocoderWithBWE"  # of 2.3, which makes 48 kHz of 16
+
+
+class LTX2(DiffusersModel):
+    """LTX-2 or 2.3 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
+
+    The option audio_guidance_scale is the scale of the sound, where it is another than that of the frames. The further
+    guidance of the pipeline, by forwards without some attention, is left out.
+    """
+
+    PIPELINE = "LTX2Pipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "Gemma3ForConditionalGeneration"),
+        "tokenizer": ("transformers", "GemmaTokenizer"),
+        "connectors": ("ltx2", "LTX2TextConnectors"),
+        "transformer": ("diffusers", "LTX2VideoTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLLTX2Video"),
+        "audio_vae": ("diffusers", "AutoencoderKLLTX2Audio"),
+        "vocoder": ("ltx2", "LTX2Vocoder"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "text_encoder": ("model.vision_tower", "model.multi_modal_projector", "lm_head")
+    }
+    OPTIONS: ClassVar[Mapping[str, float]] = {SOUND_SCALE: 1.0}
+    GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0, SOUND_SCALE: 1.0}
+    MEDIA: ClassVar[tuple[str, ...]] = ("video", "audio")
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("LTX2VideoTransformerBlock",)
+    BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "audio": (
+            "audio_proj_in",
+            "audio_proj_out",
+            "audio_caption_projection",
+            "audio_time_embed",
+            "audio_prompt_adaln",
+            "audio_scale_shift_table",
+            "audio_prompt_scale_shift_table",
+            "audio_a2v_cross_attn_scale_shift_table",
+            "av_cross_attn_audio_scale_shift",
+            "av_cross_attn_audio_v2a_gate",
+            "audio_attn1",
+            "audio_attn2",
+            "video_to_audio_attn",
+            "audio_ff",
+        )
+    }
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        if self.value("vae", "timestep_conditioning", bool, False):
+            raise ValueError(f"timestep_conditioning of {self.config_file('vae')} must be false, got true")
+        for name in ("video", "audio"):  # else a ValueError: some positions are masked
+            self.value("connectors", f"{name}_connector_num_learnable_registers", int, 128)
+
+    def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
+        wide = part == "vocoder" and self.config.get(part) == [library, WIDE_VOCODER]
+        return super()._part_config(part, library, WIDE_VOCODER if wide else name)
+
+    def _class(self, part: str) -> Any:
+        if self.PARTS[part][0] != "ltx2":
+            return super()._class(part)
+        from diffusers.pipelines import ltx2
+
+        return getattr(ltx2, self.config[part]["_class_name"])
+
+    def option(self, params: Params, name: str) -> float:
+        """The value of `guidance_scale`, or of the option; the sound's scale is that of the frames unless given."""
+        return params.guidance.get(name, params.guidance_scale)
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size, a number of frames or an option that the model lacks."""
+        super().check(params)
+        stride, pixels = self._strides()
+        check_size(params, pixels)
+        frames = params.num_frames
+        nearest = max(0, round((frames - 1) / stride)) * stride + 1
+        if frames != nearest:
+            raise ValueError(f"num_frames must be {stride}k + 1, such as {nearest}, got {frames}")
+        if not self._sound_length(params):
+            rule = f"frame_rate must leave {frames} frames at least {0.5 / self._sound_rate():g} s of sound"
+            raise ValueError(f"{rule}, got {params.frame_rate}")
+
+    def _strides(self) -> tuple[int, int]:
+        """Frames and pixels along a side of a latent."""
+        frames, pixels, *_ = self.value("transformer", "vae_scale_factors", list)
+        return int(frames), int(pixels)
+
+    def _sound_rate(self) -> float:
+        """Latents of sound in a second."""
+        hop = self.value("audio_vae", "mel_hop_length", int, 160)
+        return self.value("audio_vae", "sample_rate", int, 16_000) / hop / MEL_RATIO
+
+    def _sound_length(self, params: Params) -> int:
+        return round(params.num_frames / params.frame_rate * self._sound_rate())
+
+    def _shapes(self, params: Params) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
+        """(C, f, h, w) of the frames, and (L, A) of the sound."""
+        stride, pixels = self._strides()
+        grid = (params.num_frames - 1) // stride + 1, params.height // pixels, params.width // pixels
+        sound = self._sound_length(params), self.value("transformer", "audio_in_channels", int, 128)
+        return (self.value("transformer", "in_channels", int, 128), *grid), sound
+
+    def streams(self, params: Params) -> dict[str, int]:
+        """How many of a sample's latent elements are the frames', and how many the sound's."""
+        return dict(zip(self.MEDIA, map(math.prod, self._shapes(params)), strict=True))
+
+    def latent_shape(self, params: Params) -> tuple[int]:
+        """(n,)."""
+        return (sum(self.streams(params).values()),)
+
+    def _split(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
+        """Latents [B, n] as those of the frames [B, C, f, h, w], and of the sound [B, L, A]."""
+        frames, sound = self._shapes(params)
+        parts = x.split(list(self.streams(params).values()), dim=1)
+        return parts[0].reshape(-1, *frames), parts[1].reshape(-1, *sound)
+
+    def _num_tokens(self, params: Params) -> int:
+        return math.prod(self._shapes(params)[0][1:])
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt, `embeds` [T, D] and `sound_embeds` [T, D'], in the encoder's dtype."""
+        text = (prompt.negative if negative else prompt.text).strip()
+        tokens = parts.tokenizer(
+            [text],
+            padding="max_length",
+            padding_side="left",
+            max_length=TEXT_TOKENS,
+            truncation=True,
+            return_tensors="pt",
+        )
+        mask = to_device(tokens.attention_mask, parts.text_encoder.device)
+        ids = to_device(tokens.input_ids, parts.text_encoder.device)
+        layers = parts.text_encoder(input_ids=ids, attention_mask=mask, output_hidden_states=True).hidden_states
+        hidden = torch.stack(layers, dim=-1)
+        frames, sound, _ = parts.connectors(hidden, mask.to(hidden.device), padding_side="left")
+        return {"embeds": frames[0], "sound_embeds": sound[0]}
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives. Both halves of
+        classifier-free guidance run as one batch.
+        """
+        texts, guided = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params)
+        frames, sound = self._split(x, params)
+        _, _, f, h, w = frames.shape
+        tokens = frames.flatten(2).transpose(1, 2)
+        level = sigma.float() * 1000
+        if guided:
+            texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
+            tokens, sound, level = (torch.cat([each, each]) for each in (tokens, sound, level))
+        velocities: tuple[Tensor, Tensor] = net(
+            hidden_states=tokens.to(texts[0].dtype),
+            audio_hidden_states=sound.to(texts[1].dtype),
+            encoder_hidden_states=texts[0],
+            audio_encoder_hidden_states=texts[1],
+            timestep=level,
+            sigma=level,
+            num_frames=f,
+            height=h,
+            width=w,
+            fps=params.frame_rate,
+            audio_num_frames=sound.shape[1],
+            return_dict=False,
+        )
+        found = [velocity.float() for velocity in velocities]
+        if guided:
+            scales = [self.option(params, name) for name in self.GUIDANCE]
+            halves = zip(scales, (each.chunk(2) for each in found), strict=True)
+            found = [negative + scale * (positive - negative) for scale, (positive, negative) in halves]
+        return torch.cat([found[0].transpose(1, 2).flatten(1), found[1].flatten(1)], dim=1)
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Videos [B, F, H, W, 3] in [0, 1] and sound [B, points, channels], float32, from clean latents x0 [B, n]."""
+        frames, sound = self._split(x0, params)
+        vae, sound_vae = parts.vae, parts.audio_vae
+        mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
+        frames = frames * std / self.value("vae", "scaling_factor", float, 1.0) + mean
+        video = vae.decode(frames.to(vae.dtype), None, return_dict=False)[0]
+        sound = sound * sound_vae.latents_std.float() + sound_vae.latents_mean.float()
+        bins = self.value("audio_vae", "mel_bins", int, 64) // MEL_RATIO
+        sound = sound.unflatten(2, (-1, bins)).transpose(1, 2)
+        waves = parts.vocoder(sound_vae.decode(sound.to(sound_vae.dtype), return_dict=False)[0])
+        media = {
+            "video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1),
+            "audio": waves.float().transpose(1, 2).contiguous(),
+        }
+        rate = self.value("vocoder", "output_sampling_rate", int, 24_000)
+        return media, {"fps": params.frame_rate, "sample_rate": rate}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """Raises ValueError: the spectrogram that the sound's latents are made of is no part of a checkpoint."""
+        raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")

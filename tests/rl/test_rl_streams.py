@@ -1,0 +1,137 @@
+"""Frames and sound of a sample apart: worked examples, and the limits in which they are one."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, reward_probability
+from omni_reward import Score
+from omni_rl.args import check_judged, parse_judges
+from omni_rl.scoring import TrainBatch
+from omni_rl.streams import over_streams, part_advantages, shares_of
+from omni_rollout import Prompt
+from omni_sched import StreamStep, sde_step
+from trainer_runs import place
+
+import train_nft
+
+SIZES = (6, 2)
+CLIP = partial(grpo_loss, clip_range=1e-3)
+
+
+def latents(seed, batch=4):
+    return torch.randn(batch, sum(SIZES), generator=torch.Generator().manual_seed(seed))
+
+
+def step(velocity, rule=sde_step):
+    return rule(velocity, latents(1), 0.7, 0.5, noise_level=0.7, x_next=latents(2))
+
+
+def test_with_shares_by_elements_and_one_advantage_the_gradient_is_that_of_the_loss_of_all():
+    found = []
+    for rule, loss in ((sde_step, CLIP), (StreamStep(sde_step, SIZES), over_streams(CLIP, (0.75, 0.25)))):
+        velocity = latents(0).requires_grad_()
+        now = step(velocity, rule).log_prob
+        loss(now, now.detach(), torch.tensor([1.0, -2.0, 0.5, 3.0]), weights=None).loss.backward()
+        found.append(velocity.grad)
+    torch.testing.assert_close(*found)
+    assert found[0].any()
+
+
+def test_each_advantage_moves_its_own_stream_by_its_share():
+    """At ratio 1 the gradient is -1/B sum_m s_m A_m times that of the stream's log-probability."""
+    velocity, advantages = latents(0).requires_grad_(), torch.tensor([[1.0, 0.0], [0.0, 2.0], [-1.0, 1.0], [0.0, 0.0]])
+    now = step(velocity, StreamStep(sde_step, SIZES)).log_prob
+    over_streams(CLIP, (0.4, 0.6))(now, now.detach(), advantages, weights=None).loss.backward()
+    other = latents(0).requires_grad_()
+    expected = (step(other, StreamStep(sde_step, SIZES)).log_prob * advantages * torch.tensor([0.4, 0.6])).sum() / -4
+    expected.backward()
+    torch.testing.assert_close(velocity.grad, other.grad)
+    assert not velocity.grad[0, 6:].any()
+    assert not velocity.grad[1, :6].any()
+
+
+def test_a_ratio_is_clipped_stream_by_stream():
+    now = torch.tensor([[1.0, 0.0], [0.0, 0.0]]).requires_grad_()  # the frames of the first are far past the bound
+    over_streams(CLIP, (0.5, 0.5))(now, torch.zeros(2, 2), torch.ones(2), weights=None).loss.backward()
+    assert now.grad.tolist() == [[0.0, -0.25], [-0.25, -0.25]]
+
+
+def at(advantages, x0=None):
+    batch = TrainBatch(SimpleNamespace(x0=latents(3) if x0 is None else x0), advantages)
+    return train_nft.Noised(batch, latents(4), torch.full((4,), 0.6), latents(5))
+
+
+def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypatch):
+    monkeypatch.setattr(train_nft, "replace", lambda thing, **new: type(thing)(**(vars(thing) | new)))
+    args, old = train_nft.Args(nft_beta=0.5), latents(6)
+    advantages = torch.tensor([[0.0, 1.0], [0.0, -1.0], [0.0, 2.0], [0.0, 0.0]])
+    velocity = old.clone().requires_grad_()
+    out = train_nft.loss_by_stream(SIZES, (0.75, 0.25), train_nft.nft_loss)(args, velocity, old, at(advantages))
+    out.loss.backward()
+    assert not velocity.grad[:, :6].any()  # advantage 0 is half good and half bad
+    assert velocity.grad[:3, 6:].any(dim=1).all()
+    point = at(advantages)
+    expected = sum(
+        share
+        * diffusion_nft_loss(
+            old[:, part],
+            old[:, part],
+            point.batch.trajectory.x0[:, part],
+            point.x_t[:, part],
+            point.sigma,
+            reward_probability(advantages[:, m]),
+            nft_beta=0.5,
+        ).loss
+        for m, (share, part) in enumerate(((0.75, slice(0, 6)), (0.25, slice(6, 8))))
+    )
+    torch.testing.assert_close(out.loss, expected)
+
+
+def run(**settings):
+    """The rank of a run alone, and its settings."""
+    model = SimpleNamespace(streams=lambda params: {"video": 6, "audio": 2})
+    args = train_nft.Args(**settings)
+    return SimpleNamespace(dist=place(), args=args, model=model, base_params=None)
+
+
+def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enters_both():
+    values = torch.tensor([[1.0, 5.0, 2.0], [2.0, 3.0, 2.5], [3.0, 0.0, 1.0], [6.0, 4.0, 0.0]])
+    scores = [Score(0.0, parts=dict(zip("abc", row, strict=True))) for row in values.tolist()]
+    groups, rewards = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
+    batches = [SimpleNamespace(prompts=[Prompt("", i // 2, i, i) for i in range(4)])]
+    parts = {"reward_parts": "a=1,b=2,c=0.5"}
+    apart = part_advantages(run(**parts, reward_media="a=video,b=audio"), batches, scores, rewards, groups)
+    for column, weights in zip(apart.unbind(dim=1), ([1, 0, 0.5], [0, 2, 0.5]), strict=True):
+        torch.testing.assert_close(column, multi_reward_advantages(values, groups, weights, std="batch"))
+    whole = part_advantages(run(**parts), batches, scores, rewards, groups)
+    assert torch.equal(whole, multi_reward_advantages(values, groups, [1, 2, 0.5], std="batch"))
+
+
+def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
+    assert shares_of(run(reward_parts="a=1", reward_media="a=audio")) == (0.75, 0.25)
+    assert shares_of(run(sound_weight=0.5)) == (0.5, 0.5)
+    assert not run().args.apart
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"reward_media": "a=audio"},
+            "--reward-media must be PART=MEDIUM,..., of parts in --reward-parts, got a=audio",
+        ),
+        ({"reward_parts": "a=1", "reward_media": "a"}, "must be PART=MEDIUM,..., of parts"),
+        ({"reward_parts": "a=1", "reward_media": "a=image"}, "--reward-media must name video or audio, got image"),
+        ({"sound_weight": 1.5}, r"--sound-weight must be in \[0, 1\], got 1.5"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, said):
+    with pytest.raises(ValueError, match=said):
+        check_judged(train_nft.Args(**settings))
+
+
+def test_parts_that_are_not_named_judge_both_media():
+    assert parse_judges("", "a=1") == {}
+    assert parse_judges("b=audio", "a=1,b=2") == {"b": "audio"}
