@@ -129,7 +129,9 @@ def main(args: Args) -> None:
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
 
     def open_scorer(dist: Dist) -> LocalScorer:
-        return LocalScorer(partial(grade, load_reward(dist.device), dist), open_model(args.model).MEDIA)
+        kinds = open_model(args.model).MEDIA
+        require((kinds != ("audio",), "--model must draw pictures or videos, which the rewards of SRPO see, got sound"))
+        return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
 
     run = Run.start(args, "srpo", scorer=open_scorer)
     reward = load_reward(run.dist.device)

@@ -18,6 +18,11 @@ from typing import Any
 
 ALPHABET = [chr(code) for code in range(33, 127)]
 SIDES: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}  # of a text encoder
+QWEN_VL: dict[str, Any] = SIDES | {
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
+}
 VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
@@ -411,6 +416,81 @@ def build_ltx2(*, newer: bool) -> Any:
     )
 
 
+def build_hunyuan_video() -> Any:
+    """A HunyuanVideo15Pipeline; a layer of its net has four million weights, whatever is asked."""
+    import diffusers
+    from torch.nn.init import normal_
+    from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
+
+    tokenizer, glyphs = build_qwen_tokenizer(), ByT5Tokenizer()
+    vae = diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1)
+    normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not grey
+    return diffusers.HunyuanVideo15Pipeline(
+        transformer=diffusers.HunyuanVideo15Transformer3DModel(
+            num_layers=2,
+            num_refiner_layers=1,
+            attention_head_dim=16,
+            num_attention_heads=2,
+            text_embed_dim=32,
+            text_embed_2_dim=64,
+            image_embed_dim=16,
+            rope_axes_dim=(4, 6, 6),
+            task_type="t2v",
+        ),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
+        vae=vae,
+        text_encoder=Qwen2_5_VLTextModel(
+            Qwen2_5_VLTextConfig(**QWEN_VL, vocab_size=len(tokenizer), num_hidden_layers=4)
+        ),
+        tokenizer=tokenizer,
+        text_encoder_2=build_t5(glyphs, "gated-gelu"),
+        tokenizer_2=glyphs,
+        guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+    )
+
+
+def build_stable_audio() -> Any:
+    """A StableAudio3Pipeline, of sound at 800 Hz; what starts as zeros is drawn."""
+    import diffusers
+    from torch.nn.init import normal_
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel
+
+    tokenizer = build_gemma_tokenizer()
+    sizes = SIDES | {"num_key_value_heads": 2, "head_dim": 16, "num_hidden_layers": 2, "vocab_size": len(tokenizer)}
+    transformer = diffusers.StableAudio3DiTModel(
+        io_channels=8,
+        embed_dim=32,
+        depth=2,
+        num_heads=2,
+        cond_token_dim=32,
+        global_cond_dim=32,
+        local_add_cond_dim=9,
+        timestep_features_dim=16,
+        num_memory_tokens=4,
+    )
+    vae = diffusers.AutoencoderSAME(
+        patch_size=16,
+        encoder_channels=8,
+        encoder_c_mults=(4,),
+        encoder_strides=(4,),
+        encoder_transformer_depths=(1,),
+        latent_dim=8,
+        dim_heads=16,
+        sampling_rate=800,
+    )
+    for weight in (*transformer.parameters(), *vae.parameters()):
+        if weight.abs().max() < 1e-3:  # zeros, about, of which nothing would sound
+            normal_(weight, std=0.2)
+    return diffusers.StableAudio3Pipeline(
+        transformer=transformer,
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(num_train_timesteps=1),
+        vae=vae,
+        text_encoder=T5GemmaEncoderModel(T5GemmaConfig(encoder=sizes, decoder=sizes, is_encoder_decoder=False)),
+        tokenizer=tokenizer,
+        duration_embedder=diffusers.StableAudio3DurationEmbedder(output_dim=32, fourier_dim=16),
+    )
+
+
 def build_gemma_tokenizer() -> Any:
     """One token per printable character."""
     from transformers import GemmaTokenizer
@@ -514,14 +594,7 @@ def build_qwen_image_edit(plus: bool) -> Any:
     tokenizer = build_qwen_tokenizer()
     token = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
-        text_config=SIDES
-        | {
-            "vocab_size": len(tokenizer),
-            "num_hidden_layers": 2,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-        },
+        text_config=QWEN_VL | {"vocab_size": len(tokenizer), "num_hidden_layers": 2},
         vision_config={
             "hidden_size": 32,
             "intermediate_size": 64,
@@ -738,6 +811,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2-dev": lambda: build_flux2(dev=True),
     "flux2-klein": lambda: build_flux2(dev=False, distilled=True),
     "flux2-klein-base": lambda: build_flux2(dev=False),
+    "hunyuan-video15": build_hunyuan_video,
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),
@@ -748,6 +822,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "wan21-i2v": lambda: build_wan("WanImageToVideoPipeline", clip=1),
     "wan21-flf2v": lambda: build_wan("WanImageToVideoPipeline", clip=2),
     "wan22-i2v": lambda: build_wan("WanImageToVideoPipeline", boundary_ratio=0.9),
+    "stable-audio3": build_stable_audio,
     "z-image": build_z_image,
     "ltx2": lambda: build_ltx2(newer=False),
     "ltx23": lambda: build_ltx2(newer=True),

@@ -39,11 +39,11 @@ class Row:
     stock: what its pipeline is called with besides, given the parameters and the negative prompts; None where diffusers
     has no such pipeline, so that a file of its own compares it. latents: initial noise as the pipeline takes it.
     without_gradient: the weights that lead nowhere, exactly. lora_layers: how many layers LORA_TARGETS wraps. nearest:
-    sizes the model lacks, and those it names. refused: changes of `unguided` that the model refuses, and the rule it
-    names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided pictures,
-    in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with, where the
-    default takes long. idle: options that only references or two experts have a use for, which the row has none of, or
-    that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
+    sizes the model lacks, and those it names; none of sound. refused: changes of `unguided` that the model refuses, and
+    the rule it names. statistics: of the VAE's latents, where the checkpoint's are trivial. guided_tolerance: of guided
+    pictures, in [0, 1]. images: height and width of a prompt's references. instead: values of options to compare with,
+    where the default takes long. idle: options that only references or two experts have a use for, which the row has
+    none of, or that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
     unit: pixels, of which sides are multiples.
     unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
@@ -88,24 +88,24 @@ class Row:
         return self.pipe(pipe) or pipe
 
     def draw_stock(self, pipe: Any, prompts: Sequence[Prompt], params: Params, noise: torch.Tensor) -> torch.Tensor:
-        """Its media [B, ..., 3, H, W] in [0, 1] from initial noise [B, ...]; prompts with references go one by one."""
+        """Its media from initial noise [B, ...], channels before height or points; one by one with references."""
         batches = [[i] for i in range(len(prompts))] if self.images else [range(len(prompts))]
         drawn = []
         for batch in batches:
             own = [prompts[i] for i in batch]
             images = [Image.fromarray(image.numpy()) for image in own[0].images]
             latents = self.latents(noise[list(batch)])
+            size = {"height": params.height, "width": params.width} if self.nearest else {}
             output = pipe(
                 prompt=[prompt.text for prompt in own],
-                height=params.height,
-                width=params.width,
+                **size,
                 num_inference_steps=params.num_inference_steps,
                 **(latents if isinstance(latents, dict) else {"latents": latents}),
                 output_type="pt",
                 **self.stock(params, [prompt.negative for prompt in own]),
                 **(self.given(images) if images else {}),
             )
-            drawn += output.frames if "frames" in output else output.images
+            drawn += next(output[kind] for kind in ("images", "frames", "audios") if kind in output)
         return torch.stack(drawn)
 
 
@@ -208,6 +208,29 @@ def tokens_of_ltx2(noise: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"latents": frames.unflatten(1, (16, -1)).transpose(1, 2), "audio_latents": sound.unflatten(1, (-1, 8))}
 
 
+def mend_stable_audio(pipe: Any) -> None:
+    """Let a stock pipeline open adapters, for which diffusers' other classes of nets have a mixin."""
+    net = pipe.transformer
+    net.__class__ = type(type(net).__name__, (type(net), diffusers.loaders.PeftAdapterMixin), {})
+    vars(pipe)["load_lora_weights"] = partial(net.load_lora_adapter, prefix="transformer")
+
+
+def mend_hunyuan_video(pipe: Any) -> None:
+    """Let a stock pipeline take the scale, which its guider holds, as an argument, and decode more than one video.
+
+    It has fewer tokens that are masked: of texts, and of an image that is not given.
+    """
+    pipe.vae.enable_slicing()
+    pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 500, 2
+    pipe.__class__ = type("Guided", (type(pipe),), {"__call__": guided_hunyuan_video})
+
+
+def guided_hunyuan_video(pipe: Any, *, guidance_scale: float, **others: Any) -> Any:
+    """What the pipeline draws with that scale."""
+    pipe.guider.guidance_scale = guidance_scale
+    return super(type(pipe), pipe).__call__(**others)
+
+
 TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
 WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5.0})
 LTX2 = Params(4, 32, 64, num_frames=9, frame_rate=24.0)
@@ -216,6 +239,7 @@ NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
+SECOND = {"duration": 1.0}
 BAGEL_SIZES = {"vae_max_size": 64.0, "vit_max_size": 56.0}
 ROWS = {
     "qwen-image": Row(
@@ -482,5 +506,65 @@ ROWS = {
             "transformer_blocks.3.audio_ff.",
             "transformer_blocks.3.video_to_audio_attn.",
         ),
+    ),
+    "hunyuan-video15": Row(
+        checkpoint=built("hunyuan-video15"),
+        unguided=Params(4, 32, 64, num_frames=5),
+        guided=Params(4, 32, 64, num_frames=5, guidance_scale=6.0),
+        stock=lambda params, negative: {
+            "num_frames": params.num_frames,
+            "guidance_scale": params.guidance_scale,
+            "negative_prompt": negative,
+        },
+        without_gradient=frozenset(  # what is for a given frame, and of the last block what is for words
+            [
+                *(
+                    f"image_embedder.{layer}.{kind}"
+                    for layer in ("norm_in", "linear_1", "linear_2", "norm_out")
+                    for kind in ("weight", "bias")
+                ),
+                *(
+                    f"transformer_blocks.1.{layer}"
+                    for layer in (
+                        *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+                        *("attn.to_add_out.weight", "attn.to_add_out.bias", "ff_context.net.0.proj.weight"),
+                        *("ff_context.net.0.proj.bias", "ff_context.net.2.weight", "ff_context.net.2.bias"),
+                    )
+                ),
+            ]
+        ),
+        lora_layers=2 * 12 + 6,
+        nearest=(({"height": 40}, 32),),
+        refused=(({"num_frames": 7}, r"num_frames must be 4k \+ 1, such as 9, got 7"),),
+        pipe=mend_hunyuan_video,
+    ),
+    "stable-audio3": Row(
+        checkpoint=built("stable-audio3"),
+        unguided=Params(6, 512, 512, guidance=SECOND),
+        guided=Params(6, 512, 512, guidance_scale=4.0, guidance=SECOND),
+        more=(Params(6, 512, 512, guidance_scale=4.0, guidance={**SECOND, "logsnr_min": -5.0, "logsnr_max": 3.0}),),
+        stock=lambda params, negative: {
+            **params.guidance,
+            "guidance_scale": params.guidance_scale,
+            "negative_prompt": negative,
+        },
+        without_gradient=frozenset(  # of what is painted over
+            f"transformer_blocks.{i}.to_local_embed.{layer}.{kind}"
+            for i in (0, 1)
+            for layer in (0, 2)
+            for kind in ("weight", "bias")
+        ),
+        lora_layers=2 * 7,
+        nearest=(),
+        refused=(
+            ({"guidance": {"duration": 500.0}}, "duration must be > 0 and <= 384 seconds, such as 384, got 500"),
+            ({"guidance": {"duration": 0.0}}, "duration must be > 0 and <= 384 seconds, such as 1, got 0"),
+            (
+                {"guidance": {"logsnr_min": 2.0}},
+                "logsnr_min must be >= -16 and < logsnr_max, and that <= 16, got 2.0, 2.0",
+            ),
+        ),
+        instead={"duration": 1.01},
+        pipe=mend_stable_audio,
     ),
 }

@@ -99,6 +99,7 @@ class Release:
         kinds = MODELS[self.pipeline].PARTS
         index = {"_class_name": self.pipeline, **kinds, **dict.fromkeys(self.absent, (None, None)), **self.index}
         files: dict[str, dict[str, Any]] = {"model_index.json": index}
+        files["guider/guider_config.json"] = {"guidance_scale": 6.0}  # which HunyuanVideo has
         for part, (library, kind) in kinds.items():
             if part in self.absent:
                 continue
@@ -258,6 +259,29 @@ LTX23 = {
         "use_dynamic_shifting": True,
     },
 }
+HUNYUAN_VIDEO = {
+    "text_encoder": {k: QWEN25_VL_7B[k] for k in QWEN25_VL_7B if k != "vision_config"},
+    "text_encoder_2": {"d_ff": 3584, "d_model": 1472, "feed_forward_proj": "gated-gelu", "num_heads": 6}
+    | {"num_layers": 12, "vocab_size": 1510},
+    "transformer": {"task_type": "t2v"},
+    "scheduler": {"shift": 5.0},
+}
+STABLE_AUDIO = {
+    "text_encoder": {
+        "encoder": {
+            "head_dim": 64,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_attention_heads": 12,
+            "num_hidden_layers": 12,
+            "num_key_value_heads": 12,
+        },
+        "is_encoder_decoder": False,
+    },
+    "duration_embedder": {"max_val": 384.0},
+    "vae": {"decoder_sinusoidal_blocks": [8], "encoder_channels": 256, "encoder_transformer_depths": [12]},
+    "scheduler": {"num_train_timesteps": 1},
+}
 RELEASES = {
     "diffusers/LTX-2.3-Diffusers": Release(
         "LTX2Pipeline",
@@ -268,6 +292,12 @@ RELEASES = {
         stride=32,
         frames=8,
         index={"vocoder": ("ltx2", "LTX2VocoderWithBWE")},
+    ),
+    "models/stable-audio-3-medium-base": Release(
+        "StableAudio3Pipeline", 1.45, 24 * 7, STABLE_AUDIO, channels=256, stride=4096
+    ),
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Release(
+        "HunyuanVideo15Pipeline", 8.3, 54 * 12 + 2 * 6, HUNYUAN_VIDEO, channels=32, stride=16
     ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(
         "WanPipeline",

@@ -11,6 +11,11 @@ def brightness(media, prompts, meta):
     return [float(sample.mean()) / 255 for kind in media for sample in media[kind]]
 
 
+def loudness(media, prompts, meta):
+    """The mean swing of each sound."""
+    return [float(abs(sound).mean()) for sound in media["audio"]]
+
+
 @pytest.fixture(scope="session")
 def bright_url():
     """URL of a server in this process that scores brightness."""
@@ -20,9 +25,12 @@ def bright_url():
 
 @pytest.fixture(scope="session")
 def bright_urls(bright_url):
-    """By the kind of media, URLs of servers in this process that score brightness."""
-    with serving_here(Scorer(brightness, media=("video",)), name="brightness") as url:
-        yield {"image": bright_url, "video": url}
+    """By the kind of media, URLs of servers in this process that score brightness, or loudness."""
+    with (
+        serving_here(Scorer(brightness, media=("video",)), name="brightness") as video,
+        serving_here(Scorer(loudness, media=("audio",)), name="loudness") as audio,
+    ):
+        yield {"image": bright_url, "video": video, "audio": audio}
 
 
 @pytest.fixture(scope="session")

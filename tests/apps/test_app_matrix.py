@@ -38,7 +38,12 @@ ALGORITHMS = {  # name -> its trainer and what its settings have beyond SIZES
     "dpo offline": (train_dpo, {"levels_per_pair": 2, "preferences": "pairs.jsonl"}),
     "srpo": (train_srpo, {"reward_model": READER, "group_size": 1, "batch_size": 2}),
 }
-CELLS = [f"{model}: {algorithm}" for model in ROWS for algorithm in ALGORITHMS]
+CELLS = [
+    f"{model}: {algorithm}"
+    for model, row in ROWS.items()
+    for algorithm in ALGORITHMS
+    if row.nearest or algorithm != "srpo"  # whose rewards hear nothing
+]
 
 
 @lru_cache(maxsize=1)  # cells of one model come one after the other
@@ -71,8 +76,8 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, r
     monkeypatch.setattr("omni_rl.run.ReportProcess", lambda *folder_and_tracker: None)  # it takes a third of the time
     opened = open_model(model)
     sizes = {"height": 32, "width": 96, "num_frames": row.guided.num_frames}
-    is_video, shape = "video" in opened.MEDIA, opened.latent_shape(replace(row.guided, **sizes))
-    write_inputs(tmp_path, len(row.images), shape if is_video else None)
+    shape = opened.latent_shape(replace(row.guided, **sizes))
+    write_inputs(tmp_path, len(row.images), None if "image" in opened.MEDIA else shape)
     places = {"model": str(model), "prompts": "prompts.jsonl", "eval_prompts": "prompts.jsonl"}
     scorer = {} if app is train_srpo else {"scorer_url": bright_urls[opened.MEDIA[0]]}
     knobs = ",".join(f"{knob}={value}" for knob, value in row.guided.guidance.items())
@@ -105,4 +110,4 @@ def test_the_table_of_the_page_has_every_model_and_every_algorithm():
     block = page.partition("<!-- trained -->")[2].partition("<!-- end -->")[0]
     names, _, *rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*$", block, re.MULTILINE)]
     said = {f"{model}: {name}": told for model, *row, _ in rows for name, told in zip(names[1:-1], row, strict=True)}
-    assert said == dict.fromkeys(CELLS, "yes")
+    assert {cell: told for cell, told in said.items() if told} == dict.fromkeys(CELLS, "yes")

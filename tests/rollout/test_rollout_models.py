@@ -29,6 +29,7 @@ torch.set_num_threads(1)
 
 
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
+SEEN = [name for name, row in ROWS.items() if row.nearest]  # models of pictures
 PROMPTS = [Prompt(text, 0, i, seed=i, negative=NEGATIVE) for i, text in enumerate(TEXTS)]
 
 
@@ -89,7 +90,8 @@ def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pip
         theirs = case.row.draw_stock(pipe, prompts, params, noise.double())
         assert theirs.std() > 0.01  # pictures, not grey
         tolerance = case.row.guided_tolerance if guided else 1e-5
-        torch.testing.assert_close(ours.movedim(-1, -3), theirs.float(), rtol=0, atol=tolerance)
+        ours = ours.movedim(-1, -2 if case.kind == "audio" else -3)
+        torch.testing.assert_close(ours, theirs.float(), rtol=0, atol=tolerance)
         torch.testing.assert_close(trajectory.sigmas, pipe.scheduler.sigmas, rtol=0, atol=2e-7)
 
 
@@ -183,8 +185,7 @@ def test_lora_wraps_exactly_the_layers_it_should(case):
 def test_every_block_is_found_by_its_class(case):
     net = case.model.empty_net()
     blocks = [module for module in net.modules() if type(module).__name__ in case.model.BLOCK_NAMES]
-    in_blocks = sum(p.numel() for block in blocks for p in block.parameters())
-    assert in_blocks > sum(p.numel() for p in net.parameters()) / 2
+    assert sum(len(list(block.parameters())) for block in blocks) > len(list(net.parameters())) / 2
 
 
 def test_all_attention_is_in_the_blocks_where_the_chosen_kernels_reach_it(case, engine):
@@ -282,7 +283,7 @@ class BlockVAE(nn.Module):
         return (frames,)
 
 
-ENCODED = [name for name in ROWS if not name.startswith("ltx")]  # whose samples may be given as media
+ENCODED = [name for name in ROWS if name in SEEN and not name.startswith("ltx")]  # whose samples may be given as media
 
 
 @pytest.mark.parametrize("case", ENCODED, indirect=True)
@@ -313,6 +314,7 @@ def test_a_gradient_flows_through_decoding(case, engine):
     assert x0.grad.flatten(1).abs().max(dim=1).values.min() > 0
 
 
+@pytest.mark.parametrize("case", SEEN, indirect=True)
 def test_a_size_that_the_model_lacks_is_refused_with_the_nearest(case):
     unit = case.row.unit
     for change, named in (*case.row.nearest, ({"height": 0}, unit), ({"width": -16}, unit)):

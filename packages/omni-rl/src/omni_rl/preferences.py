@@ -50,6 +50,8 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
             if "x0" not in file.keys():  # noqa: SIM118 - the file is no mapping
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
             x0: Tensor = file.get_tensor("x0").float()
+    elif "audio" in model.MEDIA:
+        raise ValueError(f"{path} must be the .safetensors file of a latent, as the model draws sound")
     else:
         frames = read_video(path) if _is_video(path) else read_picture(path)[None]
         x0 = model.encode_media(

@@ -236,7 +236,7 @@ class Trajectory(Samples):
         cond = dict(self.cond)
         for name in _growing(cond):
             used = cond[f"{name}_mask"].any(dim=0).nonzero()
-            length = int(used[-1]) + 1 if len(used) else None
+            length = int(used[-1]) + 1 if len(used) else 0
             cond |= {each: cond[each][:, :length] for each in (name, f"{name}_mask")}
         return replace(self, cond=cond)
 

@@ -9,10 +9,12 @@ from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
+from omni_rollout.models.hunyuan_video import HunyuanVideo15
 from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
 from omni_rollout.models.sd3 import StableDiffusion3
+from omni_rollout.models.stable_audio import StableAudio3
 from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
 
@@ -28,10 +30,16 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "WanPipeline": Wan,
     "WanImageToVideoPipeline": WanImageToVideo,
     "LTX2Pipeline": LTX2,
+    "HunyuanVideo15Pipeline": HunyuanVideo15,
+    "StableAudio3Pipeline": StableAudio3,
     "FluxPipeline": Flux1,
     "FluxKontextPipeline": Flux1Kontext,
     "Flux2KleinPipeline": Flux2Klein,
     "Flux2Pipeline": Flux2,
+}
+REFUSED = {  # pipelines that one might expect here -> why they are not
+    "HunyuanVideoPipeline": "HunyuanVideo 1.0 has other text encoders and another net than 1.5, which is a model here",
+    "StableAudioPipeline": "Stable Audio Open 1.0 denoises by another equation than a flow's",
 }
 
 
@@ -48,5 +56,6 @@ def open_model(path: str | Path) -> Model:
     else:
         kind = read_json(folder / "model_index.json").get("_class_name")
     if not isinstance(kind, str) or kind not in MODELS:
-        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}")
+        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}{why}")
     return MODELS[kind](path)

@@ -1,0 +1,173 @@
+"""HunyuanVideo 1.5 (arXiv 2511.18870): text and image to video, a flow in the latents of a causal video VAE.
+
+Shapes: B samples, C latent channels (32), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w latent pixels
+(a sixteenth of a frame), T text tokens and their width D, G bytes of quoted words and their width D'.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.files import read_json
+from omni_rollout.models.diffusers_model import JOINT_ATTENTION, DiffusersModel, check_size, pixels, where_needed
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
+
+TEMPLATE_TOKENS = 108  # before the prompt's
+TEXT_TOKENS = 1000
+GLYPH_TOKENS = 256
+REQUEST = (" " * 8).join(  # whose lines are indented in the released code
+    [
+        "You are a helpful assistant. Describe the video by detailing the following aspects: ",
+        "1. The main content and theme of the video. ",
+        "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects. ",
+        "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects. ",
+        "4. background environment, light, style and atmosphere. ",
+        "5. camera angles, movements, and transitions used in the video.",
+    ]
+)
+QUOTED = re.compile(r"\"(.*?)\"|“(.*?)”")
+PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}  # of the guider
+
+
+class HunyuanVideo15(DiffusersModel):
+    """HunyuanVideo 1.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
+
+    Words in quotes are encoded a second time, byte by byte, so that they can be spelled.
+    """
+
+    PIPELINE = "HunyuanVideo15Pipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "Qwen2_5_VLTextModel"),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        "text_encoder_2": ("transformers", "T5EncoderModel"),
+        "tokenizer_2": ("transformers", "ByT5Tokenizer"),
+        "transformer": ("diffusers", "HunyuanVideo15Transformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLHunyuanVideo15"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    MEDIA: ClassVar[tuple[str, ...]] = ("video",)
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = (
+        "HunyuanVideo15TransformerBlock",
+        "HunyuanVideo15IndividualTokenRefinerBlock",
+    )
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
+        *JOINT_ATTENTION,
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        if self.value("transformer", "use_meanflow", bool, False):
+            rule = f"use_meanflow of {self.config_file('transformer')} must be false"
+            raise ValueError(f"{rule}: such a net gives the mean velocity of a step, which is no flow's, got true")
+        guider = self.folder / "guider" / "guider_config.json"
+        for name, value in read_json(guider).items():
+            if name in PLAIN and value != PLAIN[name]:
+                raise ValueError(f"{name} of {guider} must be {PLAIN[name]}, got {value!r:.80}")
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size, a number of frames or an option that the model lacks."""
+        super().check(params)
+        check_size(params, self._strides[0])
+        stride, frames = self._strides[1], params.num_frames
+        nearest = max(0, round((frames - 1) / stride)) * stride + 1
+        if frames != nearest:
+            raise ValueError(f"num_frames must be {stride}k + 1, such as {nearest}, got {frames}")
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int, int]:
+        """(C, f, h, w)."""
+        side, time = self._strides
+        frames = (params.num_frames - 1) // time + 1
+        return self.value("vae", "latent_channels", int), frames, params.height // side, params.width // side
+
+    @property
+    def _strides(self) -> tuple[int, int]:
+        """Pixels and frames of a latent pixel."""
+        return (
+            self.value("vae", "spatial_compression_ratio", int, 16),
+            self.value("vae", "temporal_compression_ratio", int, 4),
+        )
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt: `embeds` [T, D], and `glyphs` [G, D'] of its words in quotes, G may be 0.
+
+        Each comes with its mask, all True, in its encoder's dtype.
+        """
+        text = prompt.negative if negative else prompt.text
+        chat = [{"role": "system", "content": REQUEST}, {"role": "user", "content": text or " "}]
+        tokens = parts.tokenizer.apply_chat_template(
+            [chat],
+            add_generation_prompt=True,
+            return_dict=True,
+            max_length=TEXT_TOKENS + TEMPLATE_TOKENS,
+            truncation=True,
+            return_tensors="pt",
+        )
+        ids = to_device(tokens.input_ids, parts.text_encoder.device)
+        embeds = parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-3][0, TEMPLATE_TOKENS:]
+        encoder = parts.text_encoder_2
+        glyphs = torch.zeros(0, encoder.config.d_model, dtype=encoder.dtype, device=embeds.device)
+        if quoted := dict.fromkeys(straight or curly for straight, curly in QUOTED.findall(text)):
+            spelled = "".join(f'Text "{words}". ' for words in quoted)
+            codes = parts.tokenizer_2(spelled, max_length=GLYPH_TOKENS, truncation=True, return_tensors="pt").input_ids
+            glyphs = encoder(to_device(codes, encoder.device))[0][0]
+        return {
+            "embeds": embeds,
+            "embeds_mask": torch.ones(len(embeds), dtype=torch.bool),
+            "glyphs": glyphs,
+            "glyphs_mask": torch.ones(len(glyphs), dtype=torch.bool),
+        }
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks; with guidance also their negatives.
+        """
+        dtype = cond["embeds"].dtype
+        inputs = torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1).to(dtype)  # no frame is given
+
+        def predict(kind: str) -> Tensor:
+            embeds, glyphs = cond[f"{kind}embeds"], cond[f"{kind}glyphs"]
+            mask = where_needed(torch.cat([cond[f"{kind}embeds_mask"], cond[f"{kind}glyphs_mask"]], dim=1), x.device)
+            words, letters = (None, None) if mask is None else mask.split([embeds.shape[1], glyphs.shape[1]], dim=1)
+            velocity: Tensor = net(
+                hidden_states=inputs,
+                timestep=(sigma.float() * 1000).to(dtype),
+                encoder_hidden_states=embeds,
+                encoder_hidden_states_2=glyphs,
+                encoder_attention_mask=words,
+                encoder_attention_mask_2=letters,
+            )
+            return velocity.float()
+
+        velocity = predict("")
+        if self.is_guided(params):
+            negative = predict("negative_")
+            velocity = negative + params.guidance_scale * (velocity - negative)
+        return velocity
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
+        code = (x0 / self.value("vae", "scaling_factor", float)).to(parts.vae.dtype)
+        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # all it can at once
+        return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """The clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
+        video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
+        code = torch.cat([parts.vae.encode(one).latent_dist.mode() for one in video.split(1)])
+        return code.float() * self.value("vae", "scaling_factor", float)
+
+    def _class(self, part: str) -> Any:
+        if part != "transformer":
+            return super()._class(part)
+        from omni_rollout.models.hunyuan_video_net import HunyuanVideo15Transformer3DModel
+
+        return HunyuanVideo15Transformer3DModel

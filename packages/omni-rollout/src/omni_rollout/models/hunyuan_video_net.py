@@ -1,0 +1,72 @@
+"""HunyuanVideo 1.5's transformer: diffusers' modules and weights, with shapes that do not depend on texts.
+
+The class of diffusers moves each sample's words before its padding, for which the host waits in every forward; it has
+tokens of an image that is not there, and a mask of all queries times all keys. Attention to words has no order, so here
+they stay where they are, absent tokens are left out, and a mask has keys alone, or is none.
+"""
+
+from functools import wraps
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models.transformers.transformer_hunyuan_video import HunyuanVideoAttnProcessor2_0
+from torch import Tensor
+
+
+class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
+    """The net of diffusers' class, by its name."""
+
+    @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # from_config reads its names
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for block in self.transformer_blocks:
+            block.attn.set_processor(HunyuanVideoAttnProcessor2_0())
+
+    def forward(
+        self,
+        *,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_2: Tensor,
+        encoder_attention_mask: Tensor | None = None,
+        encoder_attention_mask_2: Tensor | None = None,
+        image_embeds: Tensor | None = None,
+    ) -> Tensor:
+        """The velocity [B, C, f, h, w] at latents and their condition, hidden_states [B, 2C + 1, f, h, w].
+
+        timestep: [B], of 1000. encoder_hidden_states: words [B, T, D]. encoder_hidden_states_2: glyphs [B, G, D'].
+        The masks, bool [B, T] and [B, G], tell padding; both are None where there is none. image_embeds: [B, I, D''].
+        """
+        B, _, f, h, w = hidden_states.shape
+        temb, rope = self.time_embed(timestep), self.rope(hidden_states)
+        context = [self._refined(encoder_hidden_states, timestep, encoder_attention_mask)]
+        context += [self.context_embedder_2(encoder_hidden_states_2)]
+        context += [] if image_embeds is None else [self.image_embedder(image_embeds)]
+        words = torch.cat([x + kind for x, kind in zip(context, self.cond_type_embed.weight, strict=False)], dim=1)
+        x, mask = self.x_embedder(hidden_states), None
+        if encoder_attention_mask is not None and encoder_attention_mask_2 is not None:
+            given = torch.cat([encoder_attention_mask, encoder_attention_mask_2], dim=1)
+            before, after = given.new_ones(B, x.shape[1]), given.new_ones(B, words.shape[1] - given.shape[1])
+            mask = torch.cat([before, given, after], dim=1)[:, None, None]
+        for block in self.transformer_blocks:
+            if torch.is_grad_enabled() and self.gradient_checkpointing:
+                x, words = self._gradient_checkpointing_func(block, x, words, temb, mask, rope)
+            else:
+                x, words = block(x, words, temb, mask, rope)
+        velocity: Tensor = self.proj_out(self.norm_out(x, temb))
+        size, time = self.config.patch_size, self.config.patch_size_t
+        tokens = velocity.view(B, f // time, h // size, w // size, -1, time, size, size)
+        return tokens.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, -1, f, h, w)
+
+    def _refined(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
+        """The words [B, T, D] as the blocks take them; their padding holds whatever."""
+        embedder = self.context_embedder
+        weights = words.new_ones(words.shape[:2]) if mask is None else mask.float()
+        mean = (words * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)
+        temb, hidden = embedder.time_text_embed(timestep, mean.to(words.dtype)), embedder.proj_in(words)
+        keys = None if mask is None else mask[:, None, None]
+        for block in embedder.token_refiner.refiner_blocks:
+            hidden = block(hidden, temb, keys)
+        return hidden

@@ -1,0 +1,149 @@
+"""Stable Audio 3 (arXiv 2605.17991): text to sound, a flow in the latents of an autoencoder of stereo sound.
+
+Shapes: B samples, C latent channels (256), n latent frames (of 4096 points), N points, T text positions (256), D width.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from omni_sched import linear_sigmas, shift_sigmas
+from torch import Tensor, nn
+
+from omni_rollout.models.diffusers_model import DiffusersModel, both
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
+
+TEXT_TOKENS = 256
+MAX_LOGSNR = 16.0  # beyond which float32 levels meet 0 and 1
+
+
+class StableAudio3(DiffusersModel):
+    """Stable Audio 3 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
+
+    Height, width and frames say nothing here: the option duration is the sound's length in seconds. The noise levels
+    lie between the log-SNRs logsnr_min and logsnr_max, in even steps.
+    """
+
+    PIPELINE = "StableAudio3Pipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "text_encoder": ("transformers", "T5GemmaEncoderModel"),
+        "tokenizer": ("transformers", "GemmaTokenizer"),
+        "duration_embedder": ("stable_audio_3", "StableAudio3DurationEmbedder"),
+        "transformer": ("diffusers", "StableAudio3DiTModel"),
+        "vae": ("diffusers", "AutoencoderSAME"),
+        "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+    }
+    OPTIONS: ClassVar[Mapping[str, float]] = {"duration": 10.0, "logsnr_min": -6.2, "logsnr_max": 2.0}
+    MEDIA: ClassVar[tuple[str, ...]] = ("audio",)
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("StableAudio3DiTBlock",)
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (
+        "self_attn.to_qkv",
+        "self_attn.to_out",
+        "cross_attn.to_q",
+        "cross_attn.to_kv",
+        "cross_attn.to_out",
+        "ff.proj_in",
+        "ff.proj_out",
+    )
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        if self.value("scheduler", "stochastic_sampling", bool, False):
+            rule = f"stochastic_sampling of {self.config_file('scheduler')} must be false"
+            raise ValueError(f"{rule}: a distilled net is no flow's; its base is, got true")
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a length or an option that the model lacks."""
+        super().check(params)
+        seconds, longest = self.option(params, "duration"), self.value("duration_embedder", "max_val", float, 384.0)
+        rate = self.value("vae", "sampling_rate", int)
+        if not 1 / rate <= seconds <= longest:
+            nearest = min(max(seconds, 1.0), longest)
+            rule = f"duration must be > 0 and <= {longest:g} seconds, such as {nearest:g}"
+            raise ValueError(f"{rule}, got {seconds:g}")
+        low, high = self.option(params, "logsnr_min"), self.option(params, "logsnr_max")
+        if not -MAX_LOGSNR <= low < high <= MAX_LOGSNR:
+            bound = f"{MAX_LOGSNR:g}"
+            raise ValueError(f"logsnr_min must be >= -{bound} and < logsnr_max, and that <= {bound}, got {low}, {high}")
+
+    def latent_shape(self, params: Params) -> tuple[int, int]:
+        """(C, n)."""
+        return self.value("vae", "latent_dim", int), math.ceil(self._points(params) / self._stride)
+
+    def _points(self, params: Params) -> int:
+        """N."""
+        return int(self.option(params, "duration") * self.value("vae", "sampling_rate", int))
+
+    @property
+    def _stride(self) -> int:
+        """Points of a latent frame."""
+        return self.value("vae", "patch_size", int) * math.prod(self.value("vae", "encoder_strides", list))
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0, with even steps of log-SNR between."""
+        low, high = self.option(params, "logsnr_min"), self.option(params, "logsnr_max")
+        levels = torch.sigmoid(linear_sigmas(params.num_inference_steps) * (high - low) - high)
+        levels[0], levels[-1] = 1, 0
+        return shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, and `is_text` [T], where it ends.
+
+        The net has a vector of its own for what comes after, and attends to it: nothing is padded or cut.
+        """
+        text, length = prompt.negative if negative else prompt.text, min(parts.tokenizer.model_max_length, TEXT_TOKENS)
+        tokens = parts.tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+        ids, mask = (to_device(t, parts.text_encoder.device) for t in (tokens.input_ids, tokens.attention_mask))
+        embeds = parts.text_encoder(ids, attention_mask=mask)[0][0]
+        return {"embeds": embeds, "is_text": to_device(tokens.attention_mask[0].bool(), embeds.device)}
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """The code of the length, `duration` [D]."""
+        seconds = torch.tensor([self.option(params, "duration")], dtype=torch.float32)
+        return {"duration": parts.duration_embedder(to_device(seconds, parts.duration_embedder.device))[0]}
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, n], float32, at x [B, C, n] and noise levels sigma [B].
+
+        cond: `embeds` [B, T, D], `is_text` [B, T] and `duration` [B, D]; with guidance also the negatives of the former
+        two, and both halves run as one batch.
+        """
+        embeds, is_text, duration = cond["embeds"], cond["is_text"], cond["duration"]
+        guided, inputs = self.is_guided(params), x
+        if guided:
+            embeds, is_text = both(cond, "embeds"), both(cond, "is_text")
+            inputs, sigma, duration = (torch.cat([each, each]) for each in (x, sigma, duration))
+        velocity = net(
+            hidden_states=inputs.to(embeds.dtype),
+            timestep=sigma.float() * self.value("scheduler", "num_train_timesteps", int, 1000),
+            encoder_hidden_states=torch.cat([embeds, duration[:, None].to(embeds.dtype)], dim=1),
+            global_hidden_states=duration,
+            encoder_attention_mask=torch.cat([is_text, torch.ones_like(is_text[:, :1])], dim=1),
+            return_dict=False,
+        )[0].float()
+        if guided:
+            positive, negative = velocity.chunk(2)
+            velocity = negative + params.guidance_scale * (positive - negative)
+        return velocity
+
+    def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
+        """Sound [B, N, 2] in [-1, 1], float32, from clean latents x0 [B, C, n]."""
+        sound = parts.vae.decode(x0.to(parts.vae.dtype), return_dict=False)[0].float()
+        sound = sound[:, :, : self._points(params)].clamp(-1, 1).transpose(1, 2).contiguous()
+        return {"audio": sound}, {"sample_rate": float(self.value("vae", "sampling_rate", int))}
+
+    def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
+        """The clean latents [B, C, n] of sound [B, N, 2], which silence fills up to whole latent frames."""
+        sound = media["audio"].transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
+        sound = nn.functional.pad(sound, [0, -sound.shape[-1] % self._stride])
+        code: Tensor = parts.vae.encode(sound, return_dict=False)[0]
+        return code.float()
+
+    def _class(self, part: str) -> Any:
+        if part != "duration_embedder":
+            return super()._class(part)
+        from diffusers import StableAudio3DurationEmbedder
+
+        return StableAudio3DurationEmbedder
