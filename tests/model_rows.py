@@ -212,7 +212,13 @@ def mend_stable_audio(pipe: Any) -> None:
     """Let a stock pipeline open adapters, for which diffusers' other classes of nets have a mixin."""
     net = pipe.transformer
     net.__class__ = type(type(net).__name__, (type(net), diffusers.loaders.PeftAdapterMixin), {})
-    vars(pipe)["load_lora_weights"] = partial(net.load_lora_adapter, prefix="transformer")
+    open_adapters(pipe)
+
+
+def open_adapters(pipe: Any) -> None:
+    """Give a stock pipeline that has no `load_lora_weights` that of its net."""
+    load = partial(pipe.transformer.load_lora_adapter, weight_name=ADAPTER)
+    vars(pipe)["load_lora_weights"] = partial(load, prefix="transformer")
 
 
 def mend_hunyuan_video(pipe: Any) -> None:
@@ -221,6 +227,7 @@ def mend_hunyuan_video(pipe: Any) -> None:
     It has fewer tokens that are masked: of texts, and of an image that is not given.
     """
     pipe.vae.enable_slicing()
+    open_adapters(pipe)
     pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 500, 2
     pipe.__class__ = type("Guided", (type(pipe),), {"__call__": guided_hunyuan_video})
 
@@ -239,6 +246,7 @@ NEGATIVE = "bad and blurry"
 KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
+ADAPTER = "pytorch_lora_weights.safetensors"
 SECOND = {"duration": 1.0}
 BAGEL_SIZES = {"vae_max_size": 64.0, "vit_max_size": 56.0}
 ROWS = {

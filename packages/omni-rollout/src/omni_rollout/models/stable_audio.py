@@ -142,8 +142,13 @@ class StableAudio3(DiffusersModel):
         return code.float()
 
     def _class(self, part: str) -> Any:
-        if part != "duration_embedder":
-            return super()._class(part)
-        from diffusers import StableAudio3DurationEmbedder
+        if part == "duration_embedder":
+            from diffusers import StableAudio3DurationEmbedder
 
-        return StableAudio3DurationEmbedder
+            return StableAudio3DurationEmbedder
+        cls = super()._class(part)
+        if part != "transformer":
+            return cls
+        from diffusers.loaders import PeftAdapterMixin
+
+        return type(cls.__name__, (cls, PeftAdapterMixin), {})  # diffusers' class of this net opens no adapters
