@@ -245,7 +245,10 @@ PROMPTS = {  # name of the file -> its bytes, and what is said of it
     "latin.txt": (b"a cat\na caf\xe9\n", r"--prompts: latin\.txt, line 2: must be UTF-8, got the byte 0xe9"),
     "few.txt": (b"a cat\n", r"--prompts: prompts_per_step must be between 1 and .* few\.txt \(1\), got 2"),
     "torn.jsonl": (b'{"prompt": "a"}\n\n{"prompt": "b\n', r"--prompts: torn\.jsonl, line 3: not valid JSON"),
-    "keys.jsonl": (b'{"prompt": "a"}\n{"text": "b"}', r"keys\.jsonl, line 2: must have the key \"prompt\", got .*text"),
+    "keys.jsonl": (
+        b'{"prompt": "a"}\n{"text": "b"}',
+        r"keys\.jsonl, line 2: must have the key \"prompt\" or \"messages\", got .*text",
+    ),
 }
 
 

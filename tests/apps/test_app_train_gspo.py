@@ -17,6 +17,7 @@ from omni_losses import token_weights
 from omni_rl.tokens import TokenRun, pack
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
+from omni_train.data import load_prompts
 from omni_train.files import load_metrics
 from PIL import Image
 from safetensors.torch import load_file
@@ -238,9 +239,12 @@ def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkey
         run._unshard()
 
 
-def test_the_page_shows_a_line_of_the_shipped_prompts():
-    ((line,),) = [re.findall(r"```json\n(.*)\n```", (REPO / "docs/tokens.md").read_text())]
+def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
+    line, chat = re.findall(r"```json\n(.*?)\n```", (REPO / "docs/tokens.md").read_text(), re.DOTALL)
     assert line == (REPO / "data/tiny-beeps/train.jsonl").read_text().splitlines()[0]
+    (tmp_path / "a.jsonl").write_text(chat.replace("\n", ""))
+    [record] = load_prompts(tmp_path / "a.jsonl")
+    assert (record.images, record.text) == ((tmp_path / "cat.png",), "Is this(A) a cat or (B) a dog?")
 
 
 def test_the_script_that_made_the_thinker_runs(tmp_path, monkeypatch, capsys):

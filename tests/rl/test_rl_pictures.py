@@ -91,3 +91,10 @@ def test_prompts_of_a_file_have_references_of_any_number_and_size_or_none_has_an
     rule = 'line 3: "images" must be in all lines of a file or in none, the first has 1, got 0'
     with pytest.raises(ValueError, match=rule):
         load_prompts(prompts, check=AllOrNone())
+
+
+def test_a_chat_is_no_prompt_of_a_picture(tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"messages": [{"role": "user", "content": "x"}]}')
+    with pytest.raises(ValueError, match='line 1: must have the key "prompt", a string: messages are for models that'):
+        load_prompts(prompts, check=AllOrNone())

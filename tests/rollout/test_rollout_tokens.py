@@ -142,6 +142,29 @@ def test_frames_of_a_still_video_are_the_patches_of_a_picture(engines):
     assert torch.equal(pair[:, :, 1], second[:, :, 1])
 
 
+def test_a_chat_is_what_the_template_makes_of_it(engines, monkeypatch):
+    """The chat that a plain prompt stands for gives the same tokens; in another order media stand elsewhere."""
+    model = engines("qwen3-omni").model
+    plain = prompts("all")[0]
+    said = [{"type": kind} for kind in ("image", "video", "audio")] + [{"type": "text", "text": plain.text}]
+    system = {"role": "system", "content": "Be brief."}
+    alike = replace(plain, text="?", meta={"messages": [system, {"role": "user", "content": said}]})
+    first, second = model.encode(replace(plain, meta={"system": "Be brief."})), model.encode(alike)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    turns = [("user", said[::-1]), ("assistant", "no"), ("user", "x")]
+    turns = [{"role": role, "content": content} for role, content in turns]
+    ids = model.encode(replace(plain, meta={"messages": turns}))["input_ids"].tolist()
+    places = [ids.index(model.config[f"{kind}_token_id"]) for kind in ("audio", "video", "image")]
+    assert places == sorted(places)
+    assert model.tokenizer.decode(ids).endswith(
+        "assistant\nno<|im_end|>\n<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    )
+    monkeypatch.setattr(model.tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match=r"messages need a chat template, and .* has none"):
+        model.encode(alike)
+
+
 def test_what_a_model_does_not_take_is_refused(engines, tmp_path):
     for name, kind, words in (("qwen3", "image", "text alone, got image"), ("qwen2.5-vl", "sound", "video, got audio")):
         with pytest.raises(ValueError, match=f"must hold .*{words}"):

@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import sys
 from collections import Counter
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from unittest.mock import patch
 
 import omni_train.data
@@ -189,7 +191,7 @@ def test_the_line_of_a_reference_that_cannot_be_used_is_named(tmp_path):
         ('{"prompt": "cat", "images": ["a.png", null]}', 'line 3: "images" must be a path or a list of paths'),
         ("{prompt: cat}", "line 3: not valid JSON"),
         ('["cat"]', "line 3: must be a JSON object, got list"),
-        ('{"text": "cat"}', r"line 3: must have the key \"prompt\", got the keys \['text'\]"),
+        ('{"text": "cat"}', r"line 3: must have the key \"prompt\" or \"messages\", got the keys \['text'\]"),
         ('{"prompt": 3}', 'line 3: "prompt" must be a string, got int'),
         ('{"prompt": "cat", "negative_prompt": null}', 'line 3: "negative_prompt" must be a string, got NoneType'),
         ('{"prompt": "cat", "size": NaN}', "line 3: not valid JSON: NaN is no JSON number"),
@@ -231,7 +233,7 @@ def test_files_that_cannot_serve_are_errors(tmp_path, prompts):
     (tmp_path / "latin.txt").write_bytes(b"a cat\na caf\xe9\n")
     with pytest.raises(ValueError, match=r"latin\.txt, line 2: must be UTF-8, got the byte 0xe9"):
         load_prompts(tmp_path / "latin.txt")
-    with pytest.raises(ValueError, match=r"must end in \.txt or \.jsonl"):
+    with pytest.raises(ValueError, match=r"must end in \.txt, \.jsonl or \.parquet"):
         load_prompts(write(tmp_path, "a.csv", "cat"))
     for per_step in (0, 4):
         with pytest.raises(ValueError, match=rf"prompts_per_step must be between 1 and .* \(3\), got {per_step}"):
@@ -268,3 +270,137 @@ def test_sound_and_video_are_files_beside_the_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "audio": 3}\n')
     with pytest.raises(ValueError, match='line 1: "audio" must be a path, got 3'):
         load_prompts(tmp_path / "a.jsonl")
+
+
+ASKED = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat"}, {"type": "text", "text": "."}]},
+    {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image", "path": "in/b.png"},
+                                 {"type": "text", "text": "this?"}, {"type": "audio", "audio": "c.wav"}]},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt"])
+def test_a_chat_keeps_the_order_of_its_parts_and_names_its_files_where_other_lines_do(tmp_path, key):
+    path = write(tmp_path, "a.jsonl", json.dumps({key: ASKED, "answer": "B"}))
+    [record] = load_prompts(path)
+    assert (record.text, record.meta["answer"], record.audio) == ("And this?", "B", tmp_path / "c.wav")
+    assert record.images == (tmp_path / "a.png", tmp_path / "in" / "b.png")
+    assert record.meta["messages"] == [
+        ASKED[0],
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What"}]},
+        {"role": "assistant", "content": "A cat."},
+        {"role": "user", "content": [{"type": "text", "text": "And "}, {"type": "image"},
+                                     {"type": "text", "text": "this?"}, {"type": "audio"}]},
+    ]  # fmt: skip
+
+
+def test_the_line_may_name_the_files_of_a_chat_and_a_message_may_be_a_sound_alone(tmp_path):
+    said = [{"role": "user", "content": [{"type": "image"}, {"type": "image"}, {"type": "audio", "audio": None}]}]
+    line = {"messages": said, "images": ["a.png", "b.png"], "audio": "c.wav", "video": None}
+    [record] = load_prompts(write(tmp_path, "a.jsonl", json.dumps(line)))
+    assert [file.name for file in (*record.images, record.audio)] == ["a.png", "b.png", "c.wav"]
+    assert record.text == ""
+
+
+def user(*parts):
+    return {"messages": [{"role": "user", "content": list(parts)}]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"messages": []}, r'"messages" must be a list with at least one, got \[\]'),
+        ({"messages": ASKED, "prompt": "a"}, "\"prompt\" must be left out beside messages, got 'a'"),
+        ({"messages": ASKED, "system": "a"}, '"system" must be left out beside messages'),
+        ({"messages": ASKED[:3]}, "the last message must be the user's, got 'assistant'"),
+        ({"messages": ["a"]}, 'message 1 must have "content" and a "role" of system, user, assistant, .* got \'a\''),
+        ({"messages": [ASKED[0], {"role": "bot", "content": "a"}]}, "message 2 must have .* \"role\" .* 'bot'"),
+        ({"messages": [{"role": "user", "content": 3}]}, 'message 1: "content" must be a string or a list .* got 3'),
+        ({"messages": [{"role": "user", "content": " "}]}, "message 1 must not be empty"),
+        (user(), "message 1 must not be empty"),
+        (user({"type": "smell", "smell": "a"}), "message 1: a part must be .* got .*smell"),
+        (user({"type": "image", "url": "http://a/b.png"}), "message 1: a part must be .*, got .*url"),
+        (user({"type": "image", "image": "a.png", "path": "b.png"}), "message 1: a part must be"),
+        (user({"type": "image", "image": 3}), "message 1: a part must be"),
+        (user({"type": ["image"]}), "message 1: a part must be"),
+        (user({"type": "text"}), "message 1: a part must be"),
+        (user({"type": "image"}), 'messages must have a part for each file of "images", .* got parts .* and files'),
+        ({"messages": ASKED[:1] + ASKED[3:], "images": "a.png"}, "messages must have a part for each file"),
+        (
+            {"messages": [{"role": "user", "content": "a"}], "images": "a.png"},
+            "messages must have a part for each file",
+        ),
+        (
+            user({"type": "audio", "audio": "a"}, {"type": "audio", "audio": "b"}),
+            'messages must have a part .* "audio", at most one',
+        ),
+    ],
+)
+def test_a_malformed_chat_is_named(tmp_path, line, message):
+    path = write(tmp_path, "a.jsonl", '{"prompt": "fine"}', json.dumps(line))
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {message}"):
+        load_prompts(path)
+
+
+class Table:
+    """What pyarrow reads, stood in for: rows as its `to_pylist` gives them, with every key of every row."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def read_table(self, path, *, partitioning):
+        assert partitioning is None  # a folder called a=1 is no column
+        if not path.exists():
+            raise FileNotFoundError(path)
+        return self
+
+    def to_pylist(self):
+        return self.rows
+
+
+def parquet_of(rows, folder, monkeypatch):
+    (folder / "a.parquet").touch()
+    package = ModuleType("pyarrow")
+    package.parquet = Table(rows)
+    monkeypatch.setitem(sys.modules, "pyarrow", package)
+    return folder / "a.parquet"
+
+
+def test_a_row_of_parquet_is_what_a_line_is(tmp_path, monkeypatch):
+    part = {"type": "text", "text": "a\u2028b\n", "image": None}
+    messages = [{"role": "user", "content": [part, {"type": "image", "text": None, "image": "a.png"}]}]
+    rows = [
+        {"messages": messages, "prompt": None, "n": None, "tags": None},
+        {"messages": None, "prompt": "c", "n": 1.5, "tags": [1, None]},
+    ]
+    path = parquet_of(rows, tmp_path, monkeypatch)
+    chat, plain = load_prompts(path)
+    assert (chat.text, chat.images) == ("a\u2028b\n", (tmp_path / "a.png",))
+    assert plain == PromptRecord(1, "c", meta={"n": 1.5, "tags": [1, None]})
+    sampler = PromptSampler(path, prompts_per_step=2, seed=0)
+    assert sorted(sampler.at(0), key=lambda record: record.index) == [chat, plain]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": ""}, 'row 2: "prompt" must not be empty'),
+        ({"prompt": "b", "images": [b"PNG"]}, 'row 2: "images" must hold text, .* paths in place of files, got .*PNG'),
+        ({"prompt": "b", "n": float("nan")}, 'row 2: "n" must hold text, finite numbers, .* got nan'),
+    ],
+)
+def test_a_malformed_row_is_named(tmp_path, monkeypatch, row, message):
+    path = parquet_of([{"prompt": "a"}, row], tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match=f"a.parquet, {message}"):
+        load_prompts(path)
+
+
+def test_parquet_says_what_to_install_and_which_file_cannot_be_read(tmp_path, monkeypatch):
+    path = parquet_of([], tmp_path, monkeypatch)
+    with pytest.raises(ValueError, match=r"path must be a parquet file that can be read, got .*gone\.parquet"):
+        load_prompts(tmp_path / "gone.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a\.parquet needs pyarrow, which is not installed: pip install pyarrow"):
+        load_prompts(path)

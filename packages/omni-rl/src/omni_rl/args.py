@@ -65,8 +65,8 @@ class RunArgs:
     unshard: Literal["auto", "none", "rollout", "all"] = "auto"  # Phases in which fsdp2 keeps gathered weights
 
     # Data
-    prompts: str = ""  # File of training prompts, .txt or .jsonl (required, here or in a preset)
-    eval_prompts: str = ""  # File of evaluation prompts, .txt or .jsonl (required, here or in a preset)
+    prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
+    eval_prompts: str = ""  # File of evaluation prompts, .txt, .jsonl or .parquet (required, here or in a preset)
     prompts_per_step: int = 32  # Prompts in a training step, over all ranks
     group_size: int = 16  # Samples of each prompt
     batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike

@@ -69,7 +69,9 @@ class AllOrNone:
         self.first: int | None = None
 
     def __call__(self, record: PromptRecord) -> None:
-        """Raises ValueError for a prompt unlike the first, and for a file that is no whole picture."""
+        """Raises ValueError for a prompt unlike the first, a chat, and a file that is no whole picture."""
+        if "messages" in record.meta:
+            raise ValueError('must have the key "prompt", a string: messages are for models that answer in text')
         num = len(reference_sizes(record))
         self.first = num if self.first is None else self.first
         if bool(num) != bool(self.first):

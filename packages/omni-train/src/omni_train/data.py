@@ -17,6 +17,8 @@ from pathlib import Path
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
 MAX_SIDE = 16_384  # pixels
+ROLES = ("system", "user", "assistant")
+FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> where a line has files
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,9 @@ class PromptSampler:
 
     Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
     "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,
-    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped.
+    maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. In
+    place of "prompt" it may hold "messages", a chat whose last message is the user's. `.parquet` holds such an object a
+    row.
     check: called with every prompt.
 
     Raises:
@@ -148,11 +152,11 @@ Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None, Path |
 
 
 def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[PromptRecord]:
-    """All prompts of a `.txt` or `.jsonl` file, in file order. check: called with each.
+    """All prompts of a `.txt`, `.jsonl` or `.parquet` file, in file order. check: called with each.
 
     Raises:
         ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what `check` raises
-            (named with the line's number).
+            (named with the number of the line or row), or pyarrow is not installed.
     """
     lines, split = _read_lines(Path(path), check)
     return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
@@ -160,18 +164,11 @@ def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[
 
 def _read_lines(path: Path, check: RecordCheck | None) -> tuple[list[str], Callable[[str], Parts]]:
     """The lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
-    if path.suffix not in (".txt", ".jsonl"):
-        raise ValueError(f"path must end in .txt or .jsonl, got {path}")
-    split = partial(_split_json, path.parent) if path.suffix == ".jsonl" else _split_text
-    try:
-        data = path.read_bytes()
-        text = data.decode("utf-8-sig")
-    except OSError as exc:
-        raise ValueError(f"path must be a file that can be read, got {path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        number = data.count(b"\n", 0, exc.start) + 1
-        raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
-    lines = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+    if path.suffix not in (".txt", ".jsonl", ".parquet"):
+        raise ValueError(f"path must end in .txt, .jsonl or .parquet, got {path}")
+    split = partial(_split_json, path.parent) if path.suffix != ".txt" else _split_text
+    is_table = path.suffix == ".parquet"
+    lines = _table_lines(path) if is_table else _text_lines(path)
     kept: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -183,10 +180,50 @@ def _read_lines(path: Path, check: RecordCheck | None) -> tuple[list[str], Calla
                     check(record)
                 kept.append(line)
         except ValueError as exc:
-            raise ValueError(f"{path}, line {number}: {exc}") from exc
+            raise ValueError(f"{path}, {'row' if is_table else 'line'} {number}: {exc}") from exc
     if not kept:
         raise ValueError(f"path must hold at least one prompt, {path} is empty")
     return kept, split
+
+
+def _text_lines(path: Path) -> list[str]:
+    try:
+        data = path.read_bytes()
+        text = data.decode("utf-8-sig")
+    except OSError as exc:
+        raise ValueError(f"path must be a file that can be read, got {path}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        number = data.count(b"\n", 0, exc.start) + 1
+        raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
+    return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
+
+
+def _table_lines(path: Path) -> list[str]:
+    """The rows of a parquet file as lines of JSON, without what is null: a row has the keys of all."""
+    try:
+        from pyarrow import parquet
+    except ImportError as exc:
+        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from exc
+    try:
+        rows = parquet.read_table(path, partitioning=None).to_pylist()
+    except (OSError, ValueError) as exc:
+        raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
+    lines = []
+    for number, row in enumerate(rows, start=1):
+        for key, value in row.items():
+            try:
+                json.dumps(value, allow_nan=False)
+            except (TypeError, ValueError) as exc:
+                rule = f'"{key}" must hold text, finite numbers, lists and structs, and paths in place of files'
+                raise ValueError(f"{path}, row {number}: {rule}, got {value!r:.80}") from exc
+        lines.append(json.dumps(_without_null(row), ensure_ascii=False))
+    return lines
+
+
+def _without_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_null(own) for key, own in value.items() if own is not None}
+    return [_without_null(own) for own in value] if isinstance(value, list) else value
 
 
 def _split_text(line: str) -> Parts:
@@ -202,13 +239,14 @@ def _split_json(folder: Path, line: str) -> Parts:
         raise ValueError(f"not valid JSON: more than one value, the second at character {end + 1}")
     if type(entry) is not dict:
         raise ValueError(f"must be a JSON object, got {type(entry).__name__}")
-    if "prompt" not in entry:
-        raise ValueError(f'must have the key "prompt", got the keys {sorted(entry)}')
-    text, negative = entry.pop("prompt"), entry.pop("negative_prompt", "")
+    if "prompt" not in entry and "messages" not in entry:
+        raise ValueError(f'must have the key "prompt" or "messages", got the keys {sorted(entry)}')
+    is_chat = "messages" in entry or type(entry["prompt"]) is list
+    text, negative = _take_chat(entry) if is_chat else entry.pop("prompt"), entry.pop("negative_prompt", "")
     for key, value in (("prompt", text), ("negative_prompt", negative)):
         if type(value) is not str:
             raise ValueError(f'"{key}" must be a string, got {type(value).__name__}')
-    if not text.strip():
+    if not text.strip() and not is_chat:  # a message may be a sound alone
         raise ValueError('"prompt" must not be empty')
     images = entry.get("images", [])
     names = [images] if type(images) is str else images
@@ -221,6 +259,67 @@ def _split_json(folder: Path, line: str) -> Parts:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
     audio, video = (_path(entry, key, folder) for key in ("audio", "video"))
     return text, negative, entry, tuple(folder / name for name in names), _size(entry), audio, video
+
+
+def _take_chat(entry: dict[str, object]) -> str:
+    """The text of a chat's last message. Its files move to where other lines have them, and templates can read it."""
+    messages = entry.pop("messages") if "messages" in entry else entry.pop("prompt")
+    for key in ("prompt", "system"):
+        if key in entry:
+            raise ValueError(f'"{key}" must be left out beside messages, got {entry[key]!r:.80}')
+    if type(messages) is not list or not messages:
+        raise ValueError(f'"messages" must be a list with at least one, got {messages!r:.80}')
+    files: dict[str, list[object]] = {kind: [] for kind in FILES}
+    chat: list[dict[str, object]] = []
+    text = ""
+    for number, message in enumerate(messages, start=1):
+        if type(message) is not dict or message.keys() != {"role", "content"} or message["role"] not in ROLES:
+            rule = f'message {number} must have "content" and a "role" of {", ".join(ROLES)}, and no more'
+            raise ValueError(f"{rule}, got {message!r:.80}")
+        content = message["content"]
+        given = [{"type": "text", "text": content}] if type(content) is str else content
+        if type(given) is not list:
+            raise ValueError(f'message {number}: "content" must be a string or a list of parts, got {content!r:.80}')
+        parts = [_part(part, files, number) for part in given]
+        text = "".join(part.get("text", "") for part in parts)
+        is_text = all(part["type"] == "text" for part in parts)
+        if is_text and not text.strip():
+            raise ValueError(f"message {number} must not be empty")
+        chat.append({"role": message["role"], "content": text if is_text else parts})
+    if chat[-1]["role"] != "user":
+        raise ValueError(f"the last message must be the user's, got {chat[-1]['role']!r}")
+    for kind, key in FILES.items():
+        _place_files(entry, key, files[kind])
+    entry["messages"] = chat
+    return text
+
+
+def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
+    """A part of a message as templates read it; its file goes to `files`, or None where the line names it."""
+    said = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    kind = said.get("type")
+    if kind == "text" and said.keys() == {"type", "text"} and type(said["text"]) is str:
+        return {"type": "text", "text": said["text"]}
+    names = [value for key, value in said.items() if key != "type" and key in (kind, "path")]
+    if type(kind) is str and kind in FILES and len(said) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
+        files[kind].append(names[0] if names else None)
+        return {"type": kind}
+    rule = 'must be {"type": "text", "text": TEXT} or {"type": "image", "image": PATH}, "audio" and "video" likewise'
+    raise ValueError(f"message {number}: a part {rule}, got {part!r:.80}")
+
+
+def _place_files(entry: dict[str, object], key: str, files: list[object]) -> None:
+    """Put the files that a chat's parts name under a key of the line, or check those that the line names itself."""
+    own = entry.get(key)
+    given = own if isinstance(own, list) else [own] * (own is not None)
+    named = [name for name in files if name is not None]
+    is_whole = len(files) == len(named or given) and not (named and given)
+    if not is_whole or (len(files) > 1 and key != "images"):
+        most = "" if key == "images" else ", at most one"
+        rule = f'messages must have a part for each file of "{key}"{most}, which the parts name, or else the line'
+        raise ValueError(f"{rule}, got parts {files} and files {given!r:.80}")
+    if named:
+        entry[key] = named if key == "images" else named[0]
 
 
 def _path(entry: Mapping[str, object], key: str, folder: Path) -> Path | None:

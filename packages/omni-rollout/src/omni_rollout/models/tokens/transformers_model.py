@@ -121,20 +121,27 @@ class TransformersModel:
                 have = " and ".join(self.MEDIA) or "text alone"
                 raise ValueError(f"prompts of a {type(self).__name__} must hold {have}, got {kind}")
         media, places = self.encode_media(prompt)
-        said: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
-        said = [{"type": "image"}] * len(prompt.images) + said + [{"type": "text", "text": prompt.text}]
-        chat: list[dict[str, object]] = [{"role": "user", "content": said if kinds else prompt.text}]
-        if system := prompt.meta.get("system"):
-            chat.insert(0, {"role": "system", "content": str(system)})
         text = prompt.text
         if self.tokenizer.chat_template is not None:
+            chat = prompt.meta.get("messages") or self.chat_of(prompt, kinds)
             text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        elif "messages" in prompt.meta:
+            raise ValueError(f"messages need a chat template, and {self.folder} has none")
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
         if (found := sum(i in places for i in ids)) != sum(map(len, places.values())):
             raise ValueError(f"a prompt must have a place for each of its media, got {found} in {text!r:.80}")
         counts = {token: iter(sizes) for token, sizes in places.items()}
         spread = [token for token in ids for _ in range(next(counts[token]) if token in counts else 1)]
         return {"input_ids": torch.tensor(spread), **media}
+
+    def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
+        """The messages of a prompt that has none: the system's, if any, and the user's with media before the text."""
+        said: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
+        said = [{"type": "image"}] * len(prompt.images) + said + [{"type": "text", "text": prompt.text}]
+        chat: list[dict[str, object]] = [{"role": "user", "content": said if kinds else prompt.text}]
+        if system := prompt.meta.get("system"):
+            chat.insert(0, {"role": "system", "content": str(system)})
+        return chat
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
         """The tensors of a prompt's media; and by the token that stands for one, how many each takes."""
