@@ -59,6 +59,7 @@ class Args(JudgedArgs):
     kl_coef: float = 0.0  # Weight of the KL to the policy before training
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
+    route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
     correction_level: Literal["step", "trajectory"] = "trajectory"  # Unit that shares an importance weight
     correction_mode: Literal["truncate", "mask"] = "truncate"  # Treatment of importance weights beyond the bounds
     correction_low: float = 0.99  # Least importance weight per latent element
@@ -212,6 +213,8 @@ def main(args: Args) -> None:
         steps=window,
         apart=args.apart,
     )
+    if args.route_replay:
+        run.replay_routes()
     args = replace(args, sound_weight=shares_of(run)[1]) if args.apart else args
     run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size

@@ -95,6 +95,81 @@ class BagelFolder:
         (folder / "vit_config.json").write_text(json.dumps(seen), encoding="utf-8")
 
 
+class HunyuanImageFolder:
+    """HunyuanImage-3.0 as it is released: all parts in one folder; what reads images and writes text in name only."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Writes the folder, whose picture sizes are a sixteenth of the released ones."""
+        import torch
+        from omni_rollout.models.hunyuan_image_net import HunyuanImageTransformer
+        from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
+        from safetensors.torch import save_file
+
+        build_hunyuan_tokenizer().save_pretrained(folder)
+        code = {"latent_channels": 16, "block_out_channels": [32] * 5, "layers_per_block": 0}
+        code |= {"ffactor_spatial": 16, "ffactor_temporal": 1}
+        sizes = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 3, "rms_norm_eps": 1e-5}
+        sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "attention_head_dim": 16}
+        sizes |= {"intermediate_size": 64, "moe_intermediate_size": 64, "patch_embed_hidden_dim": 32}
+        experts = {"num_experts": 4, "moe_topk": 2, "num_shared_expert": 1}
+        net = HunyuanImageTransformer(**sizes, **experts, latent_channels=16)
+        vae = HunyuanImageVAE(**code)
+        for part in (net, vae):
+            draw_weights(part)
+        weights = net.state_dict() | {f"vae.{name}": weight for name, weight in vae.state_dict().items()}
+        weights |= {name: torch.zeros(1) for name in ("model.ln_f.weight", "lm_head.weight", "vision_model.x")}
+        shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+        places = {name: shards["layers.1" in name] for name in weights}
+        for shard in shards:
+            save_file({name: weights[name].contiguous() for name in weights if places[name] == shard}, folder / shard)
+        lists = {name: [value] * 3 for name, value in {**experts, "moe_intermediate_size": 64}.items()}
+        config = {"architectures": ["HunyuanImage3ForCausalMM"], "model_type": "hunyuan_image_3_moe", **sizes, **lists}
+        config |= {"num_experts": 4, "hidden_act": "silu", "use_qk_norm": True, "use_mixed_mlp_moe": True}
+        config |= {"image_base_size": 64, "rope_theta": 10000.0, "img_proj_type": "unet", "patch_size": 1}
+        config["vae"] = {
+            "scaling_factor": 0.5,
+            "in_channels": 3,
+            "out_channels": 3,
+            "sample_size": 64,
+            "sample_tsize": 8,
+        } | code
+        drawing = {"flow_shift": 3.0, "sequence_template": "pretrain", "drop_think": False}
+        for name, content in {
+            "config.json": config,
+            "generation_config.json": drawing,
+            "model.safetensors.index.json": {"weight_map": places},
+        }.items():
+            (folder / name).write_text(json.dumps(content), encoding="utf-8")
+
+
+def draw_weights(module: Any) -> None:
+    """Fill a module with random weights that depend on their names alone, about 1 in norms."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    for _, weight in sorted(module.named_parameters()):
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=1 / weight[0].numel() ** 0.5, generator=generator)
+        else:
+            torch.nn.init.uniform_(weight, -0.5, 0.5, generator=generator)
+    for name, weight in module.named_parameters():
+        if "norm" in name and name.endswith("weight"):
+            weight.data += 1
+
+
+def build_hunyuan_tokenizer() -> Any:
+    """One token per byte, and those of pictures and of their sizes and ratios."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "pad_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_qwen_tokenizer().backend_tokenizer, **special)
+    names = ["boi", "eoi", "img", "cfg", "timestep", "img_size_64", *(f"img_ratio_{i}" for i in range(37))]
+    names += ["answer", "/answer", "recaption", "/recaption", "think", "/think"]
+    tokenizer.add_tokens([AddedToken(f"<{name}>", special=True) for name in names])
+    return tokenizer
+
+
 LDM_NAMES = {  # diffusers' AutoencoderKL -> latent diffusion
     "down_blocks": "down",
     "downsamplers.0": "downsample",
@@ -808,6 +883,7 @@ class LanguageModelProcessor:
 
 BUILDERS: dict[str, Callable[[], Any]] = {
     "bagel": BagelFolder,
+    "hunyuan-image": HunyuanImageFolder,
     "flux2-dev": lambda: build_flux2(dev=True),
     "flux2-klein": lambda: build_flux2(dev=False, distilled=True),
     "flux2-klein-base": lambda: build_flux2(dev=False),

@@ -45,7 +45,7 @@ class Row:
     where the default takes long. idle: options that only references or two experts have a use for, which the row has
     none of, or that another row tries. pipe: makes the stock pipeline one to compare with, or returns another.
     never_guided: whether the model has no classifier-free guidance; `guided` is then other parameters, or the same.
-    unit: pixels, of which sides are multiples.
+    unit: pixels, of which sides are multiples; 0 where the model has a list of sizes, and `refused` some others.
     unseen: how names of weights begin that only the sound needs. given: references as arguments of the stock pipeline.
     """
 
@@ -69,6 +69,11 @@ class Row:
     unit: int = 16
     unseen: tuple[str, ...] = ()
     given: Callable[[list[Any]], dict[str, Any]] = lambda images: {"image": images if len(images) > 1 else images[0]}
+
+    @property
+    def has_size(self) -> bool:
+        """Whether it draws something that is seen."""
+        return bool(self.nearest) or not self.unit
 
     def references(self, seed: int) -> tuple[torch.Tensor, ...]:
         """A prompt's references, uint8 [H, W, 3]: noise in large squares."""
@@ -95,7 +100,7 @@ class Row:
             own = [prompts[i] for i in batch]
             images = [Image.fromarray(image.numpy()) for image in own[0].images]
             latents = self.latents(noise[list(batch)])
-            size = {"height": params.height, "width": params.width} if self.nearest else {}
+            size = {"height": params.height, "width": params.width} if self.has_size else {}
             output = pipe(
                 prompt=[prompt.text for prompt in own],
                 **size,
@@ -320,6 +325,21 @@ ROWS = {
             ("bagel-edit-two", BAGEL_SIZES, ((40, 90), (70, 50))),
         )
     },
+    "hunyuan-image": Row(
+        checkpoint=built("hunyuan-image"),
+        unguided=Params(6, 48, 80),
+        guided=Params(6, 48, 80, guidance_scale=5.0),
+        stock=None,
+        without_gradient=frozenset(),
+        lora_layers=3 * 2,
+        nearest=(),
+        refused=(
+            ({"height": 56}, "height x width must be a size of the tokenizer, such as 48 x 80, got 56 x 80"),
+            ({"height": 64, "width": 96}, "such as 32 x 96, got 64 x 96"),
+            ({"height": 0, "width": 0}, "such as 32 x 96, got 0 x 0"),
+        ),
+        unit=0,
+    ),
     **{
         name: Row(
             checkpoint=built(name),

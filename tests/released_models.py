@@ -94,7 +94,7 @@ class Release:
 
     def files(self) -> dict[str, dict[str, Any]]:
         """What each file holds."""
-        if self.pipeline == "BagelForConditionalGeneration":  # no pipeline of diffusers
+        if "config.json" in self.parts:  # no pipeline of diffusers
             return self.parts
         kinds = MODELS[self.pipeline].PARTS
         index = {"_class_name": self.pipeline, **kinds, **dict.fromkeys(self.absent, (None, None)), **self.index}
@@ -212,6 +212,37 @@ WAN_5B = {
     },
     "scheduler": WAN_SCHEDULE | {"flow_shift": 5.0},
 }
+HUNYUAN_IMAGE_FILES = {
+    "config.json": {
+        "architectures": ["HunyuanImage3ForCausalMM"],
+        "attention_head_dim": 128,
+        "hidden_size": 4096,
+        "image_base_size": 1024,
+        "img_proj_type": "unet",
+        "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 32,
+        "moe_topk": [8] * 32,
+        "num_attention_heads": 32,
+        "num_experts": 64,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "num_shared_expert": [1] * 32,
+        "patch_embed_hidden_dim": 1024,
+        "patch_size": 1,
+        "use_mixed_mlp_moe": True,
+        "use_qk_norm": True,
+        "vae": {
+            "block_out_channels": [128, 256, 512, 1024, 1024],
+            "ffactor_spatial": 16,
+            "ffactor_temporal": 4,
+            "latent_channels": 32,
+            "layers_per_block": 2,
+        },
+        "vocab_size": 133120,
+    },
+    "generation_config.json": {"flow_shift": 3.0, "sequence_template": "pretrain"},
+    "tokenizer_config.json": {},
+}
 GEMMA3_12B = {
     "text_config": {
         "head_dim": 256,
@@ -298,6 +329,9 @@ RELEASES = {
     ),
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": Release(
         "HunyuanVideo15Pipeline", 8.3, 54 * 12 + 2 * 6, HUNYUAN_VIDEO, channels=32, stride=16
+    ),
+    "tencent/HunyuanImage-3.0": Release(
+        "HunyuanImage3ForCausalMM", 80, 32 * 2, HUNYUAN_IMAGE_FILES, channels=32, stride=16
     ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(
         "WanPipeline",

@@ -42,7 +42,7 @@ CELLS = [
     f"{model}: {algorithm}"
     for model, row in ROWS.items()
     for algorithm in ALGORITHMS
-    if row.nearest or algorithm != "srpo"  # whose rewards hear nothing
+    if row.has_size or algorithm != "srpo"  # whose rewards hear nothing
 ]
 
 

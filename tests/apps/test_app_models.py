@@ -42,7 +42,7 @@ CHANGES = {
 APPS = {app.__name__: app for app in CHANGES}
 SCORED = (train_flowgrpo, train_nft, train_dpo)
 MODELS = [name for name in ROWS if name != "qwen-image"]
-SOUND = [name for name in MODELS if not ROWS[name].nearest]  # of which SRPO's rewards see nothing
+SOUND = [name for name in MODELS if not ROWS[name].has_size]  # of which SRPO's rewards see nothing
 DRAWN = {app: [name for name in MODELS if app != "train_srpo" or name not in SOUND] for app in APPS}
 TRAINED = [case for app in APPS for case in sampled([f"{app} {model}" for model in DRAWN[app]], 1)]
 BAGELS = [name for name in MODELS if name.startswith("bagel")]

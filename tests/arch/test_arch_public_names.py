@@ -280,7 +280,16 @@ def test_every_model_takes_what_the_door_promises():
         assert {
             name: signature_fault(getattr(model, name), SIGNATURES[f"omni_rollout.Model.{name}"]) for name in door
         } == dict.fromkeys(door, "")
-        for constant in ("nets", "boundary", "BLOCK_NAMES", "LORA_TARGETS", "OPTIONS", "MEDIA", "IMAGES"):
+        for constant in (
+            "nets",
+            "boundary",
+            "BLOCK_NAMES",
+            "LORA_TARGETS",
+            "OPTIONS",
+            "MEDIA",
+            "IMAGES",
+            "NEGATES_TEXT",
+        ):
             assert hasattr(model, constant), constant
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 torch.set_num_threads(1)
 
-WITH_ENCODER = [name for name in ROWS if not name.startswith("bagel")]
+WITH_ENCODER = [name for name in ROWS if not name.startswith(("bagel", "hunyuan"))]
 
 
 def encode(model, parts, references):

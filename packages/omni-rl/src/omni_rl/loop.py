@@ -73,6 +73,8 @@ class Loop:
             step, busy_s = Step(number), run.scorer.busy_s
             run.counts.clear()
             run.calls.clear()
+            if run.load:
+                run.load.clear()
             self._in_step = True
             yield step
             self._in_step = False
@@ -83,6 +85,7 @@ class Loop:
             step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, sum(run.calls.values()))))
             if run.model.boundary:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
+            step.metrics |= run.load.metrics() if run.load else {}
             stopping = self._finish(step)
         if run.dist.is_main and self._done == args.train_steps:
             scores = self._scores

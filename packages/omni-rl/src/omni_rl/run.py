@@ -21,6 +21,7 @@ import torch
 from omni_rollout import Engine, Model, Params
 from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
+from omni_rollout.routes import ExpertLoad, replay_routes, routing_of
 from omni_rollout.sampler import TextCache, check_images
 from omni_rollout.tokens import TokenModel
 from omni_rollout.types import WeightedEngine
@@ -91,7 +92,8 @@ class AnyRun(Generic[ArgsT]):
     host. sleeps: whether the engine sleeps during updates. first_step: finished steps with which the loop begins.
     counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the engine
     has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures to.
-    backward: adds the gradient of a loss, `of` of which come before each optimizer step.
+    backward: adds the gradient of a loss, `of` of which come before each optimizer step. load: of the engine's experts,
+    if its net is a mixture of such.
     """
 
     model: Model | TokenModel
@@ -120,6 +122,7 @@ class AnyRun(Generic[ArgsT]):
         self.snapshot: Snapshot | None = None
         self.reference_net: nn.Module | None = None
         self.report: ReportProcess | None = None
+        self.load: ExpertLoad | None = None
         self._start_files: dict[str, list[Path]] = {}  # full weights in --init-weights, by expert
         self._adapters: dict[str, Path] = {}  # folders of adapters there, by expert
         self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
@@ -575,6 +578,16 @@ class Run(AnyRun[MediaT]):
         run._begin()
         return run
 
+    def replay_routes(self) -> None:
+        """Have updates take the experts that the rollout took.
+
+        Raises:
+            ValueError: the model is no mixture of experts.
+        """
+        if not (routing := routing_of(self.engine.net)):
+            raise ValueError("--route-replay needs a model that is a mixture of experts")
+        replay_routes(self.model, self.engine, routing)
+
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of samples that are drawn without injected noise, as `AnyRun.evaluate`."""
         from omni_rl.sampling import evaluate  # which imports this module
@@ -692,6 +705,8 @@ class Run(AnyRun[MediaT]):
 
     def _group_params(self) -> None:
         args = self.args
+        if routing := routing_of(self.engine.net):
+            self.load = ExpertLoad(routing)
         if self.model.boundary:
             self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
         if args.low_expert_lr is not None:

@@ -24,6 +24,7 @@ class Model(Protocol):
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
     reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
     host_encoders: bool  # with it, `load` keeps text encoders on the host, from where they visit the device to encode
+    NEGATES_TEXT: ClassVar[bool]  # whether an empty negative prompt is made of the prompt, and not the same for all
     IMAGES: range  # how many references a prompt may have
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]]  # names of modules and weights that act on one medium alone
     boundary: float  # noise level below which the second of two experts is the net; 0 where there is one

@@ -160,7 +160,8 @@ class Sampler:
         return cond | join([others[_given(prompt)] for prompt in prompts], dim=0, what="condition")
 
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
-        key = (negative, prompt.negative if negative else prompt.text, *map(id, prompt.images), id(prompt.audio))
+        text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
+        key = (negative, text, *map(id, prompt.images), id(prompt.audio))
         if key not in self._texts:
             self._texts[key] = prompt, self.encode(prompt, negative=negative)
             while len(self._texts) > 1 and sum(_num_bytes(kept) for _, kept in self._texts.values()) > self.max_bytes:
@@ -170,8 +171,7 @@ class Sampler:
 
 def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:
     """The k-th kept step of a trajectory under `net`; equals sampling bit for bit if `net` is what sampled."""
-    t, params = trajectory, trajectory.params
-    x, sigma = t.x[:, k], t.sigma(k)
+    t, params, x, sigma = trajectory, trajectory.params, trajectory.x[:, k], trajectory.sigma(k)
     velocity = model.predict_velocity(net, x, sigma, t.cond, params)
     return params.rule(velocity, x, sigma, t.sigma_next(k), noise_level=params.noise_level, x_next=t.x_next[:, k])
 

@@ -42,8 +42,8 @@ class TextFiles:
     def encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         """One sample's conditioning by its text and images, as `Model.encode` has it."""
         references = [("image", image) for image in prompt.images]
-        text = (prompt.negative if negative else prompt.text).encode()
-        file = self.folder / f"{_digest([(f'text {negative}', text), *references])}.safetensors"
+        text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
+        file = self.folder / f"{_digest([(f'text {negative}', text.encode()), *references])}.safetensors"
         found = _read(file)
         if found is not None:
             return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}

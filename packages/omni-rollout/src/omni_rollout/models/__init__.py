@@ -9,6 +9,7 @@ from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
+from omni_rollout.models.hunyuan_image import HunyuanImage
 from omni_rollout.models.hunyuan_video import HunyuanVideo15
 from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
@@ -23,6 +24,7 @@ from omni_rollout.models.z_image import ZImage
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
     "BagelForConditionalGeneration": Bagel,
+    "HunyuanImage3ForCausalMM": HunyuanImage,
     "QwenImageEditPipeline": QwenImageEdit,
     "QwenImageEditPlusPipeline": QwenImageEditPlus,
     "StableDiffusion3Pipeline": StableDiffusion3,

@@ -59,6 +59,7 @@ class DiffusersModel:
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    NEGATES_TEXT: ClassVar[bool] = False
     IMAGES = range(1)
     boundary = 0.0
     reads_weights = True  # without, parts are made of their configuration alone, with values left open
@@ -174,7 +175,7 @@ class DiffusersModel:
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
         for part in self.parts:
-            if self.PARTS[part][1].endswith(("Tokenizer", "Processor")) or part == "scheduler":
+            if part in ("scheduler", "tokenizer") or self.PARTS[part][1].endswith(("Tokenizer", "Processor")):
                 continue
             wanted = self._empty(part).state_dict()
             if Path(self.path).is_dir():  # what a hub id names is fetched when it is loaded

@@ -1,4 +1,4 @@
-"""The record of vLLM-Omni's BAGEL that tests compare ours with is what that port draws."""
+"""The records of vLLM-Omni's BAGEL and HunyuanImage-3.0 that tests compare ours with are what these ports draw."""
 
 import subprocess
 import sys
@@ -11,10 +11,11 @@ from safetensors.torch import load_file
 
 
 @pytest.mark.timeout(300)
-def test_the_record_is_what_the_port_draws(tmp_path):
-    script, again = REPO / "scripts" / "record_bagel.py", tmp_path / "again.safetensors"
+@pytest.mark.parametrize("model", ["bagel", "hunyuan_image"])
+def test_the_record_is_what_the_port_draws(tmp_path, model):
+    script, again = REPO / "scripts" / f"record_{model}.py", tmp_path / "again.safetensors"
     subprocess.run([sys.executable, script, again], check=True, cwd=tmp_path)
-    record = REPO / "tests" / "rollout" / "bagel_of_vllm_omni.safetensors"
+    record = REPO / "tests" / "rollout" / f"{model}_of_vllm_omni.safetensors"
     kept, drawn = load_file(record), load_file(again)
     assert kept.keys() == drawn.keys()
     for name, tensor in kept.items():

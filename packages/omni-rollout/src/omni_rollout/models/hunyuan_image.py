@@ -1,0 +1,237 @@
+"""HunyuanImage-3.0 (arXiv 2509.23951): text to image by a language model of 64 experts, 80 billion weights.
+
+Its weights and released code are under the Tencent Hunyuan Community License, which is none for the European Union, the
+United Kingdom and South Korea. This file and those beside it were written without that code (`hunyuan_image_net`).
+
+A checkpoint is the released folder: config.json, generation_config.json, safetensors files of all parts with their
+index, and a tokenizer. The transformer is `hunyuan_image_net`'s, the VAE `hunyuan_image_vae`'s.
+
+Shapes: B samples, C latent channels (32), h x w latent pixels (a sixteenth of the image), T text tokens.
+"""
+
+import inspect
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from omni_sched import shift_sigmas
+from torch import Tensor, nn
+
+from omni_rollout.files import read_json, safetensors_files
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, local_folder, where_needed
+from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
+
+TRAIN_STEPS = 1000
+TEMPLATES = {  # what is before a prompt, and after it
+    "pretrain": ((), ()),
+    "instruct": (("User: ",), ("\n\n", "Assistant: ", "<answer>")),
+}
+EXTRA_RATIOS = ((1024, 768), (1280, 720), (768, 1024), (720, 1280))  # height and width
+EXTRA_SIZES = ((512, 512), (640, 640), (768, 768), (896, 896))
+KNOWN = {  # values that are built in
+    "attention_bias": False,
+    "cfg_distilled": False,
+    "hidden_act": "silu",
+    "img_proj_type": "unet",
+    "mlp_bias": False,
+    "moe_drop_tokens": False,
+    "moe_layer_num_skipped": 0,
+    "norm_topk_prob": True,
+    "patch_size": 1,
+    "use_cla": False,
+    "use_meanflow": False,
+    "use_mixed_mlp_moe": True,
+    "use_qk_norm": True,
+}
+KNOWN_OF_VAE = {"downsample_match_channel": True, "ffactor_spatial": PIXELS_PER_TOKEN, "upsample_match_channel": True}
+
+
+class HunyuanImage(ImageModel):
+    """HunyuanImage-3.0 for one checkpoint. Its guidance is `guidance_scale`, plain."""
+
+    PIPELINE = "HunyuanImage3ForCausalMM"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        "tokenizer": ("transformers", "PreTrainedTokenizerFast"),
+        "transformer": ("omni_rollout", "HunyuanImageTransformer"),
+        "vae": ("omni_rollout", "HunyuanImageVAE"),
+    }
+    BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("HunyuanImageBlock",)
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = ("self_attn.qkv_proj", "self_attn.o_proj")  # as published
+    NEGATES_TEXT = True
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self.folder = str(path), local_folder(path)
+        own, drawing = (read_json(self.folder / f"{name}.json") for name in ("config", "generation_config"))
+        vae = own.get("vae")
+        if not isinstance(vae, dict):
+            raise ValueError(f"vae of {self.folder / 'config.json'} must be an object, got {vae!r:.80}")
+        for values, known in ((own, KNOWN), (vae, KNOWN_OF_VAE)):
+            for name, value in known.items():
+                if (found := values.get(name, value)) != value:
+                    raise ValueError(f"{name} of {self.folder / 'config.json'} must be {value!r}, got {found!r:.80}")
+        transformer = {name: _one(value) for name, value in own.items() if value is not None}
+        transformer["latent_channels"] = vae.get("latent_channels", 32)
+        tokenizer = read_json(self.folder / "tokenizer_config.json")
+        self.config: dict[str, Any] = {"_class_name": self.PIPELINE, "transformer": transformer, "vae": vae}
+        self.config |= {"tokenizer": tokenizer, "drawing": drawing}
+        if (template := drawing.get("sequence_template", "pretrain")) not in TEMPLATES:
+            names = " or ".join(TEMPLATES)
+            raise ValueError(
+                f"sequence_template of {self.config_file('drawing')} must be {names}, got {template!r:.80}"
+            )
+        self.template = TEMPLATES[template]
+        if self.value("transformer", "moe_topk", int, 8) < 2:  # of one alone the released share is not 1
+            raise ValueError(f"moe_topk of {self.folder / 'config.json'} must be > 1")
+        self.base = self.value("transformer", "image_base_size", int, 1024)
+        self.sizes = buckets(self.base)
+
+    def config_file(self, part: str) -> Path:
+        """Where the configuration of a part lies."""
+        return self.folder / {"tokenizer": "tokenizer_config.json", "drawing": "generation_config.json"}.get(
+            part, "config.json"
+        )
+
+    def weight_files(self, part: str = "transformer") -> list[Path]:
+        """The safetensors files, each of which may have weights of any part; those of a hub id are fetched."""
+        local_folder(self.path, "*.safetensors")
+        return safetensors_files(self.folder)
+
+    def check(self, params: Params) -> None:
+        """Raises ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""
+        super().check(params)
+        height, width = params.height, params.width
+        if (height, width) not in self.sizes:
+            near = min(self.sizes, key=lambda size: abs(size[0] - height) + abs(size[1] - width))
+            rule = f"height x width must be a size of the tokenizer, such as {near[0]} x {near[1]}"
+            raise ValueError(f"{rule}, got {height} x {width}")
+
+    def latent_shape(self, params: Params) -> tuple[int, int, int]:
+        """(C, h, w)."""
+        channels = self.value("vae", "latent_channels", int)
+        return channels, params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
+
+    def sigmas(self, params: Params) -> Tensor:
+        """The noise levels [S + 1] from 1 to 0, whatever the size: those of vLLM-Omni's port.
+
+        Its scheduler spaces steps evenly between the shifted ends of the training schedule, and shifts them again.
+        """
+        shift = self.value("drawing", "flow_shift", float, 3.0)
+        lowest = shift_sigmas(torch.tensor(1 / TRAIN_STEPS), shift)
+        levels = torch.linspace(1, float(lowest), params.num_inference_steps)
+        return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """The tokens of one prompt: `ids` [T] with `ids_mask` [T], True.
+
+        Without a negative prompt guidance leads away from as many <cfg> as the prompt has tokens.
+        """
+        tokenizer = parts.tokenizer
+
+        def read(*texts: str) -> list[int]:
+            return [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+
+        words = read(prompt.negative if negative and prompt.negative else prompt.text)
+        if negative and not prompt.negative:
+            words = [tokenizer.convert_tokens_to_ids("<cfg>")] * len(words)
+        before, after = self.template
+        ids = [tokenizer.bos_token_id, *read(*before), *words, *read(*after)]
+        return {
+            "ids": torch.tensor(ids, dtype=torch.long, device=parts.vae.device),
+            "ids_mask": torch.ones(len(ids), dtype=torch.bool),
+        }
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """`marks` [3], the tokens that tell the image's size and ratio."""
+        names = ["<boi>", f"<img_size_{self.base}>", f"<img_ratio_{self.sizes[params.height, params.width]}>"]
+        marks = parts.tokenizer.convert_tokens_to_ids(names)
+        return {"marks": torch.tensor(marks, device=parts.vae.device)}
+
+    def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+
+        cond: as `encode` and `condition` have it, with an axis B; with guidance also the negatives of `encode`, and
+        both halves run as one batch. What `omni_rollout.routes` has added replays the experts of sampling.
+        """
+        text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
+        marks, guided = cond["marks"], self.is_guided(params)
+        if guided:
+            text = {name: both(cond, name) for name in text}
+            x, sigma, marks = (torch.cat([t, t]) for t in (x, sigma, marks))
+        velocity: Tensor = net(
+            hidden_states=x,
+            timestep=sigma.float(),
+            input_ids=text["ids"],
+            lengths=to_device(text["ids_mask"].sum(dim=1), x.device),
+            marks=marks,
+            attention_mask=where_needed(text["ids_mask"], x.device),
+            text_routes=text.get("text_routes"),
+            routes=text.get("routes"),
+        ).float()
+        if guided:
+            positive, negative = velocity.chunk(2)
+            velocity = negative + params.guidance_scale * (positive - negative)
+        return velocity
+
+    def _statistics(self) -> tuple[float, float]:
+        """The VAE's scale and shift; none where the file has none."""
+        scale, shift = (self.config["vae"].get(f"{name}_factor") for name in ("scaling", "shift"))
+        return scale or 1.0, shift or 0.0
+
+    def _class(self, part: str) -> Any:
+        from omni_rollout.models.hunyuan_image_net import HunyuanImageTransformer
+        from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
+
+        own = {"transformer": HunyuanImageTransformer, "vae": HunyuanImageVAE}
+        return own[part] if part in own else super()._class(part)
+
+    def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
+        if part != "tokenizer":
+            return super()._load(part, device, dtype)
+        tokenizer = self._class(part).from_pretrained(self.folder)
+        marks = ["<boi>", "<cfg>", f"<img_size_{self.base}>", *(f"<img_ratio_{i}>" for i in set(self.sizes.values()))]
+        if lacking := [mark for mark in marks if mark not in tokenizer.get_vocab()]:
+            raise ValueError(f"tokenizer of {self.folder} must have the tokens of sizes and ratios, lacks {lacking}")
+        return tokenizer
+
+    def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
+        """A part with its weights, and the names of those that the files lack."""
+        from diffusers.models.model_loading_utils import load_state_dict
+
+        module, prefix = self._empty(part, buffers=True), "vae." if part == "vae" else ""
+        wanted = {f"{prefix}{name}": name for name in module.state_dict()}
+        own: dict[str, Tensor] = {}
+        for file in self.weight_files(part):
+            weights = load_state_dict(str(file))
+            own |= {wanted[name]: weight.to(dtype) for name, weight in weights.items() if name in wanted}
+        return module, module.load_state_dict(own, strict=False, assign=True).missing_keys
+
+    def _make(self, part: str) -> nn.Module:
+        cls, config = self._class(part), self.config[part]
+        known = inspect.signature(cls.__init__).parameters
+        return cls(**{name: config[name] for name in known if name in config})  # the file has more
+
+
+def _one(value: object) -> object:
+    """A value of the configuration; of one for each layer the one that all have."""
+    alike = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if alike and isinstance(value, list) else value
+
+
+def buckets(base: int) -> dict[tuple[int, int], int]:
+    """The sizes (height, width) that a model of about base x base pixels draws, each with the index of its ratio.
+
+    From the square one side grows to twice the base and the other shrinks to half of it, in steps of a sixteenth;
+    ratios are counted from the widest on. Four further ones follow, and four further sizes have the ratio 1. Of small
+    bases not all sides are whole tokens: these sizes are left out.
+    """
+    step, low, high = base // 16, base // 2, base * 2
+    tall, long, short = [], base, base
+    while long < high or short > low:
+        long, short = min(long + step, high), max(short - step, low)
+        tall.append((long, short))
+    wide = [(short, long) for long, short in reversed(tall)]
+    ratios = [*wide, (base, base), *tall]
+    found = {size: i for i, size in enumerate([*ratios, *EXTRA_RATIOS])}
+    found |= {size: found.get(size, len(wide)) for size in EXTRA_SIZES}
+    return {size: i for size, i in found.items() if not size[0] % PIXELS_PER_TOKEN and not size[1] % PIXELS_PER_TOKEN}

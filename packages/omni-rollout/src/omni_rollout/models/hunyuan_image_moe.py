@@ -1,0 +1,141 @@
+"""The mixture of experts of HunyuanImage-3.0: every token goes to its k best experts, and none is ever dropped.
+
+An expert takes as many tokens as choose it, so that a sample does not depend on its batch. All sizes but the number of
+rows of each expert are known beforehand: one operator multiplies all experts' rows, and a block stays one graph.
+
+Shapes: R tokens of a batch, k experts of a token, S = R k rows, E experts, D width, M inner width.
+"""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, silu
+from torch.utils.flop_counter import register_flop_formula
+
+
+@torch.library.custom_op("omni_rollout::mm_experts", mutates_args=())
+def mm_experts(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+    """Rows [S, in] times the weight [out, in] of their expert, [S, out]; expert e has those up to ends[e]."""
+    out, start = rows.new_empty(len(rows), len(weights[0])), 0
+    for weight, end in zip(weights, ends.tolist(), strict=True):
+        torch.mm(rows[start:end], weight.t(), out=out[start:end])
+        start = end
+    return out
+
+
+@torch.library.custom_op("omni_rollout::mm_experts_weights", mutates_args=())
+def mm_experts_weights(grad: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
+    """The gradients [out, in] of the experts' weights; zeros for an expert without rows."""
+    return [grad[start:end].t() @ rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
+
+
+@mm_experts.register_fake
+def _(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
+    return rows.new_empty(len(rows), len(weights[0]))
+
+
+@mm_experts_weights.register_fake
+def _(grad: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
+    return [grad.new_empty(grad.shape[1], rows.shape[1]) for _ in range(len(ends))]
+
+
+@register_flop_formula([torch.ops.omni_rollout.mm_experts])
+def _flops(rows: tuple[int, int], ends: tuple[int], weights: list[tuple[int, int]], **others: object) -> int:
+    return 2 * rows[0] * rows[1] * weights[0][0]
+
+
+@register_flop_formula([torch.ops.omni_rollout.mm_experts_weights])
+def _flops_of_weights(grad: tuple[int, int], rows: tuple[int, int], ends: tuple[int], **others: object) -> int:
+    return 2 * grad[0] * grad[1] * rows[1]
+
+
+def _keep(ctx, inputs, output):  # type: ignore[no-untyped-def]
+    rows, ends, weights = inputs
+    ctx.trains = weights[0].requires_grad
+    ctx.save_for_backward(rows, ends, *weights)
+
+
+def _backward(ctx, grad):  # type: ignore[no-untyped-def]
+    rows, ends, *weights = ctx.saved_tensors
+    grad = grad.contiguous()
+    back = mm_experts(grad, ends, [weight.t() for weight in weights]) if ctx.needs_input_grad[0] else None
+    return back, None, mm_experts_weights(grad, rows, ends) if ctx.trains else [None] * len(weights)
+
+
+mm_experts.register_autograd(_backward, setup_context=_keep)
+
+
+class GatedMLP(nn.Module):
+    """A layer of the MLP in the order of the released files: above the linear half of what goes up, below its gate."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_and_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., D] of [..., D]."""
+        out: Tensor = self.down_proj(gated(self.gate_and_up_proj(states)))
+        return out
+
+
+class Expert(nn.Module):
+    """The weights of one expert under their released names; `Mixture` multiplies by them."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.gate_and_up_proj = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(2 * inner, width))})
+        self.down_proj = nn.ParameterDict({"weight": nn.Parameter(torch.zeros(width, inner))})
+
+
+class Router(nn.Module):
+    """Chooses the experts of tokens, in float32, by released code's name of its weight."""
+
+    def __init__(self, width: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.wg = nn.Linear(width, num_experts, bias=False)
+
+    def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Experts [R, k] of states [R, D], and their shares [R, k], which add up to 1.
+
+        routes: experts [R, k] to take in place of the best.
+        """
+        exact = torch.promote_types(states.dtype, torch.float32)
+        scores = linear(states.to(exact), self.wg.weight.to(exact)).softmax(dim=-1)
+        experts = scores.topk(self.top_k, dim=-1).indices if routes is None else routes.long()
+        chosen = scores.gather(-1, experts)
+        return experts, chosen / chosen.sum(dim=-1, keepdim=True)
+
+
+class Mixture(nn.Module):
+    """An MLP that all tokens share, and the experts of each."""
+
+    def __init__(self, width: int, inner: int, *, shared: int, num_experts: int, top_k: int) -> None:
+        super().__init__()
+        self.gate = Router(width, num_experts, top_k)
+        self.shared_mlp = GatedMLP(width, shared)
+        self.experts = nn.ModuleList([Expert(width, inner) for _ in range(num_experts)])
+
+    def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[B, L, D] of [B, L, D], and the experts [B, L, k]; routes: as of Router, [B, L, k]."""
+        flat = states.flatten(0, 1)
+        experts, shares = self.gate(flat, None if routes is None else routes.flatten(0, 1))
+        chosen, order = experts.flatten().sort(stable=True)
+        every = torch.arange(len(self.experts), device=flat.device)
+        ends = torch.searchsorted(chosen, every, right=True)
+        rows = flat[order // experts.shape[1]]
+        up, down = (
+            [getattr(each, name)["weight"] for each in self.experts] for name in ("gate_and_up_proj", "down_proj")
+        )
+        rows = mm_experts(gated(mm_experts(rows, ends, up)), ends, down)
+        by_token = torch.empty_like(rows).index_copy(0, order, rows).unflatten(0, experts.shape)
+        mixed = (by_token * shares[..., None]).sum(dim=1).to(states.dtype)
+        return self.shared_mlp(states) + mixed.view_as(states), experts.view(*states.shape[:2], -1)
+
+
+def gated(states: Tensor) -> Tensor:
+    """The half [..., M] of [..., 2M] that is linear, times SiLU of the other."""
+    up, gate = states.chunk(2, dim=-1)
+    return up * silu(gate)

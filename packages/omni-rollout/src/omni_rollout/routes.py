@@ -1,0 +1,119 @@
+"""Mixtures of experts: how evenly they are loaded, and the same experts in the update as in sampling.
+
+The net of such a model has a `Routing`, which it calls once in each forward pass with all that its routers have chosen;
+its texts are the model's `ids`. Where sampling and update round differently, as in other batches, a near tie may send a
+token to another expert, and the ratio of the step leaps. Replayed routes rule that out (R3, arXiv 2510.11370).
+
+Shapes: B samples, T text tokens, N further tokens, K kept steps, k experts of a token, E experts.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from omni_rollout.model import Model
+from omni_rollout.types import Cond, Engine, Params, Prompt, Trajectory
+
+Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all after them, as `Routing` has them
+
+
+class Routing(nn.Module):
+    """Where a net tells what its routers have chosen: a place for hooks."""
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        if num_experts > 256:
+            raise ValueError(f"num_experts must be <= 256, which a byte can tell, got {num_experts}")
+        self.num_experts = num_experts
+
+    def forward(self, text: Tensor, others: Tensor) -> Chosen:
+        """The experts of text tokens [B, T, layers, k] and of all after them [B, N, layers, k], uint8."""
+        return text, others
+
+
+def routing_of(net: nn.Module) -> Routing | None:
+    """The net's, if it is a mixture of experts."""
+    return next((module for module in net.modules() if isinstance(module, Routing)), None)
+
+
+class ExpertLoad:
+    """The tokens that each expert of each layer gets while a net samples, those that pad texts included."""
+
+    def __init__(self, routing: Routing) -> None:
+        self.num_experts, self.counts = routing.num_experts, torch.zeros(0)
+        routing.register_forward_hook(self._count)
+
+    def clear(self) -> None:
+        """Count anew."""
+        self.counts = torch.zeros(0)
+
+    def metrics(self) -> dict[str, float]:
+        """Of an even load the busiest expert's, the entropy's share of its most, and the share of idle experts."""
+        if not self.counts.numel():
+            return {}
+        share = self.counts / self.counts.sum(dim=1, keepdim=True)
+        entropy = torch.special.entr(share).sum(dim=1).mean() / torch.tensor(self.num_experts).log()
+        named = {"busiest": share.max() * self.num_experts, "entropy": entropy, "idle": (share == 0).float().mean()}
+        return {f"rollout/experts_{name}": value.item() for name, value in named.items()}
+
+    def _count(self, module: nn.Module, args: Chosen, chosen: Chosen) -> None:
+        if torch.is_grad_enabled():
+            return
+        experts = torch.cat([each.flatten(0, 1) for each in chosen]).transpose(0, 1).flatten(1).long()
+        counts = torch.zeros(len(experts), self.num_experts, device=experts.device)
+        counts.scatter_add_(1, experts, torch.ones_like(experts, dtype=counts.dtype))
+        self.counts = counts + self.counts if self.counts.numel() else counts
+
+
+def replay_routes(model: Model, engine: Engine, routing: Routing) -> None:
+    """Have `engine` keep the routes of the kept steps in `cond`, and `model` take them wherever it finds them there.
+
+    They are a byte for each token, layer, expert of the token and kept step; the text, which no step changes, counts
+    once. `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
+    `route_levels` [B, K] at which these steps start; with guidance also the negatives of both.
+    """
+    generate, predict = engine.generate, model.predict_velocity
+    seen: list[Chosen] = []
+
+    def keep(module: nn.Module, args: Chosen, chosen: Chosen) -> None:
+        seen.append(chosen)
+
+    def generate_with_routes(prompts: Sequence[Prompt], params: Params) -> Trajectory:
+        seen.clear()
+        hook = routing.register_forward_hook(keep)
+        try:
+            trajectory = generate(prompts, params)
+        finally:
+            hook.remove()
+        if not params.sde_steps:
+            return trajectory
+        last = len(trajectory.sigmas) - 1  # one forward pass for each step, however many a shared start has saved
+        found = _by_sample(model, trajectory, [seen[step - last] for step in params.sde_steps])
+        return replace(trajectory, cond=trajectory.cond | found)
+
+    def predict_by_routes(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+        if "route_levels" not in cond:
+            return predict(net, x, sigma, cond, params)
+        at = cond["route_levels"] == sigma[:, None]
+        torch._assert_async(at.any(dim=1).all(), "routes must be replayed at the levels that they were kept at")
+        rows, steps = torch.arange(len(x), device=x.device), at.int().argmax(dim=1)
+        own = {name: cond[name][rows, steps] for name in ("routes", "negative_routes") if name in cond}
+        return predict(net, x, sigma, cond | own, params)
+
+    engine.generate = generate_with_routes  # type: ignore[method-assign]
+    model.predict_velocity = predict_by_routes  # type: ignore[method-assign]
+
+
+def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
+    """The entries of `cond` for what the forward passes of the kept steps have chosen."""
+    cond: Mapping[str, Tensor] = trajectory.cond
+    sides = ("", "negative_") if model.is_guided(trajectory.params) else ("",)
+    texts, others = kept[0][0].chunk(len(sides)), torch.stack([chosen[1] for chosen in kept], dim=1).chunk(len(sides))
+    found = {"route_levels": trajectory.sigmas[trajectory.sde_steps]}
+    for side, text, other in zip(sides, texts, others, strict=True):
+        mask = cond[f"{side}ids_mask"]
+        found |= {f"{side}text_routes": text[:, : mask.shape[1]], f"{side}text_routes_mask": mask}
+        found[f"{side}routes"] = other
+    return found
