@@ -61,6 +61,9 @@ def test_tokens() -> None:
     names = run("gspo_loss")
     assert (names["log_prob"].grad[1, 2:] == 0).all()
     assert names["gspo"].metrics["tokens_mean"] == 3.5
+    assert names["advantages"].tolist() == [0.0, -1.0]  # the first one's five tokens are as many as there may be
+    assert names["dapo"].loss.item() == pytest.approx(2 / 7)  # two tokens of seven, with advantage -1
+    assert names["cispo"].loss.requires_grad
 
 
 def test_gradients_of_a_reward_and_of_a_teacher() -> None:

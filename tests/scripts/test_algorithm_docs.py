@@ -80,7 +80,7 @@ def parsed(trainer, flags, monkeypatch):
     given = [] if "--preset" in flags else [word for pair in data.items() for word in pair]
     monkeypatch.chdir(REPO)
     if hasattr(trainer, "check_preferences"):
-        monkeypatch.setattr(trainer, "check_preferences", lambda path, **told: None)
+        monkeypatch.setattr(trainer, "check_preferences", lambda *given, **told: None)
         monkeypatch.setattr(settings, "PromptSampler", lambda path, **told: None)
     return parse_cli(trainer.Args, trainer.check_args, [*given, *flags], app=trainer.__name__)
 

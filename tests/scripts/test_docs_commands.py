@@ -147,10 +147,11 @@ def check_report(words, place):
 
 def check_script(words, place):
     """The script is there, it or a module beside it has the flags, and a test knows it."""
-    path = REPO / next(word for word in words if word.endswith(".py"))
+    script = next(number for number, word in enumerate(words) if word.endswith(".py"))
+    path = REPO / words[script]
     source = "".join(file.read_text("utf-8") for file in path.parent.glob("*.py"))
     assert path.is_file()
-    for flag in (word for word in words if word.startswith("--")):
+    for flag in (word for word in words[script:] if word.startswith("--")):
         assert flag in source or f"{flag[2:].replace('-', '_')}:" in source, flag
     assert re.search(rf"\b{path.stem}\b", TESTS), f"no test knows {path.name}"
 
@@ -180,7 +181,7 @@ RULES = {  # how a command begins -> what runs it
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,
-    r"(python|\S+/bin/python|uv run) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
+    r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
     r"source ": check_activate,
     r"(git clone|vllm serve) ": check_elsewhere,
