@@ -165,6 +165,18 @@ def test_a_chat_is_what_the_template_makes_of_it(engines, monkeypatch):
         model.encode(alike)
 
 
+def test_chats_that_end_alike_are_told_apart(engines):
+    """A prompt is the text of its last message; a batch may hold chats in which that is the same."""
+    engine = engines("qwen3")
+    turns = [[("user", word), ("assistant", "yes"), ("user", "go on")] for word in ("one", "another")]
+    chats = [[{"role": role, "content": content} for role, content in own] for own in turns]
+    metas = [{}, {"system": "Be brief."}, *({"messages": chat} for chat in chats)]
+    given = [Prompt(text="go on", group=i, index=i, seed=i, meta=meta) for i, meta in enumerate(metas)]
+    drawn = engine.generate(given, TokenParams(1))
+    for prompt, encoded in zip(given, drawn.encoded, strict=True):
+        assert torch.equal(encoded["input_ids"], engine.model.encode(prompt)["input_ids"])
+
+
 def test_what_a_model_does_not_take_is_refused(engines, tmp_path):
     for name, kind, words in (("qwen3", "image", "text alone, got image"), ("qwen2.5-vl", "sound", "video, got audio")):
         with pytest.raises(ValueError, match=f"must hold .*{words}"):

@@ -38,9 +38,9 @@ class TransformersEngine:
         """
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
-        given = {(p.text, *map(id, (*p.images, p.audio, p.video))): p for p in prompts}
-        known = {key: self.model.encode(prompt) for key, prompt in given.items()}
-        encoded = tuple(known[p.text, *map(id, (*p.images, p.audio, p.video))] for p in prompts)
+        keys = [_said(prompt) for prompt in prompts]
+        known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
+        encoded = tuple(known[key] for key in keys)
         device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
         inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
         inputs.pop("position_ids", None)  # generation makes its own of the mask
@@ -81,6 +81,12 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Nothing: the net is whoever's who loaded it."""
+
+
+def _said(prompt: Prompt) -> tuple[object, ...]:
+    """All that a model's `encode` reads of a prompt: chats may end alike, and begin otherwise."""
+    chat = repr([prompt.meta.get(key) for key in ("system", "messages")])
+    return prompt.text, chat, *map(id, (*prompt.images, prompt.audio, prompt.video))
 
 
 class Draw:
