@@ -235,7 +235,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
         for batch, before, other in zip(batches, befores, others, strict=True):
             now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
             out = loss_of(now, before.log_prob, batch.advantages, mask, weights=batch.weights)
-            kl = torch.where(mask, k3_kl(now, other), 0.0) if other is not None else torch.zeros_like(now)
+            kl = penalty(now, other, mask)
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.backward(loss, of=len(batches))
@@ -247,6 +247,13 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
     return policy_metrics(dist, seen, results) | firsts
+
+
+def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
+    """The KL [B, T] to the policy before training, where there is one, at each token; what lies after the end is 0."""
+    if other is None:
+        return torch.zeros_like(log_prob)
+    return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
 
 
 def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:

@@ -198,6 +198,14 @@ def test_batches_hold_the_kept_answers_once_within_their_bounds():
     assert minibatches[1][0].trajectory.tokens.shape == (2, 4)
 
 
+def test_what_lies_after_the_end_has_no_part_in_the_kl():
+    log_prob = torch.tensor([[-1.0, -200.0, -torch.inf]], requires_grad=True)
+    kl = app.penalty(log_prob, torch.tensor([[-2.0, -1.0, -torch.inf]]), torch.tensor([[True, False, False]]))
+    kl.sum().backward()
+    torch.testing.assert_close(kl.detach(), torch.tensor([[torch.e**-1, 0.0, 0.0]]))
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[1 - torch.e**-1, 0.0, 0.0]]))
+
+
 def test_dynamic_sampling_draws_on_and_trains_on_groups_that_differ(here):
     train(app, tiny(algo="dapo", rounds=4, prompts_per_step=2, train_steps=1, eval_every=1))
     line = load_metrics(Path("runs/run/metrics.jsonl"))[-1]
