@@ -1,5 +1,6 @@
 """Language models behind their door: generation and scoring agree, and media are as transformers prepares them."""
 
+import shutil
 from dataclasses import replace
 
 import build_tiny_models
@@ -175,6 +176,16 @@ def test_chats_that_end_alike_are_told_apart(engines):
     drawn = engine.generate(given, TokenParams(1))
     for prompt, encoded in zip(given, drawn.encoded, strict=True):
         assert torch.equal(encoded["input_ids"], engine.model.encode(prompt)["input_ids"])
+
+
+def test_saved_weights_end_answers_as_the_checkpoint_they_came_from(engines, tmp_path):
+    source, saved = tmp_path / "source", tmp_path / "saved"
+    shutil.copytree(engines("qwen3").model.folder, source)
+    (source / "generation_config.json").write_text('{"eos_token_id": [258, 5], "top_p": 0.8}')
+    model = open_token_model(source)
+    model.save(engines("qwen3").net, engines("qwen3").net.state_dict(), saved)
+    assert (saved / "generation_config.json").read_text() == (source / "generation_config.json").read_text()
+    assert open_token_model(saved).ends == model.ends == (258, 5)
 
 
 def test_what_a_model_does_not_take_is_refused(engines, tmp_path):

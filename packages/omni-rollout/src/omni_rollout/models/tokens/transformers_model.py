@@ -182,7 +182,8 @@ class TransformersModel:
         self.finish(folder)
 
     def finish(self, folder: Path) -> None:
-        """Puts what is not trained beside exported weights: tokenizer, processors, templates."""
+        """Puts what is not trained beside exported weights: tokenizer, processors, templates, how to generate."""
+        (folder / "generation_config.json").unlink(missing_ok=True)  # a default one, with fewer ends
         for file in self.folder.iterdir():
             is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
             if is_small and not (folder / file.name).exists():
