@@ -198,6 +198,14 @@ def test_batches_hold_the_kept_answers_once_within_their_bounds():
     assert minibatches[1][0].trajectory.tokens.shape == (2, 4)
 
 
+def test_a_forward_with_its_padding_is_within_its_bound():
+    """A long prompt with a short answer and a short one with a long answer pad each other."""
+    run = TokenRun(replace(TINY, batch_size=4, tokens_per_batch=36), "test", place())
+    drawn = replace(answers([2, 2, 9]), encoded=tuple({"input_ids": torch.arange(n)} for n in (9, 9, 2)))
+    [batches] = pack(run, [drawn], torch.zeros(3), torch.ones(3, dtype=torch.bool), mean="token")
+    assert [batch.trajectory.indices.tolist() for batch in batches] == [[0, 1], [2]]
+
+
 def test_what_lies_after_the_end_has_no_part_in_the_kl():
     log_prob = torch.tensor([[-1.0, -200.0, -torch.inf]], requires_grad=True)
     kl = app.penalty(log_prob, torch.tensor([[-2.0, -1.0, -torch.inf]]), torch.tensor([[True, False, False]]))

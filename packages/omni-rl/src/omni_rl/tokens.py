@@ -286,11 +286,11 @@ def pack(
     """
     args, dist, drawn = run.args, run.dist, TokenTrajectory.cat(batches)
     lengths = gather_by_index(dist, drawn.indices, drawn.lengths.float(), len(keep))
-    sizes = [len(e["input_ids"]) + n for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
+    sizes = [(len(e["input_ids"]), n) for e, n in zip(drawn.encoded, drawn.lengths.tolist(), strict=True)]
     shares, own = keep.nonzero()[:, 0].tensor_split(args.num_minibatches), []
     for share in shares:
         rows = torch.isin(drawn.indices, share).nonzero()[:, 0].tolist()
-        own.append(_cut(sorted(rows, key=lambda row: -sizes[row]), sizes, args.batch_size, args.tokens_per_batch))
+        own.append(_cut(rows, sizes, args.batch_size, args.tokens_per_batch))
     counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0).tolist()
     chosen: list[list[TokenBatch]] = []
     for share, cuts, count in zip(shares, own, counts, strict=True):
@@ -304,12 +304,16 @@ def pack(
     return chosen
 
 
-def _cut(rows: Sequence[int], sizes: Sequence[int], most: int, budget: int) -> list[list[int]]:
-    """Rows, the longest first, in batches of at most `most`, and of at most `budget` tokens (0: any) if one fits."""
+def _cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
+    """Rows, the longest first, in batches of at most `most`, and of at most `budget` tokens (0: any) if one fits.
+
+    sizes: tokens of the prompt and of the answer; each is padded to the batch's longest.
+    """
     cuts: list[list[int]] = []
-    for row in rows:
-        is_full = not cuts or len(cuts[-1]) == most
-        if is_full or (budget and (len(cuts[-1]) + 1) * sizes[cuts[-1][0]] > budget):
+    for row in sorted(rows, key=lambda row: -sum(sizes[row])):
+        grown = [*(cuts[-1] if cuts else ()), row]
+        width = sum(max(sizes[i][part] for i in grown) for part in (0, 1))
+        if not cuts or len(grown) > most or (budget and len(grown) * width > budget):
             cuts.append([])
         cuts[-1].append(row)
     return cuts
