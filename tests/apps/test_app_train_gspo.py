@@ -226,6 +226,17 @@ def test_dynamic_sampling_draws_on_and_trains_on_groups_that_differ(here):
     assert "policy/grad_norm" not in silent
 
 
+def test_steps_before_a_rule_that_fails_are_saved(here):
+    Path("rule.py").write_text(
+        "from pathlib import Path\ndef rule(answer, line):\n    log = Path('runs/run/metrics.jsonl')\n"
+        "    return 1 / (2 - (len(log.read_text().splitlines()) if log.exists() else 0))\n"
+    )
+    words = "phase reward_wait: RewardError: scores of rank 0: a rule of --reward fails: ZeroDivisionError"
+    with pytest.raises(RuntimeError, match=words):
+        train(app, tiny(reward="python:rule.py:rule", save_every=10))
+    assert [folder.name for folder in Path("runs/run/checkpoints").glob("*1")]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

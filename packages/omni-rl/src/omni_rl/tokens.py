@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from omni_losses.sequence import TokenMean, token_weights
-from omni_reward import Score
+from omni_reward import RewardError, Score
 from omni_reward.rules import Term, check_meta, grade, open_rules
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
@@ -58,10 +58,15 @@ class RuleScorer:
         self.terms, self.busy_s = terms, 0.0
 
     def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
-        """Scores that are there at once."""
+        """Scores that are there at once, or the RewardError of a rule that fails: all ranks then save and end."""
         start = time.perf_counter()
         future: Pending = Future()
-        future.set_result(grade(self.terms, answers, meta))
+        try:
+            future.set_result(grade(self.terms, answers, meta))
+        except Exception as exc:  # a user's function may raise anything
+            failed = RewardError(f"a rule of --reward fails: {type(exc).__name__}: {exc}")
+            failed.__cause__ = exc
+            future.set_exception(failed)
         self.busy_s += time.perf_counter() - start
         return future
 
