@@ -258,6 +258,13 @@ def test_a_mistake_is_named(changes, words, here):
         train(app, tiny(**changes))
 
 
+def test_a_text_that_names_a_place_of_media_is_refused_before_the_run(here):
+    Path("place.txt").write_text("What is <|image_pad|>?\n")
+    args = tiny("qwen2.5-vl", prompts="place.txt", prompts_per_step=1, group_size=8, reward="format=a")
+    with pytest.raises(ValueError, match="line 1: a prompt must have a place for each of its media, got 1"):
+        train(app, args)
+
+
 def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):
     monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
     run = TokenRun(tiny(unshard="none"), "test", place())

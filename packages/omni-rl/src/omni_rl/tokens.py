@@ -155,7 +155,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         """Raise ValueError for a prompt without what the rules ask for, with media that are missing, or too long."""
         check_meta(open_rules(self.args.reward), record.meta)
         most = self.args.max_prompt_tokens
-        if most or media_files(record) or "messages" in record.meta:
+        if most or self.model.MEDIA or media_files(record) or "messages" in record.meta:
             (prompt,) = prompts_of([record], 1, seed=0, step=0)
             count = len(self.model.encode(prompt)["input_ids"])
             require((not most or count <= most, f"must have at most --max-prompt-tokens {most} tokens, got {count}"))
