@@ -13,7 +13,9 @@ import pretrain_tiny_beeps
 import pytest
 import torch
 from helpers import REPO
-from omni_losses import token_weights
+from omni_losses import group_advantages, token_weights
+from omni_reward import Score
+from omni_rl.run import Step
 from omni_rl.tokens import TokenRun, pack
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
@@ -204,6 +206,21 @@ def test_a_forward_with_its_padding_is_within_its_bound():
     drawn = replace(answers([2, 2, 9]), encoded=tuple({"input_ids": torch.arange(n)} for n in (9, 9, 2)))
     [batches] = pack(run, [drawn], torch.zeros(3), torch.ones(3, dtype=torch.bool), mean="token")
     assert [batch.trajectory.indices.tolist() for batch in batches] == [[0, 1], [2]]
+
+
+def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
+    """Four groups of two answers of at most 8 tokens, the first of which score alike; the last is one too many."""
+    args = replace(TINY, algo="dapo", group_size=2, max_new_tokens=8, overlong_tokens=4, mask_truncated=True)
+    run, step = TokenRun(app.settle(args), "test", place()), Step(0)
+    drawn = replace(answers([1, 2, 6, 4, 8, 3, 1, 1]), ended=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool))
+    rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0])
+    prompts = [Prompt("x", i // 2, i, i) for i in range(8)]
+    scores = [Score(value) for value in rewards.tolist()]
+    advantages, keep = app.grade(run, step, app.Drawn(prompts, rewards, [drawn], scores))
+    assert keep.tolist() == [False, False, True, True, False, True, False, False]
+    wanted = group_advantages(torch.tensor([1.0, 1, 0.5, 0, 0, 0, 1, 0]), torch.arange(8) // 2, std="group")
+    torch.testing.assert_close(advantages, wanted)
+    assert step.metrics["answer/truncated_ratio"] == pytest.approx(1 / 8)
 
 
 def test_what_lies_after_the_end_has_no_part_in_the_kl():
