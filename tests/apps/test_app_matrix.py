@@ -90,7 +90,7 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, r
     if app is train_flowgrpo:
         assert [line["policy/first_ratio_max_dev"] for line in lines] == [0.0, 0.0]
     if app is train_dpo:
-        assert lines[0]["policy/loss"] == pytest.approx(math.log(2), rel=1e-5)  # the policy is the reference still
+        assert lines[0]["policy/loss"] == pytest.approx(math.log(2), rel=1e-7)  # the policy is the reference still
     before, after = untrained(model), {}
     for expert, home in homes(tmp_path / "runs" / args.name / "weights", opened.nets).items():
         [file] = saved_files(home)

@@ -65,6 +65,18 @@ def test_the_scale_of_the_sound_is_that_of_the_frames_unless_it_is_given():
     assert not model.is_guided(ROW.unguided)
 
 
+@torch.no_grad()
+def test_a_frozen_net_gives_the_velocity_of_a_trained_one_bit_for_bit():
+    model = open_model(ROW.checkpoint())
+    engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
+    drawn = engine.generate([Prompt("a horn", 0, i, seed=i) for i in range(4)], ROW.unguided)
+    frozen, trained = (
+        model.predict_velocity(net, drawn.x0, torch.full((4,), 0.5), drawn.cond, ROW.unguided)
+        for net in (engine.net.requires_grad_(trains) for trains in (False, True))
+    )
+    assert torch.equal(frozen, trained)
+
+
 def test_media_are_no_samples_for_preferences():
     model = open_model(ROW.checkpoint())
     with pytest.raises(ValueError, match="samples of a LTX2Pipeline must be given as latents, got video and audio"):

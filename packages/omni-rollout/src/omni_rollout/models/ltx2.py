@@ -167,7 +167,8 @@ class LTX2(DiffusersModel):
         texts, guided = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params)
         frames, sound = self._split(x, params)
         _, _, f, h, w = frames.shape
-        tokens = frames.flatten(2).transpose(1, 2)
+        # Strided rows pass a frozen linear layer by another product than a trained one, which rounds differently.
+        tokens = frames.flatten(2).transpose(1, 2).contiguous()
         level = sigma.float() * 1000
         if guided:
             texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
