@@ -616,7 +616,8 @@ class Run(AnyRun[MediaT]):
             (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
             (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
              "--low-expert-lr needs two experts that are trained, and --lr > 0"),
-            (not args.freeze_audio or "audio" in model.BRANCHES, "--freeze-audio needs a model that draws sound"),
+            (not args.freeze_audio or "audio" in model.BRANCHES,
+             "--freeze-audio needs a model that draws video with sound"),
         )  # fmt: skip
         kind = model.config["_class_name"]
         model.host_encoders = "encoder" in self.offload
