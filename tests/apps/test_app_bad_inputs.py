@@ -241,7 +241,7 @@ def test_a_model_folder(folder, model, change):
 PROMPTS = {  # name of the file -> its bytes, and what is said of it
     "gone.txt": (None, r"--prompts: path must be a file that can be read, got gone\.txt: No such file"),
     "empty.txt": (b"\n \n", r"--prompts: path must hold at least one prompt, empty\.txt is empty"),
-    "a.csv": (b"cat", r"--prompts: path must end in \.txt or \.jsonl, got a\.csv"),
+    "a.csv": (b"cat", r"--prompts: path must end in \.txt, \.jsonl or \.parquet, got a\.csv"),
     "latin.txt": (b"a cat\na caf\xe9\n", r"--prompts: latin\.txt, line 2: must be UTF-8, got the byte 0xe9"),
     "few.txt": (b"a cat\n", r"--prompts: prompts_per_step must be between 1 and .* few\.txt \(1\), got 2"),
     "torn.jsonl": (b'{"prompt": "a"}\n\n{"prompt": "b\n', r"--prompts: torn\.jsonl, line 3: not valid JSON"),

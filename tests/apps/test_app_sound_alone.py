@@ -38,9 +38,9 @@ def test_a_scorer_gets_the_sound_and_its_rate_and_the_report_plays_it(here):
     assert set(seen[1:]) == {(800, 2, "float32", 800.0)}  # the first is the server's own, silence
     assert lines[1]["policy/first_ratio_max_dev"] == 0
     folder = here / "runs" / args.name
-    assert any((folder / "eval" / "000001").glob("*.wav"))
+    assert any((folder / "eval" / "000001").glob("*.flac"))
     assert (folder / "eval" / "000001.png").is_file()
-    assert "data:audio/wav" in (folder / "report.html").read_text("utf-8")
+    assert "data:audio/flac" in (folder / "report.html").read_text("utf-8")
 
 
 def test_pictures_are_no_preferences_of_sounds():
