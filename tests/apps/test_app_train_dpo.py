@@ -347,7 +347,7 @@ def test_every_logged_name_is_documented(here, bright_url):
         ("--scorer-url http://x --batch-size 5", "--batch-size must be even, as a pair is two samples, got 5"),
         ("--scorer-url http://x --batch-size 6", "one must divide the other, got 6 and 8"),
         ("--scorer-url http://x --prompts-per-step 3 --batch-size 32", "32 must divide a step's samples"),
-        ("--preferences README.md", "--prompts: path must end in .txt or .jsonl, got README.md"),
+        ("--preferences README.md", "--prompts: path must end in .txt, .jsonl or .parquet, got README.md"),
         ("--preferences x.jsonl", "path must be a file that can be read, got x.jsonl"),
         ("--scorer-url http://x --dpo-beta 0", "--dpo-beta must be >= 1e-12, got 0"),
     ],
