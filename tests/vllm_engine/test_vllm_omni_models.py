@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_rows import ROWS
+from model_rows import ROWS, built
 from omni_rollout import Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine, check_scores
 from omni_train.lora import add_lora, unadapted_params
@@ -29,12 +30,26 @@ MODELS = (
     "wan22-ti2v-first",
     "wan21-i2v",
     "wan22-i2v",
+    "ltx2",
+    "ltx23",
 )
+OLDER = {"ltx2": replace(ROWS["ltx23"], checkpoint=built("ltx2"))}  # the same sizes, other flags
+
+
+def check_draws(engine, embedded, prompts, params):
+    """Both engines draw the same: latents, and pictures, frames and sound."""
+    found, wanted = (each.generate(prompts, params) for each in (engine, embedded))
+    torch.testing.assert_close(found.x0, wanted.x0, rtol=0, atol=1e-5)
+    assert found.rates == wanted.rates
+    assert found.media.keys() == wanted.media.keys()
+    for kind, media in wanted.media.items():
+        atol = 1e-5 if kind == "audio" else 1  # of a color's 256 levels, where rounding differs
+        torch.testing.assert_close(found.media[kind].float(), media.float(), rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_engine_samples_the_model(name):
-    row = ROWS[name]
+    row = (ROWS | OLDER)[name]
     model, prompt = open_model(row.checkpoint()), Prompt("a sign", 0, 0, seed=0, images=row.references(0))
     unguided, guided = (replace(each, noise_level=0.7, sde_steps=(1, 2)) for each in (row.unguided, row.guided))
     engine = open_engine(model)
@@ -53,6 +68,7 @@ def test_the_engine_samples_the_model(name):
         assert engine.adopt(net.named_parameters()) == sum(p.nbytes for p in net.parameters())
         for params in (unguided, guided):
             check_engine(engine, model, params, net=net, tolerance=1e-5)
+            check_draws(engine, DiffusersEngine(model, own), [prompt, replace(prompt, index=1, seed=1)], params)
         trained = model.load_net(device="cpu", dtype=torch.float32)
         add_lora(trained, model.LORA_TARGETS, rank=4, alpha=8, seed=0)
         engine.adopt(unadapted_params(trained))

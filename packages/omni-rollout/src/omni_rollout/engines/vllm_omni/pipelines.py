@@ -18,6 +18,7 @@ from omni_rollout.models.wan import EXPERTS
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
 from vllm_omni.diffusion.models.flux.pipeline_flux_kontext import FluxKontextPipeline  # isort: skip
 from vllm_omni.diffusion.models.flux2_klein.pipeline_flux2_klein import Flux2KleinPipeline  # isort: skip
+from vllm_omni.diffusion.models.ltx2.pipeline_ltx2 import LTX2Pipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image import QwenImagePipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit import QwenImageEditPipeline  # isort: skip
 from vllm_omni.diffusion.models.qwen_image.pipeline_qwen_image_edit_plus import QwenImageEditPlusPipeline  # isort: skip
@@ -54,6 +55,12 @@ class Flux2KleinRollout(RolloutPipeline, Flux2KleinPipeline):
 
     part_names = ("text_encoder", "tokenizer", "vae")
     packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
+
+
+class LTX2Rollout(RolloutPipeline, LTX2Pipeline):
+    """LTX-2 and 2.3, frames and sound."""
+
+    part_names = ("text_encoder", "tokenizer", "connectors", "vae", "audio_vae", "vocoder")
 
 
 class QwenImageEditRollout(RolloutPipeline, QwenImageEditPipeline):
@@ -127,6 +134,9 @@ class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
 
         with patch.multiple(wan_i2v, _load_json=parts_there, CLIPImageProcessor=CLIPImageProcessorPil):
             super().__init__(**kwargs)  # the other processor's pixels are torchvision's
+        if embedder := self.transformer.condition_embedder.image_embedder:
+            for norm in (embedder.norm1, embedder.norm2):
+                norm.eps = 1e-5  # diffusers'; theirs is a tenth of it
 
 
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -140,6 +150,7 @@ PIPELINES: dict[str, type[RolloutPipeline]] = {
     "FluxPipeline": Flux1Rollout,
     "FluxKontextPipeline": Flux1KontextRollout,
     "Flux2KleinPipeline": Flux2KleinRollout,
+    "LTX2Pipeline": LTX2Rollout,
     "QwenImageEditPipeline": QwenImageEditRollout,
     "QwenImageEditPlusPipeline": QwenImageEditPlusRollout,
     "QwenImagePipeline": QwenImageRollout,
