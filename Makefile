@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints
+.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints wheels
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -39,3 +39,6 @@ check: ## Lint, format, types, floor rules, and that constraints/ is up to date
 
 constraints: ## Write constraints/cpu-py311.txt anew
 	scripts/env scripts/constraints
+
+wheels: ## Build a wheel of each package into dist/; ARGS="--repository URL" has their READMEs and metadata name the sources
+	UV_NO_DEV=1 scripts/env python scripts/wheels.py $(ARGS)

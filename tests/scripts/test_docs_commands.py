@@ -46,6 +46,7 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
 CI = (REPO / ".ci" / "run").read_text("utf-8")
 RUN_BY_CI_AS = {  # the same recipe, a part of another, or on little
     "demo": "demo-short", "install-vllm-omni": "test-vllm-omni", "gpu-check": "test",
+    "wheels": "test",
 }  # fmt: skip
 TESTS = "".join(path.read_text("utf-8") for path in REPO.glob("tests/**/test_*.py"))
 

@@ -1,0 +1,141 @@
+"""Wheels hold all of a package and stand alone; a release is refused where the tree is not ready for one."""
+
+import subprocess
+import sys
+import tomllib
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import release
+import wheels
+from helpers import REPO
+from packaging.requirements import Requirement
+
+REPOSITORY = "https://forge.example/someone/omni-rl"
+
+
+@pytest.fixture(scope="module", params=["", REPOSITORY], ids=["alone", "with an address"])
+def built(request, tmp_path_factory) -> tuple[str, dict[str, zipfile.ZipFile]]:
+    """The address, and the wheel of each package."""
+    out = tmp_path_factory.mktemp("dist")
+    paths = wheels.build(out, wheels.PACKAGES, repository=request.param)
+    return request.param, {name: zipfile.ZipFile(path) for name, path in zip(wheels.PACKAGES, paths, strict=True)}
+
+
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    return message_from_string(
+        wheel.read(next(name for name in wheel.namelist() if name.endswith("/METADATA"))).decode()
+    )
+
+
+def test_a_wheel_holds_every_file_of_its_package_and_the_license(built):
+    for package, wheel in built[1].items():
+        source = f"packages/{package}/src"
+        listed = subprocess.run(
+            ["git", "ls-files", source], cwd=REPO, capture_output=True, text=True, check=True
+        ).stdout
+        files = {name.removeprefix(f"{source}/") for name in listed.split() if (REPO / name).is_file()}
+        names = {name for name in wheel.namelist() if not name.endswith("/")}
+        assert files - names == set()
+        assert f"{package.replace('-', '_')}/py.typed" in names
+        (license_text,) = (wheel.read(name).decode() for name in names if name.endswith("/licenses/LICENSE"))
+        assert license_text == (REPO / "LICENSE").read_text("utf-8")
+
+
+def test_metadata_says_what_an_index_shows(built):
+    repository, packages = built
+    for package, wheel in packages.items():
+        project = tomllib.loads((REPO / "packages" / package / "pyproject.toml").read_text("utf-8"))["project"]
+        told = metadata(wheel)
+        assert (told["Name"], told["Version"], told["Summary"]) == (package, project["version"], project["description"])
+        assert (told["License-Expression"], told["License-File"]) == ("Apache-2.0", "LICENSE")
+        assert told["Author"] == "The omni-rl authors"
+        assert told["Description-Content-Type"] == "text/markdown"
+        assert len(told["Keywords"].split(",")) >= 5
+        classifiers = told.get_all("Classifier")
+        assert {f"Programming Language :: Python :: 3.{minor}" for minor in (11, 12, 13)} <= set(classifiers)
+        assert not [name for name in classifiers if name.startswith("License ::")], "the expression says it"
+        needs = {str(Requirement(text)) for text in told.get_all("Requires-Dist") if "extra ==" not in text}
+        assert needs == {str(Requirement(text)) for text in project["dependencies"]}
+        assert (told.get_all("Project-URL") or []) == (
+            [
+                f"Source, {repository}",
+                f"Changelog, {repository}/blob/v0.1.0/CHANGELOG.md",
+                f"Documentation, {repository}/blob/v0.1.0/docs/quickstart.md",
+            ]
+            if repository
+            else []
+        )
+
+
+def test_no_link_of_a_wheels_readme_needs_the_repository_around_it(built):
+    repository, packages = built
+    found = []
+    for package, wheel in packages.items():
+        text = metadata(wheel).get_payload()
+        blocks = text.split("```")[::2]
+        found += [target for block in blocks for _, target in wheels.LINK.findall(block)]
+        assert f"# {package}" in text
+    assert found == []
+    reward = metadata(packages["omni-reward"]).get_payload()
+    assert (f"[the protocol]({repository}/blob/v0.1.0/docs/reward-protocol.md)" in reward.lower()) == bool(repository)
+
+
+def test_links_become_absolute_or_words_and_code_stays():
+    text = "[a](../../docs/a.md#x) [b](https://b.example) [c](#c)\n```python\n[d](e)\n```\n"
+    absolute = wheels.standing_alone(text, "packages/p", "https://f.example/r/blob/v1")
+    assert absolute.startswith("[a](https://f.example/r/blob/v1/docs/a.md#x) [b](https://b.example) [c](#c)\n")
+    assert wheels.standing_alone(text, "packages/p", "") == text.replace("[a](../../docs/a.md#x)", "a")
+    assert absolute.endswith("[d](e)\n```\n")
+
+
+def test_an_address_that_is_none_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="repository must be an https address with a path, got 'forge'"):
+        wheels.build(tmp_path, ("omni-sched",), repository="forge")
+
+
+def test_all_files_state_one_version_and_another_is_named():
+    stated = release.stated_versions(REPO)
+    assert len(stated) == 8
+    assert release.version_faults(stated) == []
+    stated["CITATION.cff"] = "0.0.9"
+    assert release.version_faults(stated) == ["CITATION.cff must have version 0.1.0, got 0.0.9"]
+
+
+@pytest.mark.parametrize(
+    ("title", "ready"),
+    [("0.1.0 (2026-12-01)", True), ("Unreleased", False), ("0.1.0", False), ("0.1.1 (2026-12-01)", False)],
+)
+def test_a_release_has_its_section_in_the_changelog(title: str, ready: bool):
+    assert (release.changelog_faults(f"# Changelog\n\n## {title}\n\n## 0.0.9 (2026-01-01)\n", "0.1.0") == []) == ready
+
+
+def test_a_release_is_of_a_clean_tree_without_its_tag():
+    assert release.tree_faults("", "", "0.1.0") == []
+    assert release.tree_faults(" M README.md\n", "v0.1.0\n", "0.1.0") == [
+        "not committed: README.md",
+        "the tag v0.1.0 is there",
+    ]
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_a_dry_run_builds_and_names_the_tag_or_the_faults(tmp_path, monkeypatch, capsys, ready: bool):
+    asked = []
+    answers = {"status": "" if ready else "?? new.py\n", "tag": "", "rev-parse": "abc1234\n"}
+    monkeypatch.setattr(release, "git", lambda *words: asked.append(words) or answers[words[0]])
+    monkeypatch.setattr(release, "changelog_faults", lambda text, version: [])
+    monkeypatch.setattr(wheels, "PACKAGES", ("omni-sched",))
+    monkeypatch.setattr(sys, "argv", ["release.py", "--dry-run", "--out", str(tmp_path)])
+    if ready:
+        release.main()
+        assert capsys.readouterr().out.splitlines()[-1] == "would tag abc1234 as v0.1.0"
+        assert [path.name for path in Path(tmp_path).glob("*.whl")] == ["omni_sched-0.1.0-py3-none-any.whl"]
+    else:
+        with pytest.raises(SystemExit, match=r"release: not committed: new\.py"):
+            release.main()
+        assert list(tmp_path.iterdir()) == []
+    assert ("tag", "--list", "v0.1.0") in asked
+    assert not [words for words in asked if "--annotate" in words]
