@@ -290,7 +290,7 @@ def check_scored(args: ScoredArgs, world_size: int) -> None:
 
 
 def check_urls(urls: str, name: str) -> None:
-    """Raises ValueError when one of the URLs, which commas separate, is not of the form http(s)://host[:port][/path].
+    """Raises ValueError when one of the URLs, which commas separate, is not of the form `http(s)://host[:port][/path]`.
 
     name: the flag that holds them, as --scorer-url.
     """

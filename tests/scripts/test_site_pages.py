@@ -1,0 +1,70 @@
+"""The documentation site names every document, and what its pages link to is in it; `make site` builds it in CI."""
+
+import re
+
+import pytest
+import site_pages
+import wheels
+import yaml
+from helpers import REPO
+from scripts.test_doc_links import broken
+
+
+class Loader(yaml.SafeLoader):
+    """YAML whose tags of Python objects are left alone."""
+
+
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+CONFIG = yaml.load((REPO / "mkdocs.yml").read_text("utf-8"), Loader=Loader)
+
+
+def named(entry) -> list[str]:
+    """The pages of an entry of the navigation, in its order."""
+    if isinstance(entry, str):
+        return [entry]
+    return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in named(part)]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site") / "pages"
+    site_pages.gather(folder)
+    return folder
+
+
+def test_the_navigation_names_every_page_once(pages):
+    there = {path.relative_to(pages).as_posix() for path in pages.rglob("*.md")}
+    left_out = tuple(line.strip("/ \n") + "/" for line in CONFIG["not_in_nav"].splitlines())
+    assert sorted(named(CONFIG["nav"])) == sorted(page for page in there if not page.startswith(left_out))
+
+
+def test_every_document_of_the_repository_is_a_page(pages):
+    for path in (REPO / "docs").rglob("*.md"):
+        assert (pages / path.relative_to(REPO / "docs")).is_file(), path
+    assert (pages / "index.md").read_text("utf-8").startswith("# omni-rl\n")
+
+
+def test_links_lead_to_pages_of_the_site_and_to_headings_in_them(pages):
+    found = {path.relative_to(pages).as_posix(): broken(path) for path in pages.rglob("*.md")}
+    assert {page: links for page, links in found.items() if links} == {}
+
+
+def test_a_linked_file_of_code_is_shown_as_it_is(pages):
+    text = (pages / "files" / "apps" / "train_flowgrpo.py.md").read_text("utf-8")
+    assert (REPO / "apps" / "train_flowgrpo.py").read_text("utf-8") in text
+    assert "](files/apps/train_flowgrpo.py.md)" in (pages / "index.md").read_text("utf-8")
+
+
+def test_the_reference_takes_the_docstrings_of_every_package(pages):
+    (handler,) = [plugin["mkdocstrings"] for plugin in CONFIG["plugins"] if "mkdocstrings" in plugin]
+    paths = handler["handlers"]["python"]["paths"]
+    assert paths == [f"packages/{package}/src" for package in wheels.PACKAGES]
+    for package in wheels.PACKAGES:
+        (module,) = re.findall(r"^::: (\w+)$", (pages / "api" / f"{package}.md").read_text("utf-8"), re.MULTILINE)
+        assert (REPO / "packages" / package / "src" / module / "__init__.py").is_file()
+
+
+def test_a_build_with_a_broken_link_fails():
+    assert CONFIG["strict"] is True
+    assert set(CONFIG["validation"]["links"].values()) == {"warn"}
+    assert "make site\n" in (REPO / ".ci" / "run").read_text("utf-8")
