@@ -23,7 +23,7 @@ TRAINERS = {path.stem: importlib.import_module(path.stem) for path in sorted((RE
 TOKENS = {"gspo.md", "grpo.md", "dapo.md", "cispo.md", "dr-grpo.md"}
 APP_OF = (
     dict.fromkeys(TOKENS, TRAINERS["train_gspo"])
-    | {"tempflow.md": TRAINERS["train_flowgrpo"]}
+    | {"tempflow.md": TRAINERS["train_flowgrpo"], "distillation.md": TRAINERS["train_distill"]}
     | {entry.page: TRAINERS[entry.app] for entry in ENTRIES}
 )
 SOURCES = {

@@ -43,6 +43,7 @@ OTHER_NAMES = {  # names that users bring from other projects, and what to use h
     "precision": "--dtype", "mixed-precision": "--dtype", "bf16": "--dtype bfloat16",
     "model-path": "--model", "pretrained-model-name-or-path": "--model",
     "nft": "train_nft.py", "awm": "train_nft.py", "dpo": "train_dpo.py", "srpo": "train_srpo.py",
+    "teacher-path": "--teachers NAME=FOLDER", "opd": "train_distill.py",
 }  # fmt: skip
 
 

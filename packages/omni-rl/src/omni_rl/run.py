@@ -54,6 +54,7 @@ from omni_train.recompute import Recompute
 from omni_train.shard import gathered, reshard, shard
 from omni_train.snapshot import Ema, Snapshot
 from omni_train.weights import (
+    LORA_FILE,
     check_adapter,
     check_weights,
     homes,
@@ -508,7 +509,8 @@ class AnyRun(Generic[ArgsT]):
 class Run(AnyRun[MediaT]):
     """One rank of a run that draws pictures, videos or sound.
 
-    base_params, eval_params: what training and evaluations sample with, without any stochastic step.
+    base_params, eval_params: what training and evaluations sample with, without any stochastic step. teachers: folders
+    of the teachers' weights by name and expert. teacher_nets: the teachers that are no adapters.
     """
 
     model: Model
@@ -534,9 +536,11 @@ class Run(AnyRun[MediaT]):
         )
         self.eval_params = replace(self.base_params, num_inference_steps=args.eval_num_inference_steps)
         self.sizes: set[tuple[int, int]] = set()  # (height, width) of all prompts
+        self.teachers: dict[str, dict[str, Path]] = {}
+        self.teacher_nets: dict[str, nn.Module] = {}
 
     @staticmethod
-    def start(
+    def start(  # noqa: PLR0913 - all but two are keyword-only, and each is a different need of a trainer
         args: OwnArgsT,
         algorithm: str,
         *,
@@ -546,13 +550,14 @@ class Run(AnyRun[MediaT]):
         reference: bool = False,
         steps: tuple[int, int] | None = None,
         apart: bool = False,
+        teachers: Mapping[str, str] | None = None,
     ) -> "Run[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
         algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
         parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
         first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
-        apart: whether the loss takes frames and sound apart.
+        apart: whether the loss takes frames and sound apart. teachers: folders of weights by name, for `teacher()`.
 
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -561,6 +566,7 @@ class Run(AnyRun[MediaT]):
         run = Run(args, algorithm, plan.dist if plan else join_ranks(args), old_policy=old_policy, reference=reference)
         with same_error(run.dist):
             run._read_inputs()
+            run._read_teachers(teachers or {})
             run._check_steps(steps)
             require(
                 (not apart or run.model.streams(run.base_params),
@@ -587,6 +593,15 @@ class Run(AnyRun[MediaT]):
         if not (routing := routing_of(self.engine.net)):
             raise ValueError("--route-replay needs a model that is a mixture of experts")
         replay_routes(self.model, self.engine, routing)
+
+    @contextmanager
+    def teacher(self, name: str) -> Iterator[nn.Module]:
+        """The teacher of that name, for the length of the `with` block."""
+        if name in self.teacher_nets:
+            yield self.teacher_nets[name]
+        else:
+            with lora.adapter(self.net, f"teacher_{name}"):
+                yield self.net
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of samples that are drawn without injected noise, as `AnyRun.evaluate`."""
@@ -640,6 +655,38 @@ class Run(AnyRun[MediaT]):
         images = sorted({image for record in records for image in record.images})
         if images:
             self.config["images_digest"] = probe_digest(images, num_blocks=1)
+
+    def _read_teachers(self, teachers: Mapping[str, str]) -> None:
+        """Check the weights of the teachers, which have the form of what is trained."""
+        if not teachers:
+            return
+        rank, files = self.args.lora_rank, list[Path]()
+        net = self._add_adapters(self.model.empty_net())
+        for name, folder in teachers.items():
+            with flag(f"--teachers: {name}: "):
+                self.teachers[name] = homes(folder, self.model.nets)
+                for expert, home in self.teachers[name].items():
+                    full = saved_files(home)
+                    require((rank or full, f"{home} holds a LoRA adapter, which needs --lora-rank > 0"))
+                    (check_adapter if rank else check_weights)(net.get_submodule(expert), home)
+                    files += [home / LORA_FILE] if rank else full
+        self.config["teachers_digest"] = probe_digest(files)
+        self.frozen += tuple(f"teacher_{name}" for name in teachers) if rank else ()
+
+    def _load(self) -> None:
+        super()._load()
+        for name, found in self.teachers.items() if self.args.lora_rank else ():
+            for expert, home in found.items():
+                load_adapter(self.net.get_submodule(expert), home, adapter=f"teacher_{name}")
+
+    def _continue(self) -> None:
+        super()._continue()
+        for name, found in self.teachers.items() if not self.args.lora_rank else ():
+            with same_error(self.dist):
+                net = self._fill(trained=False, start={expert: saved_files(home) for expert, home in found.items()})
+            self._set_kernels(net)
+            net.register_forward_pre_hook(self._count, with_kwargs=True)
+            self.teacher_nets[name] = net
 
     def _check_steps(self, steps: tuple[int, int] | None) -> None:
         """Raise ValueError for steps of the schedule at which only an expert runs that is not trained."""
@@ -721,11 +768,15 @@ class Run(AnyRun[MediaT]):
         """The experts that are trained, as `Model.nets` has them."""
         return {name: part for name, part in self.model.nets.items() if self.args.train_experts in ("both", name)}
 
-    def _fill(self, *, trained: bool) -> nn.Module:
+    def _fill(self, *, trained: bool, start: Mapping[str, list[Path]] | None = None) -> nn.Module:
+        """The net as `AnyRun._fill` has it, or with the weights of other files by expert."""
         args, is_sharded, model = self.args, self.mode == "fsdp2", self.model
         net, files = model.empty_net(buffers=True), None
         if model.reads_weights:
-            files = {name: self._start_files.get(name) or model.weight_files(part) for name, part in model.nets.items()}
+            files = {
+                name: (start or self._start_files).get(name) or model.weight_files(part)
+                for name, part in model.nets.items()
+            }
         net = load_sharded(
             self._add_adapters(net, *self.frozen) if trained else net,
             files,

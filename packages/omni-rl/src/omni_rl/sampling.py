@@ -72,9 +72,11 @@ def prompts_of(run: Run[MediaArgs], step: Step, *, same_start_noise: bool = Fals
 
 
 def draw(
-    run: Run[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1
+    run: Run[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, graded: bool = True
 ) -> tuple[list[Trajectory], list[Pending]]:
     """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
+
+    graded: whether they are scored at all.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
@@ -88,7 +90,7 @@ def draw(
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
         size = run.args.score_batch_size or len(batch)
-        pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
+        pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch) * graded, size)]
     return batches, pending
 
 

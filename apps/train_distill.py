@@ -1,0 +1,258 @@
+"""On-policy distillation of flow-matching models: few-step students, guidance made part of the weights, many teachers.
+
+    prompts -> rollout of the student -> the teachers' velocity at the student's latents -> loss -> step
+
+The student samples, and at each latent that it came by a teacher says where it would have gone from there, so that the
+student is corrected where it really goes (DiffusionOPD, arXiv 2605.15055). A teacher that takes several steps within
+each of the student's teaches it to do with few steps what took many (progressive distillation, arXiv 2202.00512, on the
+student's own path). A teacher with guidance teaches it to do without.
+
+    python apps/train_distill.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora-rank 32 \\
+        --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval-prompts eval.txt
+
+The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its
+rank or with all weights. A prompt names its own as `"teacher"` in its line; one that names none has all of them.
+No reward is asked for: a scorer grades evaluations alone.
+
+Differences from the released code of the paper:
+1. `std` is the true standard deviation of a step, so the loss is the true KL (theirs misses a factor |dt|).
+2. Teachers may take more steps than the student.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from omni_rl.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
+from omni_rl.cli import check_least, flag, parse_cli, require
+from omni_train.data import load_prompts
+
+# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class Args(ScoredArgs):
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    group_size: int = 1  # Samples of each prompt
+    num_inference_steps: int = 4  # Denoising steps of the student
+    eval_num_inference_steps: int = 4  # Denoising steps in an evaluation, which injects no noise
+
+    # Algorithm
+    algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS
+    teachers: str = ""  # Teachers as NAME=FOLDER of weights, with commas between (default: the model before training)
+    teacher_substeps: int = 1  # Steps that a teacher takes within each step of the student
+    teacher_guidance_scale: float | None = None  # Guidance scale of the teachers (default: --guidance-scale)
+    teacher_true_cfg_scale: float | None = None  # Classifier-free guidance of the teachers (default: --true-cfg-scale)
+    noise_level: float = 0.7  # Strength of the noise that opd and opd-cps inject
+    train_low: int = 0  # First step of the student that is trained
+    train_high: int | None = None  # One past the last one (default: all steps, without the last one where noise is)
+
+
+LEAST = {"noise_level": 1e-6, "teacher_substeps": 1, "train_low": 0}  # setting -> least value
+
+
+def check_args(args: Args) -> None:
+    """Raise ValueError when settings do not fit together."""
+    check_urls(args.scorer_url, "--scorer-url")
+    check_media(args, num_ranks())
+    check_least(args, LEAST)
+    low, high = trained_steps(args)
+    num_batches(args, num_ranks(), num_trained=max(1, high - low))
+    most = args.num_inference_steps - (args.algo != "opd-ode")
+    require(
+        (low < high <= most,
+         f"--train-low and --train-high must bound steps of the student (0 to {most} with {args.algo}), "
+         f"got {low} and {high}"),
+        (args.noise_level <= 1 or args.algo != "opd-cps", "--noise-level must be <= 1 for opd-cps"),
+        (args.teacher_true_cfg_scale is None or args.teacher_true_cfg_scale >= 1,
+         f"--teacher-true-cfg-scale must be >= 1, got {args.teacher_true_cfg_scale}"),
+        (args.teacher_guidance_scale is None or args.teacher_guidance_scale >= 0,
+         f"--teacher-guidance-scale must be >= 0, got {args.teacher_guidance_scale}"),
+    )  # fmt: skip
+    names = parse_teachers(args.teachers)
+    with flag("--prompts: "):
+        for record in load_prompts(args.prompts):
+            teacher = record.meta.get("teacher")
+            require((teacher is None or teacher in names, f'"teacher" must be one of --teachers, got {teacher!r}'))
+
+
+def trained_steps(args: Args) -> tuple[int, int]:
+    """The first step of the student that is trained, and one past the last."""
+    most = args.num_inference_steps - (args.algo != "opd-ode")
+    return args.train_low, most if args.train_high is None else args.train_high
+
+
+def parse_teachers(text: str) -> dict[str, str]:
+    """The folders of the teachers by name.
+
+    Raises:
+        ValueError: a piece is not NAME=FOLDER, a name comes twice or is no plain word, or there is no such folder.
+    """
+    folders: dict[str, str] = {}
+    for piece in filter(None, text.split(",")):
+        name, _, folder = piece.partition("=")
+        require(
+            (name.isidentifier() and name not in folders and folder,
+             f"--teachers must be NAME=FOLDER with commas between, each name once, got {text!r}"),
+            (Path(folder).is_dir(), f"--teachers: {name} must be a folder of weights, got {folder}"),
+        )  # fmt: skip
+        folders[name] = folder
+    return folders
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_distill", description=__doc__)
+
+# 2. Algorithms. One more is one more row.
+
+import torch
+from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
+from omni_reward import Score
+from omni_rl.failures import launch
+from omni_rl.loop import Loop
+from omni_rl.run import Run, Step, policy_metrics
+from omni_rl.sampling import draw, prompts_of, show
+from omni_rl.scoring import LocalScorer, abstain
+from omni_rollout import Params, Trajectory
+from omni_rollout.types import to_device
+from omni_sched import Transition, cps_step, euler_step, sde_step
+from torch import Tensor
+
+
+def ode_step(velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, **_: object) -> Transition:
+    """An Euler step, as the step of a trajectory that keeps its latents; it has no density."""
+    end, none = euler_step(velocity, x, sigma, sigma_next), torch.zeros(len(x), device=x.device)
+    return Transition(end.detach(), end, none, none)
+
+
+def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
+    """The squared distance of the velocities, which asks for no noise."""
+    return distill_velocity_loss(velocity, wanted, weights=weights)
+
+
+def kl_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
+    """The KL of the stochastic step to the teacher's."""
+    now, then = (at.params.rule(v, at.x, at.sigma, at.sigma_next, noise_level=at.params.noise_level, x_next=at.x_next)
+                 for v in (velocity, wanted))  # fmt: skip
+    return distill_kl_loss(now.mean, then.mean, now.std, weights=weights)
+
+
+Loss = Callable[[Tensor, Tensor, "Latents", Tensor], LossOutput]
+ALGOS: dict[str, tuple[Callable[..., Transition], Loss]] = {
+    "opd": (sde_step, kl_loss),
+    "opd-cps": (cps_step, kl_loss),
+    "opd-ode": (ode_step, velocity_loss),
+}
+
+BEFORE = ""  # the name of the teacher that is the model before training
+NOT_GRADED = Score(None, abstained="samples of training are not graded")
+
+# 3. A training step: rollout of the student, and its correction
+
+
+def main(args: Args) -> None:
+    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    teachers = parse_teachers(args.teachers)
+    scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
+    run = Run.start(
+        args, args.algo, scorer=scorer, reference=not teachers, steps=trained_steps(args), teachers=teachers
+    )
+    params = student_params(args, run.base_params)
+    with Loop(run) as steps:
+        for step in steps:
+            prompts = prompts_of(run, step)
+            with run.phase("rollout"):
+                batches, _ = draw(run, prompts, params, graded=False)
+            with run.updating(step):
+                step.metrics |= update(run, step, batches, list(teachers) or [BEFORE])
+            run.sync(step)
+            show(run, step, batches, [NOT_GRADED] * sum(map(len, batches)))
+
+
+def student_params(args: Args, params: Params) -> Params:
+    """The sampling parameters of the student. The last step is not kept: the one before it ends where it starts."""
+    rule, _ = ALGOS[args.algo]
+    low, high = trained_steps(args)
+    last = args.num_inference_steps - 1
+    kept = tuple(range(min(low, last - 1), min(high, last)))
+    return replace(params, rule=rule, noise_level=args.noise_level, sde_steps=kept)
+
+
+def teacher_params(args: Args, params: Params) -> Params:
+    """The sampling parameters of the teachers, which may be guided where the student is not."""
+    scale, cfg = args.teacher_guidance_scale, args.teacher_true_cfg_scale
+    guidance = params.guidance if cfg is None else {**params.guidance, "true_cfg_scale": cfg}
+    return replace(params, guidance=guidance, guidance_scale=params.guidance_scale if scale is None else scale)
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The student's latents [B, ...] before and after one of its steps, and their noise levels [B]."""
+
+    x: Tensor
+    x_next: Tensor
+    sigma: Tensor
+    sigma_next: Tensor
+    params: Params
+
+
+def latents_at(drawn: Trajectory, i: int) -> Latents:
+    """Those of the i-th step of the schedule, which is kept or the last one."""
+    k = i - drawn.params.sde_steps[0]
+    if k < drawn.num_kept:
+        return Latents(drawn.x[:, k], drawn.x_next[:, k], drawn.sigma(k), drawn.sigma_next(k), drawn.params)
+    sigma, sigma_next = (level.expand(len(drawn)) for level in drawn.sigmas[i : i + 2])
+    return Latents(drawn.x_next[:, -1], drawn.x0, sigma, sigma_next, drawn.params)
+
+
+def update(run: Run[Args], step: Step, batches: Sequence[Trajectory], teachers: Sequence[str]) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics are means over steps and ranks."""
+    args, dist, (_, loss_of) = run.args, run.dist, ALGOS[run.args.algo]
+    points = [(batch, i) for batch in batches for i in range(*trained_steps(args))]
+    size = len(points) // args.num_minibatches
+    seen, results = [], []
+    for first in range(0, len(points), size):
+        for batch, i in points[first : first + size]:
+            at = latents_at(batch, i)
+            velocity = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+            outs = []
+            for name in teachers:
+                weights = to_device(shares(batch, name, len(teachers)), at.x.device)
+                outs.append(loss_of(velocity, teacher_velocity(run, name, batch, at), at, weights))
+            loss = torch.stack([out.loss for out in outs]).sum()
+            # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
+            run.backward(loss / (size * dist.world_size), of=size)
+            means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
+            seen.append(means | {"loss": loss.detach()})
+        results.append(run.optimizer_step(step))
+    return policy_metrics(dist, seen, results)
+
+
+def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
+    """The share [B] of a teacher in what each sample learns: all of it, nothing, or that of one among `count`."""
+    named = [prompt.meta.get("teacher") for prompt in batch.prompts]
+    return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
+
+
+@torch.no_grad()
+def teacher_velocity(run: Run[Args], name: str, batch: Trajectory, at: Latents) -> Tensor:
+    """The mean velocity [B, ...] of a teacher over the student's step: its end is where the teacher's steps end."""
+    args, model, params = run.args, run.model, teacher_params(run.args, at.params)
+    is_guided_alone = model.is_guided(params) and not model.is_guided(at.params)
+    cond = run.engine.condition(batch.prompts, params) if is_guided_alone else batch.cond
+    levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
+    x, velocities = at.x, []
+    with run.reference() if name == BEFORE else run.teacher(name) as net:
+        for sigma, sigma_next in pairwise(levels):
+            velocities.append(model.predict_velocity(net, x, sigma, cond, params))
+            x = euler_step(velocities[-1], x, sigma, sigma_next)
+    return torch.stack(velocities).mean(dim=0)
+
+
+if __name__ == "__main__":
+    launch(main, ARGS)

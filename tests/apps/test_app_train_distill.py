@@ -1,0 +1,190 @@
+"""The trainer of distillation: what teachers want, ranks, resuming, learning, its command line."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from diffusers import QwenImageTransformer2DModel
+from helpers import CHECKPOINT, REPO
+from omni_rollout import Prompt
+from omni_train.dist import init_distributed
+from omni_train.lora import adapter_params, add_lora
+from omni_train.weights import save_weights
+from safetensors.torch import load_file
+from trainer_runs import cli, lone_run, recipe, rollout, tiny, train, train_on_ranks, undocumented
+
+import train_distill as app
+
+TINY = tiny(recipe(app, "tiny-signs"), prompts_per_step=4, batch_size=2, train_high=None, lr=1e-3, weight_decay=0.0)
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
+
+
+def write_teacher(folder, seed, **lora):
+    """Weights, or an adapter, beside those of the checkpoint; the folder as --teachers has it."""
+    net = QwenImageTransformer2DModel.from_pretrained(CHECKPOINT / "transformer")
+    torch.manual_seed(seed)
+    if lora:
+        add_lora(net, ["to_q", "to_k", "to_v", "to_out.0"], rank=lora["lora_rank"], alpha=lora["lora_alpha"], seed=seed)
+    with torch.no_grad():
+        for p in adapter_params(net, "default") if lora else net.parameters():
+            p.add_(0.03 * torch.randn_like(p))
+    save_weights(net, folder, init_distributed())
+    return str(folder)
+
+
+def drawn(run, args):
+    """A batch of the student's, and its first step."""
+    (batch, *_), _ = rollout(run, app.student_params(args, run.base_params))
+    return batch, app.latents_at(batch, 0)
+
+
+# What the student learns
+
+
+@pytest.mark.parametrize("algo", sorted(app.ALGOS))
+def test_a_student_that_is_its_teacher_has_nothing_to_learn(here, algo):
+    """Teacher and student are one function at one shape: the loss is 0 to the last bit, and so is its gradient."""
+    lines = train(app, replace(TINY, algo=algo, teacher_substeps=1, **LORA))
+    assert [line["policy/loss"] for line in lines[1:]] == [0.0, 0.0]
+    assert [line["policy/grad_norm"] for line in lines[1:]] == [0.0, 0.0]
+    assert "eval/reward" not in lines[-1]
+    assert undocumented(lines) == set()
+
+
+def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
+    """With the velocity a x of a linear flow, n Euler steps from x multiply it by (1 + a dt / n)^n."""
+    a, x = 0.7, torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+    model = SimpleNamespace(predict_velocity=lambda net, x, *_: a * x, is_guided=lambda params: False)
+
+    @contextmanager
+    def reference():
+        yield None
+
+    for n in (1, 3, 50):
+        args = replace(TINY, teacher_substeps=n)
+        run = SimpleNamespace(args=args, model=model, reference=reference)
+        at = app.Latents(
+            x, x, torch.full((3,), 0.9), torch.full((3,), 0.4), SimpleNamespace(guidance={}, guidance_scale=1)
+        )
+        at = replace(at, params=app.Params(3, 32, 96))
+        velocity = app.teacher_velocity(run, app.BEFORE, SimpleNamespace(cond={}), at)
+        torch.testing.assert_close(x - 0.5 * velocity, x * (1 - 0.5 * a / n) ** n)
+
+
+@pytest.mark.parametrize("algo", sorted(app.ALGOS))
+def test_each_trained_step_begins_where_the_one_before_ended(algo):
+    args = replace(TINY, algo=algo)
+    run = lone_run(args)
+    batch, at = drawn(run, args)
+    assert torch.equal(at.sigma, batch.sigmas[:1].expand(2))
+    for i in range(*app.trained_steps(args)):
+        assert torch.equal(at.x, app.latents_at(batch, i).x)
+        at = app.latents_at(batch, i)
+        if algo == "opd-ode":
+            with torch.no_grad():
+                velocity = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+            moved = at.x + (at.sigma_next - at.sigma)[0] * velocity
+            torch.testing.assert_close(at.x_next, moved, rtol=0, atol=1e-6)
+        at = replace(at, x=at.x_next)
+    assert torch.equal(at.x, batch.x0) == (algo == "opd-ode")
+
+
+def test_a_guided_teacher_wants_what_guidance_gives():
+    """The student has no negative prompt, so the teacher's is encoded for it."""
+    args = replace(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0)
+    run = lone_run(args)
+    run.reference = lambda: pretend(run.net)
+    batch, at = drawn(run, args)
+    assert not any(name.startswith("negative") for name in batch.cond)
+    guided = replace(at.params, guidance={"true_cfg_scale": 3.0})
+    cond = run.engine.condition(batch.prompts, guided)
+    with torch.no_grad():
+        wanted = run.model.predict_velocity(run.net, at.x, at.sigma, cond, guided)
+        plain = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+    found = app.teacher_velocity(run, app.BEFORE, batch, at)
+    assert torch.equal(found, wanted)
+    assert (wanted - plain).abs().max() > 0.01
+
+
+@contextmanager
+def pretend(net):
+    """A policy before training that is the net itself."""
+    yield net
+
+
+def test_a_sample_learns_from_the_teacher_that_its_prompt_names():
+    prompts = [Prompt(text="a", group=i, index=i, seed=i, meta=meta) for i, meta in enumerate(
+        [{"teacher": "one"}, {}, {"teacher": "two"}]
+    )]  # fmt: skip
+    batch = SimpleNamespace(prompts=prompts)
+    assert app.shares(batch, "one", 2).tolist() == [1.0, 0.5, 0.0]
+    assert app.shares(batch, "two", 2).tolist() == [0.0, 0.5, 1.0]
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize("lora", [{}, LORA], ids=["all weights", "LoRA"])
+def test_a_student_comes_nearer_to_its_teachers(here, lora):
+    lora = lora and LORA | {"lora_targets": "to_q,to_k,to_v,to_out.0"}
+    teachers = ",".join(
+        f"{name}={write_teacher(here / name, seed, **lora)}" for seed, name in enumerate(("one", "two"))
+    )
+    args = replace(TINY, teachers=teachers, teacher_substeps=2, train_steps=5, eval_every=5, lr=3e-3, **lora)
+    losses = [line["policy/loss"] for line in train(app, args)[1:]]
+    assert sum(losses[-2:]) < 0.9 * sum(losses[:2])
+
+
+def test_one_and_two_ranks_teach_the_same_and_a_run_goes_on_where_it_stopped(here):
+    teachers = f"one={write_teacher(here / 'one', 0)}"
+    args = replace(TINY, teachers=teachers, algo="opd", num_minibatches=2, train_steps=2, save_every=1)
+    whole = train(app, replace(args, name="whole"))
+    train(app, replace(args, name="halves", train_steps=1))
+    train(app, replace(args, name="halves"))
+    ours, theirs = (load_file(here / "runs" / name / "weights" / WEIGHTS) for name in ("whole", "halves"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    two = train_on_ranks(app, replace(args, name="two", batch_size=1, shard="fsdp2"))
+    for ours, theirs in zip(whole[1:], two[1:], strict=True):
+        assert theirs["policy/loss"] == pytest.approx(ours["policy/loss"], rel=1e-3)
+        assert theirs["policy/grad_norm"] == pytest.approx(ours["policy/grad_norm"], rel=1e-2)
+
+
+def test_another_teacher_under_the_same_name_is_no_continuation(here):
+    args = replace(TINY, teachers=f"one={write_teacher(here / 'one', 0)}", train_steps=1)
+    train(app, args)
+    write_teacher(here / "one", 1)
+    with pytest.raises(ValueError, match="teachers_digest"):
+        train(app, replace(args, train_steps=2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--teachers runs/x", "--teachers must be NAME=FOLDER with commas between, each name once, got 'runs/x'"),
+        ("--teachers a=docs,a=docs", "each name once, got 'a=docs,a=docs'"),
+        ("--teachers a=nowhere", "--teachers: a must be a folder of weights, got nowhere"),
+        ("--teacher-substeps 0", "--teacher-substeps must be >= 1, got 0"),
+        ("--algo opd --train-high 4", "steps of the student (0 to 3 with opd), got 0 and 4"),
+        ("--teacher-true-cfg-scale 0.5", "--teacher-true-cfg-scale must be >= 1, got 0.5"),
+        ("--algo opd-cps --noise-level 2", "--noise-level must be <= 1 for opd-cps"),
+        ("--scorer-url nowhere", "--scorer-url must be http(s)://host[:port][/path], got 'nowhere'"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(flags, message):
+    code, printed = cli(app, "--preset", "tiny-signs", *flags.split())
+    assert code == 2, printed
+    assert message in printed
+    assert "Traceback" not in printed
+
+
+def test_a_prompt_that_names_no_teacher_of_the_run_is_refused(here):
+    (here / "prompts.jsonl").write_text('{"prompt": "a", "teacher": "one"}\n' * 4)
+    with pytest.raises(ValueError, match="--prompts: \"teacher\" must be one of --teachers, got 'one'"):
+        app.check_args(replace(TINY, prompts="prompts.jsonl"))
+
+
+def test_the_recipe_is_for_the_shipped_model():
+    assert (REPO / TINY.model).is_dir()
