@@ -23,6 +23,8 @@ CASES = {
     "flowgrpo LoRA, fsdp2": record.grpo(ranks=2, shard="fsdp2", **FEW, **record.LORA),
     "nft LoRA, ddp": record.nft(ranks=2, shard="ddp", **FEW, **record.LORA, kl_coef=0.1),
     "dpo full, fsdp2": record.dpo(ranks=2, shard="fsdp2", **FEW),
+    "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),
+    "distill full, fsdp2": record.distill(ranks=2, shard="fsdp2", algo="opd", **FEW),
     "srpo full, ddp": record.srpo(ranks=2, shard="ddp", **SMALL),
 }
 

@@ -1,4 +1,4 @@
-"""Short runs of the four trainers, and the record that is kept of each: metrics, and a digest of the exported weights.
+"""Short runs of the trainers that draw media, and the record that is kept of each: metrics, and a digest of the exported weights.
 
     python tests/records/record.py            write tests/records/runs.json anew, from this tree
     python tests/records/record.py --check    run all and say which differ from the record
@@ -77,6 +77,10 @@ def srpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settin
     return Case("train_srpo", TINY | SRPO | settings, ranks, resumes, quick)
 
 
+def distill(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
+    return Case("train_distill", TINY | {"teacher_substeps": 2} | settings, ranks, resumes, quick)
+
+
 OFFLINE: dict[str, Any] = {"preferences": "pairs.jsonl", "group_size": 2, "prompts_per_step": 3}
 CASES = {
     "grpo-full": grpo(quick=True),
@@ -132,6 +136,9 @@ CASES = {
     "srpo-full-fsdp2": srpo(ranks=2, shard="fsdp2"),
     "srpo-lora-ddp": srpo(ranks=2, shard="ddp", **SLOW_LORA),
     "srpo-resume": srpo(resumes=True),
+    "distill-full": distill(num_minibatches=2, quick=True),
+    "distill-lora-guided-ddp": distill(ranks=2, shard="ddp", algo="opd", **LORA, teacher_true_cfg_scale=3.0),
+    "distill-resume-fsdp2": distill(resumes=True, ranks=2, shard="fsdp2", algo="opd-cps"),
 }  # fmt: skip
 
 

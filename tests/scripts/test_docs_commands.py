@@ -111,6 +111,8 @@ def check_trainer(words, place):
     ranks = int(words[words.index("--nproc-per-node") + 1]) if "torchrun" in words else 1
     flags = [place.url if word.startswith("http:") else word for word in words[words.index(script) + 1 :]]
     place.monkeypatch.setattr(settings, "find_spec", lambda name: True)
+    if "--teachers" in words:
+        write_weights(Path(words[words.index("--teachers") + 1].partition("=")[2]))
     with place.monkeypatch.context() as patch:
         for name, number in (("WORLD_SIZE", ranks), ("RANK", 0)) if ranks > 1 else ():
             patch.setenv(name, str(number))
@@ -126,13 +128,17 @@ def check_trainer(words, place):
     assert f"plan: ranks: {ranks}, " in place.capfd.readouterr().out
 
 
+def write_weights(folder):
+    """Weights as a trainer writes them."""
+    folder.parent.mkdir(parents=True)
+    net = open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32).net
+    save_weights(net, folder, trainer_runs.place())
+
+
 def check_sample(words, place):
     """A picture from weights as a trainer writes them; of a model on the hub, only the settings are checked."""
     if "--weights" in words:
-        weights = Path(words[words.index("--weights") + 1])
-        weights.parent.mkdir(parents=True)
-        net = open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32).net
-        save_weights(net, weights, trainer_runs.place())
+        write_weights(Path(words[words.index("--weights") + 1]))
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
         sample.main(replace(args, num_images=1, num_inference_steps=2))
