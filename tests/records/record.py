@@ -1,4 +1,4 @@
-"""Short runs of the trainers that draw media, and the record that is kept of each: metrics, and a digest of the exported weights.
+"""Short runs of trainers that draw media, and the record that is kept of each: metrics, a digest of exported weights.
 
     python tests/records/record.py            write tests/records/runs.json anew, from this tree
     python tests/records/record.py --check    run all and say which differ from the record
