@@ -295,7 +295,7 @@ def picture(path, *, height=32, width=96):
 
 def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here):
     save_file({"x0": torch.zeros(16, 4, 12)}, here / "w.safetensors")
-    (here / "cut.safetensors").write_bytes((here / "w.safetensors").read_bytes()[:-8])
+    (here / "cut.SAFETENSORS").write_bytes((here / "w.safetensors").read_bytes()[:-8])
     for suffix in ("png", "jpg", "webp"):
         whole = picture(here / f"whole.{suffix}").read_bytes()
         (here / f"cut.{suffix}").write_bytes(whole[:-2])
@@ -316,7 +316,7 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
     outside = "must name a file in the folder of the preference file"
     assert outside in fault(lose="../outside.safetensors")
     assert outside in fault(lose=str(here.parent / "outside.safetensors"))
-    assert "cut.safetensors is no whole safetensors file" in fault(lose="cut.safetensors")
+    assert "cut.SAFETENSORS is no whole safetensors file" in fault(lose="cut.SAFETENSORS")
     for file, words in (("cut.png", "is cut short"), ("cut.jpg", "is cut short"), ("cut.webp", "is no WEBP image")):
         assert f"{file} {words}" in fault(lose=file)
     assert "small.png must be an image of 96 x 32 pixels, got an image of 96 x 16 pixels" in fault(lose="small.png")
@@ -326,11 +326,11 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
 def test_a_sample_of_another_size_or_without_a_latent_is_refused(tmp_path):
     model, params = open_model(CHECKPOINT), Params(3, 32, 96)
     save_file({"x0": torch.zeros(16, 4, 8)}, tmp_path / "small.safetensors")
-    save_file({"x": torch.zeros(16, 4, 12)}, tmp_path / "other.safetensors")
+    save_file({"x": torch.zeros(16, 4, 12)}, tmp_path / "other.SAFETENSORS")
     with pytest.raises(ValueError, match=r"small.safetensors must be a sample of latent shape \(16, 4, 12\), got"):
         preferences.read_latent(model, None, tmp_path / "small.safetensors", params)
-    with pytest.raises(ValueError, match=r"other.safetensors must hold a tensor x0, has \['x'\]"):
-        preferences.read_latent(model, None, tmp_path / "other.safetensors", params)
+    with pytest.raises(ValueError, match=r"other.SAFETENSORS must hold a tensor x0, has \['x'\]"):
+        preferences.read_latent(model, None, tmp_path / "other.SAFETENSORS", params)
 
 
 def test_every_logged_name_is_documented(here, bright_url):

@@ -45,7 +45,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
         ValueError: it has another shape than the model's latents, or there is no such tensor.
     """
     shape = model.latent_shape(params)
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         with safe_open(path, framework="pt") as file:
             if "x0" not in file.keys():  # noqa: SIM118 - the file is no mapping
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
@@ -77,7 +77,7 @@ def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
 
 def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> None:
     """Raise ValueError unless the file is whole and, where it is a video or an image, of that (frames, H, W)."""
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         try:
             with safe_open(path, framework="np"):
                 return
