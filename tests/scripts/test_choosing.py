@@ -21,7 +21,7 @@ def test_scores_and_forwards_are_those_of_the_leaderboard():
     assert f"they reach {score['nft']:.3f} and {score['awm']:.3f}, policy gradients" in PAGE
     assert f"policy gradients {min(gradients):.3f} to {max(gradients):.3f}" in PAGE
     few = [forwards[name] for name in POLICY_GRADIENTS]
-    assert f"at {forwards['nft']:.0f} forwards an image to {min(few):.0f} to {max(few):.0f}" in PAGE
+    assert f"at {forwards['nft']:.0f} forwards an image against {min(few):.0f} to {max(few):.0f}" in PAGE
     assert f"{forwards['awm']:.0f}" == f"{forwards['nft']:.0f}"
     table = (REPO / "docs" / "leaderboard.md").read_text("utf-8")
     minutes = [float(cell) for cell in re.findall(r"^\| \[.*\| ([\d.]+) \| *[\d.]* *\|$", table, re.MULTILINE)]
