@@ -32,7 +32,7 @@ install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a mac
 	scripts/env scripts/install_vllm_omni
 
 test-vllm-omni: ## The tests of the vLLM-Omni engine, in its own environment
-	ENGINE=vllm-omni scripts/env pytest -q tests/vllm_engine
+	ENGINE=vllm-omni scripts/env pytest -q -n 2 --dist loadfile tests/vllm_engine
 
 check: ## Lint, format, types, floor rules, and that constraints/ is up to date
 	scripts/env scripts/check

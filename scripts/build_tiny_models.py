@@ -491,8 +491,8 @@ def build_ltx2(*, newer: bool) -> Any:
     )
 
 
-def build_hunyuan_video() -> Any:
-    """A HunyuanVideo15Pipeline; a layer of its net has four million weights, whatever is asked."""
+def build_hunyuan_video(pipeline: str = "HunyuanVideo15Pipeline", **config: Any) -> Any:
+    """A pipeline of HunyuanVideo 1.5; a layer of its net has four million weights, whatever is asked."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
@@ -500,7 +500,7 @@ def build_hunyuan_video() -> Any:
     tokenizer, glyphs = build_qwen_tokenizer(), ByT5Tokenizer()
     vae = diffusers.AutoencoderKLHunyuanVideo15(block_out_channels=(8, 8, 8, 16, 64), layers_per_block=1)
     normal_(vae.decoder.conv_out.conv.weight, std=0.3)  # videos, not grey
-    return diffusers.HunyuanVideo15Pipeline(
+    return getattr(diffusers, pipeline)(
         transformer=diffusers.HunyuanVideo15Transformer3DModel(
             num_layers=2,
             num_refiner_layers=1,
@@ -510,7 +510,8 @@ def build_hunyuan_video() -> Any:
             text_embed_2_dim=64,
             image_embed_dim=16,
             rope_axes_dim=(4, 6, 6),
-            task_type="t2v",
+            target_size=45,  # the stock pipeline's videos of images about twice as wide as high are then 32 x 64
+            task_type="i2v" if config else "t2v",
         ),
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=5.0),
         vae=vae,
@@ -521,7 +522,22 @@ def build_hunyuan_video() -> Any:
         text_encoder_2=build_t5(glyphs, "gated-gelu"),
         tokenizer_2=glyphs,
         guider=diffusers.ClassifierFreeGuidance(guidance_scale=6.0),
+        **config,
     )
+
+
+def build_hunyuan_video_of_images() -> Any:
+    """A HunyuanVideo15ImageToVideoPipeline."""
+    import transformers
+
+    vision: dict[str, Any] = SIDES | {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    pipe = build_hunyuan_video(
+        "HunyuanVideo15ImageToVideoPipeline",
+        image_encoder=transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**vision)),
+        feature_extractor=transformers.SiglipImageProcessorPil(size={"height": 28, "width": 28}),
+    )
+    pipe.register_to_config(feature_extractor=("transformers", "SiglipImageProcessor"))
+    return pipe
 
 
 def build_stable_audio() -> Any:
@@ -888,6 +904,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "flux2-klein": lambda: build_flux2(dev=False, distilled=True),
     "flux2-klein-base": lambda: build_flux2(dev=False),
     "hunyuan-video15": build_hunyuan_video,
+    "hunyuan-video15-i2v": build_hunyuan_video_of_images,
     "qwen-image-edit": lambda: build_qwen_image_edit(plus=False),
     "qwen-image-edit-plus": lambda: build_qwen_image_edit(plus=True),
     "sd35-medium": lambda: build_sd35(dual_attention_layers=(0, 1)),

@@ -17,7 +17,7 @@ from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
 from PIL import Image
-from transformers import CLIPImageProcessorPil
+from transformers import CLIPImageProcessorPil, SiglipImageProcessorPil
 
 
 def built(name: str) -> Callable[[], Path]:
@@ -234,13 +234,17 @@ def mend_hunyuan_video(pipe: Any) -> None:
     pipe.vae.enable_slicing()
     open_adapters(pipe)
     pipe.tokenizer_max_length, pipe.vision_num_semantic_tokens = 500, 2
+    if hasattr(pipe, "image_encoder"):
+        folder = pipe.config._name_or_path
+        pipe.feature_extractor = SiglipImageProcessorPil.from_pretrained(folder, subfolder="feature_extractor")
     pipe.__class__ = type("Guided", (type(pipe),), {"__call__": guided_hunyuan_video})
 
 
-def guided_hunyuan_video(pipe: Any, *, guidance_scale: float, **others: Any) -> Any:
-    """What the pipeline draws with that scale."""
+def guided_hunyuan_video(pipe: Any, *, guidance_scale: float, height: int, width: int, **others: Any) -> Any:
+    """What the pipeline draws with that scale; that of given frames finds their size itself."""
     pipe.guider.guidance_scale = guidance_scale
-    return super(type(pipe), pipe).__call__(**others)
+    size = {} if "image" in others else {"height": height, "width": width}
+    return super(type(pipe), pipe).__call__(**size, **others)
 
 
 TWO_SCALES = {"guidance": {"flow_shift": 5.0, "guidance_scale_2": 3.0}}
@@ -535,37 +539,42 @@ ROWS = {
             "transformer_blocks.3.video_to_audio_attn.",
         ),
     ),
-    "hunyuan-video15": Row(
-        checkpoint=built("hunyuan-video15"),
-        unguided=Params(4, 32, 64, num_frames=5),
-        guided=Params(4, 32, 64, num_frames=5, guidance_scale=6.0),
-        stock=lambda params, negative: {
-            "num_frames": params.num_frames,
-            "guidance_scale": params.guidance_scale,
-            "negative_prompt": negative,
-        },
-        without_gradient=frozenset(  # what is for a given frame, and of the last block what is for words
-            [
-                *(
-                    f"image_embedder.{layer}.{kind}"
-                    for layer in ("norm_in", "linear_1", "linear_2", "norm_out")
-                    for kind in ("weight", "bias")
-                ),
-                *(
-                    f"transformer_blocks.1.{layer}"
-                    for layer in (
-                        *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
-                        *("attn.to_add_out.weight", "attn.to_add_out.bias", "ff_context.net.0.proj.weight"),
-                        *("ff_context.net.0.proj.bias", "ff_context.net.2.weight", "ff_context.net.2.bias"),
-                    )
-                ),
-            ]
-        ),
-        lora_layers=2 * 12 + 6,
-        nearest=(({"height": 40}, 32),),
-        refused=(({"num_frames": 7}, r"num_frames must be 4k \+ 1, such as 9, got 7"),),
-        pipe=mend_hunyuan_video,
-    ),
+    **{
+        name: Row(
+            checkpoint=built(name),
+            unguided=Params(4, 32, 64, num_frames=5),
+            guided=Params(4, 32, 64, num_frames=5, guidance_scale=6.0),
+            stock=lambda params, negative: {
+                "num_frames": params.num_frames,
+                "guidance_scale": params.guidance_scale,
+                "negative_prompt": negative,
+            },
+            without_gradient=frozenset(  # of the last block what is for words, and what is for a frame that is absent
+                [
+                    *(
+                        f"transformer_blocks.1.{layer}"
+                        for layer in (
+                            *("attn.add_q_proj.weight", "attn.add_q_proj.bias", "attn.norm_added_q.weight"),
+                            *("attn.to_add_out.weight", "attn.to_add_out.bias", "ff_context.net.0.proj.weight"),
+                            *("ff_context.net.0.proj.bias", "ff_context.net.2.weight", "ff_context.net.2.bias"),
+                        )
+                    ),
+                    *(
+                        f"image_embedder.{layer}.{kind}"
+                        for layer in ("norm_in", "linear_1", "linear_2", "norm_out")
+                        for kind in ("weight", "bias")
+                        if not images
+                    ),
+                ]
+            ),
+            lora_layers=2 * 12 + 6,
+            nearest=(({"height": 40}, 32),),
+            refused=(({"num_frames": 7}, r"num_frames must be 4k \+ 1, such as 9, got 7"),),
+            images=images,
+            pipe=mend_hunyuan_video,
+        )
+        for name, images in (("hunyuan-video15", ()), ("hunyuan-video15-i2v", ((40, 90),)))
+    },
     "stable-audio3": Row(
         checkpoint=built("stable-audio3"),
         unguided=Params(6, 512, 512, guidance=SECOND),

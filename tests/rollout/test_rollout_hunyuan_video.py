@@ -4,19 +4,23 @@ import json
 import shutil
 
 import diffusers
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.hunyuan_video1_5.image_processor import HunyuanVideo15ImageProcessor
 from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import HunyuanVideo15Pipeline as Stock
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.models import open_model
+from omni_rollout.models.hunyuan_video import covering
+from PIL import Image
 
 torch.set_num_threads(1)
 ROW = ROWS["hunyuan-video15"]
 
 
 def test_the_net_gives_the_velocity_of_diffusers_class_with_padding_and_a_given_image():
-    """Which predict_velocity does not pass yet; diffusers' class is given as many words, glyphs and masks."""
+    """Of which diffusers' class is given as many words, glyphs and masks."""
     model = open_model(ROW.checkpoint())
     net = model.load_net(device="cpu", dtype=torch.float64)
     stock = diffusers.HunyuanVideo15Transformer3DModel.from_pretrained(model.folder / "transformer").double()
@@ -45,6 +49,14 @@ def test_words_in_quotes_are_encoded_as_the_stock_pipeline_does(text):
     theirs, mask = Stock._get_byt5_prompt_embeds(parts.tokenizer_2, parts.text_encoder_2, text, torch.device("cpu"))
     assert int(mask.sum()) == len(ours["glyphs"]) == len(ours["glyphs_mask"])
     torch.testing.assert_close(ours["glyphs"], theirs[0, : len(ours["glyphs"])], rtol=0, atol=1e-5)
+
+
+def test_a_given_frame_is_cut_to_the_shape_of_the_video_as_the_stock_pipeline_does():
+    processor = HunyuanVideo15ImageProcessor(do_resize=False)
+    for height, width in ((40, 90), (90, 41), (33, 64), (32, 64), (31, 77), (7, 5)):
+        image = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(0)).byte()
+        theirs = processor.resize(Image.fromarray(image.numpy()), height=32, width=64, resize_mode="crop")
+        assert torch.equal(covering(image, 32, 64), torch.from_numpy(np.array(theirs)))
 
 
 @pytest.mark.parametrize(

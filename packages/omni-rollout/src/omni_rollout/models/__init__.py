@@ -10,7 +10,7 @@ from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
 from omni_rollout.models.hunyuan_image import HunyuanImage
-from omni_rollout.models.hunyuan_video import HunyuanVideo15
+from omni_rollout.models.hunyuan_video import HunyuanVideo15, HunyuanVideo15ImageToVideo
 from omni_rollout.models.ltx2 import LTX2
 from omni_rollout.models.qwen_image import QwenImage
 from omni_rollout.models.qwen_image_edit import QwenImageEdit, QwenImageEditPlus
@@ -33,6 +33,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "WanImageToVideoPipeline": WanImageToVideo,
     "LTX2Pipeline": LTX2,
     "HunyuanVideo15Pipeline": HunyuanVideo15,
+    "HunyuanVideo15ImageToVideoPipeline": HunyuanVideo15ImageToVideo,
     "StableAudio3Pipeline": StableAudio3,
     "FluxPipeline": Flux1,
     "FluxKontextPipeline": Flux1Kontext,

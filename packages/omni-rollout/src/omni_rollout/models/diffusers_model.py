@@ -97,7 +97,12 @@ class DiffusersModel:
 
     def config_file(self, part: str) -> Path:
         """Where the configuration of a part lies."""
-        kinds = {"scheduler": "scheduler_config", "processor": "preprocessor_config", "tokenizer": "tokenizer_config"}
+        kinds = {
+            "scheduler": "scheduler_config",
+            "processor": "preprocessor_config",
+            "feature_extractor": "preprocessor_config",
+            "tokenizer": "tokenizer_config",
+        }
         kind = next((file for word, file in kinds.items() if word in part), "config")
         return self.folder / part / f"{kind}.json"
 

@@ -1,7 +1,8 @@
 """HunyuanVideo 1.5 (arXiv 2511.18870): text and image to video, a flow in the latents of a causal video VAE.
 
 Shapes: B samples, C latent channels (32), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w latent pixels
-(a sixteenth of a frame), T text tokens and their width D, G bytes of quoted words and their width D'.
+(a sixteenth of a frame), T text tokens and their width D, G bytes of quoted words and their width D', I tokens of a
+given frame and their width D''.
 """
 
 import re
@@ -13,7 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json
-from omni_rollout.models.diffusers_model import JOINT_ATTENTION, DiffusersModel, check_size, pixels, where_needed
+from omni_rollout.models.diffusers_model import (
+    JOINT_ATTENTION,
+    DiffusersModel,
+    check_size,
+    pixels,
+    resized,
+    where_needed,
+)
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEMPLATE_TOKENS = 108  # before the prompt's
@@ -128,10 +136,13 @@ class HunyuanVideo15(DiffusersModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks; with guidance also their negatives.
+        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives; and what
+        `condition` gives.
         """
-        dtype = cond["embeds"].dtype
-        inputs = torch.cat([x, torch.zeros_like(x), torch.zeros_like(x[:, :1])], dim=1).to(dtype)  # no frame is given
+        dtype, given, known = cond["embeds"].dtype, torch.zeros_like(x), torch.zeros_like(x[:, :1])
+        if "first" in cond:
+            given[:, :, :1], known[:, :, :1] = cond["first"], 1
+        inputs = torch.cat([x, given, known], dim=1).to(dtype)
 
         def predict(kind: str) -> Tensor:
             embeds, glyphs = cond[f"{kind}embeds"], cond[f"{kind}glyphs"]
@@ -139,11 +150,12 @@ class HunyuanVideo15(DiffusersModel):
             words, letters = (None, None) if mask is None else mask.split([embeds.shape[1], glyphs.shape[1]], dim=1)
             velocity: Tensor = net(
                 hidden_states=inputs,
-                timestep=(sigma.float() * 1000).to(dtype),
+                timestep=(sigma.float() * 1000).to(dtype),  # rounded in bfloat16, as the stock pipeline does
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_2=glyphs,
                 encoder_attention_mask=words,
                 encoder_attention_mask_2=letters,
+                image_embeds=cond.get("image_embeds"),
             )
             return velocity.float()
 
@@ -171,3 +183,38 @@ class HunyuanVideo15(DiffusersModel):
         from omni_rollout.models.hunyuan_video_net import HunyuanVideo15Transformer3DModel
 
         return HunyuanVideo15Transformer3DModel
+
+
+class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+    """HunyuanVideo 1.5 for one checkpoint whose videos begin with a given frame, which SigLIP sees too."""
+
+    PIPELINE = "HunyuanVideo15ImageToVideoPipeline"
+    PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
+        **HunyuanVideo15.PARTS,
+        "image_encoder": ("transformers", "SiglipVisionModel"),
+        "feature_extractor": ("transformers", "SiglipImageProcessor"),
+    }
+    IMAGES = range(1, 2)
+
+    def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
+        """Of the given frame, cut to the video's shape: `first` [C, 1, h, w], latents, and `image_embeds` [I, D'']."""
+        frame, encoder = covering(prompt.images[0], params.height, params.width), parts.image_encoder
+        first = self.encode_media(parts, {"video": frame[None, None]}, params)[0]
+        seen = to_device(parts.feature_extractor([frame.numpy()], return_tensors="pt").pixel_values, encoder.device)
+        return {"first": first, "image_embeds": encoder(seen.to(encoder.dtype)).last_hidden_state[0]}
+
+    def _class(self, part: str) -> Any:
+        if part != "feature_extractor":
+            return super()._class(part)
+        from transformers import SiglipImageProcessorPil
+
+        return SiglipImageProcessorPil  # which does without torchvision
+
+
+def covering(image: Tensor, height: int, width: int) -> Tensor:
+    """A picture, uint8 [H, W, 3], of another size; what then is beside that size is cut off on both sides."""
+    H, W, _ = image.shape
+    wide = W * height > H * width
+    h, w = (height, W * height // H) if wide else (H * width // W, width)
+    top, left = h // 2 - height // 2, w // 2 - width // 2
+    return resized(image, h, w)[top : top + height, left : left + width]
