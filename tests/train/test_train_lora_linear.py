@@ -227,6 +227,26 @@ def test_a_compiled_block_is_one_graph(dtype, name):
     assert all(map(torch.equal, got, expected))
 
 
+@pytest.mark.slow
+def test_a_compiled_layer_adds_into_the_base_output_too():
+    """By torch's own compiler: the products of a layer that is not compiled, and its bits."""
+    found = []
+    for compiled in (False, True):
+        net, x = make(), sample()
+        net(x)  # rounds A and B
+        layer = torch.compile(net.q, fullgraph=True, dynamic=True) if compiled else net.q
+        layer(x).sum().backward()  # compiles
+        x.grad = None
+        with torch.profiler.profile() as profile:
+            out = layer(x)
+            out.backward(torch.ones_like(out))
+        kernels = Counter({event.key: event.count for event in profile.key_averages()})
+        found.append(({name: kernels[f"aten::{name}"] for name in ("mm", "addmm", "addmm_")}, out, x.grad))
+    (eager, *expected), (graph, *got) = found
+    assert graph == eager == {"mm": 5, "addmm": 1, "addmm_": 2}
+    assert all(map(torch.equal, got, expected))
+
+
 def test_recomputed_blocks_have_the_same_gradients(tiny_qwen):
     results = []
     for checkpointing in (False, True):

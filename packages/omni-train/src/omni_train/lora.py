@@ -70,7 +70,7 @@ class _LowRank(torch.autograd.Function):
         inner = rows @ rounded[0].t()
         ctx.save_for_backward(rows, inner, layer[0], *rounded)
         ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
-        return linear(rows, *layer).addmm_(inner, rounded[1].t(), alpha=scale).view(*x.shape[:-1], -1)
+        return _add_product(linear(rows, *layer), inner, rounded[1].t(), scale).view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -79,11 +79,28 @@ class _LowRank(torch.autograd.Function):
         grad_inner = grad @ up
         grad_x = grad_down = grad_up = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(grad_inner, down, alpha=ctx.scale).view(ctx.shape)
+            grad_x = _add_product(grad @ weight, grad_inner, down, ctx.scale).view(ctx.shape)
         if ctx.needs_input_grad[2]:
             grad_down = (grad_inner.t() @ rows).mul_(ctx.scale).to(ctx.dtype)
             grad_up = (grad.t() @ inner).mul_(ctx.scale).to(ctx.dtype)
         return grad_x, None, grad_down, grad_up, None, None
+
+
+def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Add `scale * a @ b` into `out`; where the compiler has only `addmm_`, it adds into a copy of `out`."""
+    if torch.compiler.is_compiling():
+        torch.ops.omni_train.add_product_(out, a, b, scale)
+        return out
+    return out.addmm_(a, b, alpha=scale)
+
+
+_OPS = torch.library.Library("omni_train", "FRAGMENT")
+_OPS.define("add_product_(Tensor(a!) out, Tensor a, Tensor b, float scale) -> ()")
+
+
+@torch.library.impl(_OPS, "add_product_", "CompositeExplicitAutograd")
+def _(out: Tensor, a: Tensor, b: Tensor, scale: float) -> None:
+    out.addmm_(a, b, alpha=scale)
 
 
 def add_lora(
