@@ -1,5 +1,6 @@
 """The memory plan of a step: against the bytes of a real one, and the change that fits."""
 
+import copy
 import gc
 import importlib
 import re
@@ -16,7 +17,9 @@ from omni_rl.run import Run
 from omni_rl.scoring import LocalScorer
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
-from omni_train.planned import Meter
+from omni_train.planned import PLANNED, Meter
+from omni_train.recompute import Recompute
+from torch import nn
 from trainer_runs import recipe, tiny, write_eval_prompts
 
 SMALL = {"prompts_per_step": 4, "group_size": 4, "batch_size": 8, "num_inference_steps": 4, "window_high": None}
@@ -92,6 +95,27 @@ def test_one_forward_of_each_shape_tells_what_all_do(case):
     assert first.device.flops == every.device.flops
     for name, peak in every.peaks.items():
         assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_few_recomputed_blocks_tell_what_all_take(on_host):
+    """Bytes, operations and gradients of two forwards and backwards of six blocks."""
+
+    def taken(watch):
+        with plan.PlannedDevice() as device:
+            make = (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+            blocks = [nn.Sequential(*copy.deepcopy(make)).to(PLANNED) for _ in range(6)]
+            run = watch(device, blocks)
+            with device.phase("two"):
+                for _ in range(2):
+                    x = torch.ones(8, 16, 64).to(PLANNED)
+                    for block in blocks:
+                        x = run(block, x)
+                    x.sum().backward()
+        return dict(device.peaks), dict(device.flops), [p.grad.shape for block in blocks for p in block.parameters()]
+
+    every = taken(lambda *_: Recompute(0.0, on_host=on_host))
+    assert taken(lambda device, blocks: plan._Recomputed(device, on_host, [blocks])) == every
 
 
 @pytest.mark.slow

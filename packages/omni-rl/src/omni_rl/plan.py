@@ -27,6 +27,7 @@ from omni_train.log import RunLog
 from omni_train.lora import LoraLinear
 from omni_train.parts import part_files
 from omni_train.planned import PlannedDevice, planned_ranks
+from omni_train.recompute import Recompute
 from omni_train.state import train_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -214,13 +215,19 @@ class Plan:
     def settle(self, run: "Run[MediaArgs]") -> None:
         """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones.
 
-        Without gradients one block of those that are alike runs, and without `remembers` all.
+        Without gradients one block of those that are alike runs, of recomputed ones that are not sharded the first and
+        last two, and without `remembers` all.
         """
         self.unshard = run.unshard
         done: dict[object, tuple[Any, int, int]] = {}
+        alike: dict[object, list[nn.Module]] = {}
         for block in run.net.modules() if self.remembers else ():
             if type(block).__name__.removeprefix("FSDP") in run.model.BLOCK_NAMES:
+                alike.setdefault(_weights_of(block), []).append(block)
                 block.forward = self._once(block.forward, _block_key(block), done)
+        if run.args.gradient_checkpointing and not run.args.keep_products_gb and run.mode != "fsdp2":
+            on_host = "activations" in run.args.offload
+            run._recompute(_Recomputed(self.device, on_host, list(alike.values())))
         for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
@@ -352,6 +359,111 @@ class _Seen:
         self.device.add_flops(self.backward_flops)
 
 
+class _Recomputed(Recompute):
+    """Runs recomputed blocks: of those that are alike two tell what the others take.
+
+    The second one tells of a forward, the last but one of a backward. These run, as do the first and the last, whose
+    inputs or outputs may need no gradient.
+    """
+
+    def __init__(self, device: PlannedDevice, on_host: bool, alike: Sequence[Sequence[nn.Module]]) -> None:
+        super().__init__(0.0, on_host=on_host)
+        self.device = device
+        self.places: dict[nn.Module, tuple[int, int]] = {}  # kind of a block, and blocks of it that are left but one
+        for kind, blocks in enumerate(alike):
+            self.places |= {
+                block: (kind, len(blocks) - 2 - i) for i, block in enumerate(blocks) if 0 < i < len(blocks) - 1
+            }
+        self.forwards: dict[object, tuple[Any, int, int]] = {}
+        self.backwards: dict[object, tuple[int, int]] = {}
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        kind, left = self.places.get(block, (None, 0))
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        if kind is None or not any(tensor.requires_grad for tensor in tensors):
+            return super().__call__(block, *args)
+        key = kind, _shapes(*args)
+        if not left:
+            return self._with_backward(key, block, args, tensors)
+        if key not in self.forwards:
+            begun = self._begin()
+            out = super().__call__(block, *args)
+            self.forwards[key] = tree_map(_shape_of, out), *self._end(begun)
+            return out
+        shapes, *taken = self.forwards[key]
+        self.take(*taken)
+        params = [p for p in block.parameters() if p.requires_grad]
+        with self.inputs():
+            outs = _RepeatBlock.apply(self, key, tree_leaves(shapes), len(tensors), *tensors, *params)
+        return outs if isinstance(shapes, tuple) else outs[0]
+
+    def take(self, peak: int, flops: int) -> None:
+        """As much memory, for a moment, and as many operations."""
+        self.device.burst(peak)
+        self.device.add_flops(flops)
+
+    def _with_backward(self, key: object, block: nn.Module, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
+        """What the block gives; its backward pass is measured."""
+        begun: list[int] = []
+
+        def end() -> None:
+            self.backwards[key] = self._end(begun)
+
+        marked = iter(_Mark.apply(end, *tensors))
+        out = super().__call__(block, *(next(marked) if isinstance(arg, Tensor) else arg for arg in args))
+        outs = _Mark.apply(lambda: begun.extend(self._begin()), *(out if isinstance(out, tuple) else (out,)))
+        return outs if isinstance(out, tuple) else outs[0]
+
+    def _begin(self) -> list[int]:
+        device = self.device
+        return [device.window, device.aside, device.flops.total(), device.start_window()]
+
+    def _end(self, begun: Sequence[int]) -> tuple[int, int]:
+        """The most bytes since then, and the operations; the window around this one goes on."""
+        device, (window, aside, flops, base) = self.device, begun
+        peak = device.window - base
+        device.window, device.aside = max(window, device.window - aside), device.aside + aside
+        return peak, device.flops.total() - flops
+
+
+class _Mark(torch.autograd.Function):
+    """Tensors as they are; their gradients call a function."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        out = tuple(tensor.view_as(tensor) for tensor in tensors)
+        ctx.mark_non_differentiable(
+            *(view for view, tensor in zip(out, tensors, strict=True) if not tensor.requires_grad)
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.call()
+        return None, *grads
+
+
+class _RepeatBlock(torch.autograd.Function):
+    """Outputs in the place of a block's, which keeps its inputs; gradients for all that need one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, seen: _Recomputed, key: object, shapes: Sequence[Tensor], num_inputs: int, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.seen, ctx.key = seen, key
+        ctx.save_for_backward(*tensors[:num_inputs])
+        ctx.wanted = [(t.shape, t.dtype) if t.requires_grad else None for t in tensors]
+        return tuple(torch.empty_like(shape, device=seen.device.device) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.seen.take(*ctx.seen.backwards[ctx.key])
+        made = (w and torch.empty(w[0], dtype=w[1], device=ctx.seen.device.device) for w in ctx.wanted)
+        return None, None, None, None, *made
+
+
 @contextmanager
 def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn.Module, list[int]]]:
     """Within the `with` block, the tokens of each sample that goes through a block of the net."""
@@ -428,9 +540,15 @@ def _shape_of(leaf: Any) -> Any:
     return leaf if isinstance(leaf, float | int) else None
 
 
+def _weights_of(block: nn.Module) -> object:
+    """Names, shapes and types of all that a block holds."""
+    held = (*block.named_parameters(), *block.named_buffers())
+    return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in held)
+
+
 def _block_key(block: nn.Module) -> Callable[..., object]:
     """What tells a block's call from those of others: its weights, inputs and adapter."""
-    weights = tuple((name, p.shape, p.dtype) for name, p in (*block.named_parameters(), *block.named_buffers()))
+    weights = _weights_of(block)
     layer = next((layer for layer in block.modules() if isinstance(layer, LoraLinear)), None)
     return lambda *args, **kwargs: (weights, layer and layer.active, _shapes(*args, **kwargs))
 
