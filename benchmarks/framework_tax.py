@@ -51,7 +51,7 @@ def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
 
 
 def measure(args: Args) -> dict[str, float]:
-    """Seconds of a step, and in it of forwards and backwards, by name."""
+    """Seconds of a step, and in it of forwards, backwards and decoding, by name."""
     sys.path.append(str(REPO / "apps"))
     import train_flowgrpo as app
 
@@ -62,13 +62,16 @@ def measure(args: Args) -> dict[str, float]:
         logged(self, *arguments, **options)
         marks.append({"step": engines.now(device), **spent})
 
+    def part(module: nn.Module) -> str | None:
+        return None if torch.compiler.is_compiling() else watched.get(type(module).__name__.removeprefix("FSDP"))
+
     def before(module: nn.Module, inputs: object) -> None:
-        if not torch.compiler.is_compiling() and type(module).__name__.removeprefix("FSDP") == net_class:
+        if part(module):
             started.append(engines.now(device))
 
     def after(module: nn.Module, inputs: object, output: object) -> None:
-        if not torch.compiler.is_compiling() and type(module).__name__.removeprefix("FSDP") == net_class:
-            spent["forward"] += engines.now(device) - started.pop()
+        if name := part(module):
+            spent[name] += engines.now(device) - started.pop()
 
     def backward(self: Tensor, *arguments: Any, **options: Any) -> None:
         start = engines.now(device)
@@ -86,7 +89,7 @@ def measure(args: Args) -> dict[str, float]:
         }  # fmt: skip
         dtype = str(default_compute_dtype(device)).removeprefix("torch.")
         settings |= LORA | {"dtype": dtype} if args.random else {}
-        net_class = engines.config(model, "transformer")["_class_name"]
+        watched = {engines.config(model, "transformer")["_class_name"]: "forward", "QwenImageDecoder3d": "decode"}
         logged, went_back, connect = RunLog.log, Tensor.backward, omni_rl.run.connect
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(before),
@@ -114,8 +117,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = measure(args)
     inside = found["forward"] + found["backward"]
     print(f"{date.today()}, {local_device().type}, {args}")
-    print("| step, s | forward, s | backward, s | step / (forward + backward) |", "| --- | --- | --- | --- |", sep="\n")
-    print(f"| {found['step']:.3f} | {found['forward']:.3f} | {found['backward']:.3f} | {found['step'] / inside:.3f} |")
+    print("| step, s | forward, s | backward, s | decode, s | step / (forward + backward) | without decode |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    step, decode = found["step"], found["decode"]
+    times = " | ".join(f"{found[name]:.3f}" for name in ("step", "forward", "backward", "decode"))
+    print(f"| {times} | {step / inside:.3f} | {(step - decode) / inside:.3f} |")
 
 
 if __name__ == "__main__":

@@ -124,9 +124,7 @@ def variants(size: Size) -> Iterator[Row]:
         kept = VARIANTS[variant].settings
         recomputes = kept.get("gradient_checkpointing", False), kept.get("keep_products_gb", 0.0)
         kernels, least = (kernels_of(model_args(size, variant), *how) for how in (recomputes, (False, 0.0)))
-        with trainer.model(model_args(size, variant)) as path:
-            settings = settings_of(size, variant, path, **FEW)
-            planned = plan_of(replace(settings, dry_run=True, device_memory_gb=80.0))
+        planned = plan_of(size, variant)
         for phase in ("rollout", "update"):
             yield near(
                 f"{variant}: {phase}, s", step.seconds[phase], roofline.ASSUMED.get(kind, here).seconds(kernels[phase])
@@ -314,11 +312,12 @@ def kernels_of(args: trainer.Args, checkpointing: bool, products_gb: float) -> d
         return roofline.count(trainer.settings(args, path, **changes, **FEW))
 
 
-def plan_of(args: app.Args) -> int:
-    """The most bytes of a step as it is planned, once all is loaded."""
-    with fixed_cost.quiet():
+def plan_of(size: Size, variant: str) -> int:
+    """The most bytes of a short step in a variant as it is planned, once all is loaded."""
+    with trainer.model(model_args(size, variant)) as path, fixed_cost.quiet():
         Path("prompts.txt").write_text("\n".join(trainer.TEXTS) + "\n")
-        peaks = plan.measure(app.main, args, 1).peaks
+        settings = settings_of(size, variant, path, **FEW)
+        peaks = plan.measure(app.main, replace(settings, dry_run=True, device_memory_gb=80.0), 1).peaks
     return max(peaks[name] for name in ("rollout", "decode", "update"))
 
 

@@ -56,6 +56,16 @@ def run(
     )
 
 
+def peaks(variant: str) -> tuple[float, float]:
+    """The most bytes of two steps with 57.7 million weights in a variant of scripts/gpu_check.py: counted, planned."""
+    load()
+    import gpu_check
+
+    size = gpu_check.Size(random=6, random_heads=4, side=256, batch_size=4, rank=16)
+    *_, step = gpu_check.take(size, variant, 2, **gpu_check.FEW)
+    return step.peak, gpu_check.plan_of(size, variant)
+
+
 def check(folder: Path, parts: list[str]) -> int:
     """The exit code of scripts/gpu_check.py on little, with all parts in this process on the emulated accelerator."""
     load()

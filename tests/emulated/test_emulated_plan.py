@@ -30,3 +30,12 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     monkeypatch.chdir(folder)
     planned = plan.measure(app.main, replace(app.Args(**settings), dry_run=True, device_memory_gb=1.0), 1)
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("variant", "within"), [("as it is", 0.06), ("recomputed", 0.01), ("offloaded", 0.01)])
+def test_a_plan_of_a_net_of_57_million_weights_tells_its_peak(alone, variant, within):
+    build()
+    counted, planned = alone(runs.peaks, variant)
+    assert planned == pytest.approx(counted, rel=within)

@@ -42,9 +42,10 @@ def test_framework_tax_is_a_step_over_the_model_in_it(capfd, monkeypatch):
 
     sizes = ["--prompts-per-step", "1", "--group-size", "2", "--batch-size", "2", "--num-inference-steps", "5"]
     framework_tax.main([*sizes, "--steps", "1"])
-    ((step, forward, backward, tax),) = table(capfd.readouterr().out)
+    ((step, forward, backward, decode, tax, without),) = table(capfd.readouterr().out)
     assert float(step) > float(forward) + float(backward) > float(backward) > 0
-    assert float(tax) > 1
+    assert float(decode) > 0
+    assert float(tax) > float(without) > 1
 
 
 TINY = ["--random", "1", "--random-heads", "1", "--height", "32", "--width", "32", "--num-inference-steps", "6",
