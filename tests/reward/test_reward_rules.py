@@ -4,7 +4,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from omni_reward.rules import check_meta, grade, open_rules
+from omni_reward.rules import check_meta, grade, open_rules, version_of
 
 
 def value(reward, said, /, **meta):
@@ -129,3 +129,60 @@ def test_a_reward_that_is_none_is_refused(reward, message):
 def test_a_line_that_no_rule_can_grade_is_refused(reward, meta, message):
     with pytest.raises(ValueError, match=message):
         check_meta(open_rules(reward), meta)
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("x = 7.", 1), ("5-7", 1), ("6,7,8", 1), ("7%", 1), ("f(2)-7", 1), ("7.5", 0), ("1.7", 0), ("3/7", 0),
+        ("7/8", 0), ("7,000", 0), ("-7", 0), ("is -7.", 0), ("17", 0), ("a7", 0),
+    ],
+)  # fmt: skip
+def test_a_number_is_not_contained_in_a_longer_one(answer, right):
+    assert value("contains", answer, answer=7) == right
+    assert value("contains", "1,700", answer="700") == 0
+    assert value("contains", "it is -7.5", answer="-7.5") == value("contains", "Paris.", answer="Paris") == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "option", "right"),
+    [
+        ("the answer is b", "B", 1), ("the answer is b because", "B", 1), ("The answer is (b).", "B", 1),
+        (r"\boxed{b}", "B", 1), (r"\boxed{\text{B}}", "B", 1), ("the answer is a.", "A", 1),
+        ("answer: (a) or so", "A", 1), ("the answer is a good one. B", "A", 0), ("the answer is a good one. B", "B", 1),
+        ("The answer is e.g. odd. B", "B", 1),
+    ],
+)  # fmt: skip
+def test_a_choice_may_be_stated_in_small_letters(answer, option, right):
+    assert value("choice", answer, answer=option) == right
+
+
+@pytest.mark.parametrize(
+    ("answer", "right"),
+    [
+        ("#### 1,234", 1), ("so 1234.0", 1), ("$1,234.", 1), ("5 #### 1234\n", 1), ("1234 or 5", 0), ("-1234", 0),
+        ("", 0), ("x1234", 0),
+    ],
+)  # fmt: skip
+def test_a_number_is_the_last_one(answer, right):
+    assert value("number", answer, answer="3 apples #### 1234") == right
+    with pytest.raises(ValueError, match='"answer" must hold a number, got'):
+        check_meta(open_rules("number"), {"answer": "none"})
+
+
+def test_a_pattern_with_a_plus_is_one_term():
+    terms = open_rules("format=a + b + 0.5*exact")
+    assert [(term.name, term.weight) for term in terms] == [("format", 1.0), ("exact", 0.5)]
+    assert value("format=a + b", "a  b") == 1
+    assert value("0.5*format=1 + 2 + contains", "1  2", answer="2") == 1.5
+
+
+def test_the_version_of_rules_is_that_of_their_files(tmp_path):
+    file = tmp_path / "own.py"
+    reward = f"exact + python:{file}:one"
+    file.write_text("def one(answer, line):\n    return 1\n")
+    first = version_of(open_rules(reward))
+    file.write_text("def one(answer, line):\n    return 2\n")
+    assert first.startswith("own.py ")
+    assert version_of(open_rules(reward)) != first
+    assert version_of(open_rules("exact")) == ""

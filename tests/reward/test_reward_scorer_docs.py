@@ -14,6 +14,7 @@ import pytest
 import torch
 from omni_reward import Scorer
 from omni_reward.combine import parse
+from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS, find_loader, flow, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
 from omni_reward.scorers.clap import load_clap
@@ -61,8 +62,9 @@ def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
     needs = {row[0].strip("`"): row[-1].strip("`") for row in rows()[2:] if len(row) == 5}
     assert needs.pop("python:FILE.py:FUNCTION") == "whatever it imports"
     assert needs.pop("frames:NAME") == "what it needs"
+    assert needs.pop("rules:REWARD") == "what they need"
     assert needs == {name: f"omni-reward[{name}]" if name not in NUMPY_ALONE else "" for name in SCORERS}
-    assert set(EXTRAS) - {"server"} == set(SCORERS) - NUMPY_ALONE
+    assert set(EXTRAS) - {"server", "math"} == set(SCORERS) - NUMPY_ALONE
 
 
 @pytest.mark.parametrize("name", ["flow", "jpeg", "likeness", "pitch", "video", "vlm"])
@@ -91,7 +93,10 @@ def test_the_page_names_the_words_and_the_defaults() -> None:
 
 def test_the_commands_of_the_page_parse() -> None:
     scorers = re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE)
-    recipes = [parse((quoted or bare).rstrip("`")) for quoted, bare in scorers]
+    named = [(quoted or bare).rstrip("`") for quoted, bare in scorers]
+    rules = [name.removeprefix("rules:") for name in named if name.startswith("rules:")]
+    assert [term.name for reward in rules for term in open_rules(reward)] == ["number", "format"]
+    recipes = [parse(name) for name in named if not name.startswith("rules:")]
     assert len(recipes) == 8
     assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
         "frames:likeness",

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from omni_reward import Score
-from omni_reward.media import ScoreRequest
+from omni_reward.media import MAX_TEXT_CHARS, ScoreRequest
 from omni_reward.wire import (
     MAX_DETAILS_BYTES,
     MAX_DETAILS_DEPTH,
@@ -93,6 +93,16 @@ HOSTILE = {
     "request a list": blob([]),
     "request with NaN": blob({**FIELDS, "meta": [{"x": math.nan}, {}]}),
     "protocol 2": blob({**FIELDS, "protocol": 2}),
+    "protocol 3": blob({**FIELDS, "protocol": 3}),
+    "texts of numbers": blob({**FIELDS, "protocol": 2, "text": [1, 2]}),
+    "texts a string": blob({**FIELDS, "protocol": 2, "text": "ab"}),
+    "text half a pair": blob({**FIELDS, "protocol": 2, "text": ["a", "\ud800"]}),
+    "text endless": blob({**FIELDS, "protocol": 2, "text": ["a", "b" * (MAX_TEXT_CHARS + 1)]}),
+    "one text too few": blob({**FIELDS, "protocol": 2, "text": ["a"]}),
+    "text a tensor": blob(header=tensors(text=u8(2, size=2)), data=b"ab"),
+    "text in protocol 1": blob(
+        header={"__metadata__": {"request": json.dumps({**FIELDS, "text": ["a", "b"]})}}, data=b""
+    ),
     "protocol true": blob({**FIELDS, "protocol": True}),
     "protocol missing": blob({k: v for k, v in FIELDS.items() if k != "protocol"}),
     "request_id missing": blob({k: v for k, v in FIELDS.items() if k != "request_id"}),
@@ -258,7 +268,9 @@ def test_mutated_bodies_are_requests_or_value_errors() -> None:
 
 
 def test_errors_name_the_field_the_rule_and_the_value() -> None:
-    with pytest.raises(ValueError, match=r"^protocol must be 1, got 2$"):
+    with pytest.raises(ValueError, match=r"^protocol must be 1 or 2, got 3$"):
+        decode_request(HOSTILE["protocol 3"], max_batch=8)
+    with pytest.raises(ValueError, match=r"^text must be a list of strings, got None$"):
         decode_request(HOSTILE["protocol 2"], max_batch=8)
     with pytest.raises(ValueError, match=r"^image must be a uint8 array, got float32$"):
         decode_request(HOSTILE["float"], max_batch=8)

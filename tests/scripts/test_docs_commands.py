@@ -19,6 +19,7 @@ from apps.conftest import bright_url as bright_url
 from helpers import CHECKPOINT, REPO
 from omni_reward import cli
 from omni_reward.combine import parse
+from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
 from omni_rl.cli import parse_cli
@@ -93,6 +94,9 @@ def check_server(words, place):
     """The server takes all flags and knows the scorers; what it then does is what tests/reward does with it."""
     args = cli.build_parser().parse_args(words[3:])
     cli.read_options(args.option)
+    if args.scorer.startswith("rules:"):
+        assert open_rules(args.scorer.removeprefix("rules:"))
+        return
     named = [spec for spec in parse(args.scorer).specs.values() if not spec.startswith("python:")]
     assert {spec.removeprefix("frames:") for spec in named} <= set(SCORERS)
 

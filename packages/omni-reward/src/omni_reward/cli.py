@@ -24,6 +24,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
     add = parser.add_argument
     scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
+    scorers += "; or rules:REWARD, which grades texts"
     options = "setting of the scorer, or SCORER.NAME=VALUE of one of several; may be given again"
     add("--scorer", required=True, help=scorers)
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=options)

@@ -26,11 +26,11 @@ import numpy as np
 from omni_reward import wire
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardError, RewardFormatError
-from omni_reward.media import ScoreRequest, canary
+from omni_reward.media import TEXT, ScoreRequest, as_texts, canary
 from omni_reward.transport import Proxy, Transport
 from omni_reward.wire import MismatchError, Score
 
-Media = Mapping[str, np.ndarray]
+Media = Mapping[str, np.ndarray | Sequence[str]]
 Meta = Sequence[Mapping[str, object]]
 References = Sequence[Sequence[np.ndarray]]
 OnFailure = Literal["raise", "mask", "mask_group"]
@@ -98,7 +98,8 @@ class RewardClient:
         the future is done. Meta that JSON cannot hold is a ValueError of the `result()`.
 
         Args:
-            media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB.
+            media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. `text` is a
+                list of N strings, which takes a server of protocol 2.
             prompts: N prompts.
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
             references: for each of the N samples the pictures that it was made from, uint8 [H, W, 3] each, exactly
@@ -164,7 +165,7 @@ class RewardClient:
         scores show the scorer's `parts` too, unless it abstains.
 
         Args:
-            media: N samples to score, as in `submit`; grey or silent ones by default.
+            media: N samples to score, as in `submit`; grey, silent or empty ones by default.
             prompts: their N prompts.
             meta: their N mappings; a scorer that reads a key of its own needs those of a real prompt.
             references: theirs, as in `submit`; a grey one each by default, where the scorer takes them.
@@ -233,7 +234,8 @@ class RewardClient:
         def attempt(url: str) -> list[Score]:
             reply = self._transports[url].exchange("POST", "/score", deadline, body)
             try:
-                return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids)
+                version = wire.protocol_of(request.media)
+                return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids, protocol=version)
             except ValueError as exc:
                 raise RewardFormatError(f"POST {url}/score: {exc}", fatal=isinstance(exc, MismatchError)) from exc
 
@@ -272,8 +274,8 @@ def _build_request(
 ) -> ScoreRequest:
     if isinstance(prompts, str):  # a str is a sequence of str too
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
-    if meta is None:
-        meta = [{}] * len(prompts)
-    objects = [dict(item) if isinstance(item, Mapping) else item for item in meta]
+    given = [{}] * len(prompts) if meta is None else meta
+    objects = [dict(item) if isinstance(item, Mapping) else item for item in given]
     pictures = [tuple(own) for own in references or ()]
-    return ScoreRequest(dict(media), list(prompts), objects, request_id=uuid.uuid4().hex, references=pictures)
+    arrays: Any = {kind: as_texts(samples) if kind == TEXT else samples for kind, samples in media.items()}
+    return ScoreRequest(arrays, list(prompts), objects, request_id=uuid.uuid4().hex, references=pictures)

@@ -6,6 +6,7 @@
 | video  | uint8            | [N, T, H, W, 3]     | fps, frames a second      | RGB frames                            |
 | audio  | float32          | [N, S, C]           | sample_rate, Hz           | amplitude, full scale is -1 to 1      |
 | latent | float32, float16 | [N, ...], 2-8 axes  |                           | whatever the latent reward model takes|
+| text   | object           | [N]                 |                           | str, such as answers to the prompts   |
 
 A sample of an edit also has references, the pictures it was made from: uint8 [H, W, 3] each, of any sizes.
 
@@ -21,6 +22,8 @@ import numpy as np
 
 MAX_AXES = 8
 MAX_REFERENCES = 16  # of a sample
+MAX_TEXT_CHARS = 2**20  # of a sample
+TEXT = "text"  # the one kind that travels in no tensor
 Arrays = dict[str, np.ndarray]
 Meta = list[dict[str, object]]
 References = Sequence[tuple[np.ndarray, ...]]  # of N samples, each with its own number of them; () for none at all
@@ -43,6 +46,7 @@ MEDIA_KINDS = {
     "video": MediaKind(("uint8",), ("N", "T", "H", "W", 3), rate="fps"),
     "audio": MediaKind(("float32",), ("N", "S", "C"), rate="sample_rate"),
     "latent": MediaKind(("float32", "float16"), ("N", "...")),
+    TEXT: MediaKind(("object",), ("N",)),
 }
 
 
@@ -113,6 +117,21 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
             raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
 
 
+def as_texts(texts: object) -> np.ndarray:
+    """An array [N] of the strings in a list.
+
+    Raises:
+        ValueError: it is no list, or a string is none, too long or no Unicode.
+    """
+    if not isinstance(texts, list | tuple | np.ndarray):
+        raise ValueError(f"{TEXT} must be a list of strings, got {texts!r:.80}")
+    for text in texts:
+        if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS:
+            raise ValueError(f"{TEXT} must hold strings of at most {MAX_TEXT_CHARS} characters, got {text!r:.80}")
+        check_text(TEXT, text)
+    return np.fromiter(texts, object, len(texts))
+
+
 def check_references(references: References, count: int) -> None:
     """Raise ValueError unless there is a tuple of pictures, uint8 [H, W, 3], for each of `count` samples."""
     if len(references) != count:
@@ -128,13 +147,13 @@ def check_references(references: References, count: int) -> None:
 
 
 def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:
-    """Grey or silent samples of these kinds, and the rates that belong into the meta of each.
+    """Grey, silent or empty samples of these kinds, and the rates that belong into the meta of each.
 
     Raises:
         ValueError: a kind has no sample that suits every scorer.
     """
     grey, silence = np.full((count, 8, 64, 64, 3), 128, np.uint8), np.zeros((count, 16_000, 1), np.float32)
-    samples: Arrays = {"image": grey[:, 0], "video": grey, "audio": silence}
+    samples: Arrays = {"image": grey[:, 0], "video": grey, "audio": silence, TEXT: np.full(count, "", object)}
     if missing := set(kinds) - set(samples):
         raise ValueError(f"media must be given to ask a scorer of {sorted(missing)}: no sample suits all of them")
     return {kind: samples[kind] for kind in kinds}, {"fps": 8.0, "sample_rate": 16_000}

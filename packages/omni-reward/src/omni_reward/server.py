@@ -139,7 +139,7 @@ class _Service:
     async def info(self, request: Request) -> Response:
         self._check_token(request)
         scorer, limits = self._scorer, asdict(self._limits)
-        names = {"protocol": wire.PROTOCOL, "scorer": self._name, "scorer_version": scorer.version}
+        names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
         takes = {"media": sorted(scorer.media), "references": scorer.references, "batch_size": scorer.batch_size}
         return _json_reply({**names, "version": version("omni-reward"), **takes, "limits": limits})
 
@@ -183,7 +183,8 @@ class _Service:
         except ScorerFailedError as exc:
             logger.error("scorer %r failed on request %r", self._name, request.request_id, exc_info=exc.__cause__)
             raise
-        return wire.encode_reply(request.request_id, request.ids, self._name, scores)
+        version = self._scorer.protocol
+        return wire.encode_reply(request.request_id, request.ids, self._name, scores, protocol=version)
 
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:

@@ -1,8 +1,9 @@
 """Bytes that travel between a trainer and a scorer, and the rules that both ends hold them to.
 
-A request is one safetensors blob: a tensor per kind of media and per reference, and the prompts as JSON in the blob's
-metadata. A reply is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and `Score`, so they
-share one set of rules; every broken rule is a `ValueError` that names the field, the rule and the value.
+A request is one safetensors blob: a tensor per kind of media and per reference, and the prompts and texts as JSON in
+the blob's metadata. A reply is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and
+`Score`, so they share one set of rules; every broken rule is a `ValueError` that names the field, the rule and the
+value.
 
 Letters: N samples. The page for people who write a client or a scorer is docs/reward-protocol.md.
 """
@@ -12,16 +13,16 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, NoReturn
 
 import numpy as np
 
-from omni_reward.media import Arrays, Meta, References, ScoreRequest, check_text, media_kind
+from omni_reward.media import TEXT, Arrays, Meta, References, ScoreRequest, as_texts, check_text, media_kind
 
-PROTOCOL = 1
+PROTOCOLS = (1, 2)  # the second is that of texts, and else the same
 MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
 MAX_ID_CHARS = 128
 REFERENCE = "reference."  # and a number: the names of references among the tensors
@@ -129,6 +130,11 @@ class Scorer:
         except ValueError:  # a function of C has no signature
             pass
 
+    @property
+    def protocol(self) -> int:
+        """The version of the protocol that its requests speak."""
+        return protocol_of(self.media)
+
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
         """The Scorer itself, or one of images around a plain function."""
@@ -146,16 +152,23 @@ class Scorer:
         return [result if isinstance(result, Score) else Score.of(result) for result in results]
 
 
+def protocol_of(media: Collection[str]) -> int:
+    """The version of the protocol for these kinds of media: the first one that has them, which older ends speak too."""
+    return 2 if TEXT in media else 1
+
+
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory.
 
     Samples that share a reference, one array in memory, send it once.
 
     Raises:
-        ValueError: meta holds something that JSON cannot.
+        ValueError: meta holds something that JSON cannot, or prompts, texts and meta are longer than a header may be.
     """
-    fields: dict[str, object] = {"protocol": PROTOCOL, "request_id": request.request_id, "ids": request.ids}
+    media = request.media
+    fields: dict[str, object] = {"protocol": protocol_of(media), "request_id": request.request_id, "ids": request.ids}
     fields |= {"prompts": request.prompts, "meta": request.meta}
+    fields |= {kind: texts.tolist() for kind, texts in media.items() if kind == TEXT}
     places: dict[tuple[int, ...], int] = {}  # where a picture lies -> its number
     pictures: Arrays = {}
     if request.references:
@@ -169,7 +182,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     entries: dict[str, object] = {"__metadata__": {"request": header}}
     parts: list[bytes | memoryview] = []
     end = 0
-    arrays = {**request.media, **pictures}
+    arrays = {kind: array for kind, array in media.items() if kind != TEXT} | pictures
     for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # the widest first, so that all are aligned
         dense = np.ascontiguousarray(arrays[name])
         begin, end = end, end + dense.nbytes
@@ -177,6 +190,8 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
         parts.append(dense.data.cast("B"))
     text = to_json(entries).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"prompts, texts and meta must be at most {MAX_HEADER_BYTES} bytes as JSON, got {len(text)}")
     return [struct.pack("<Q", len(text)) + text, *parts]
 
 
@@ -192,6 +207,10 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     if isinstance(prompts, list) and len(prompts) > max_batch:
         raise ValueError(f"prompts must hold at most {max_batch} samples, got {len(prompts)}")
     media = _arrays_in(body, header, start)
+    if TEXT in media:
+        raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
+    if fields["protocol"] == protocol_of({TEXT}):
+        media[TEXT] = as_texts(fields.get(TEXT))
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
@@ -201,26 +220,28 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     return request
 
 
-def encode_reply(request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score]) -> bytes:
-    """Body of a reply, in the order of the request."""
+def encode_reply(
+    request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, protocol: int = 1
+) -> bytes:
+    """Body of a reply, in the order of the request and in its protocol."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
         if score.abstained is not None:
             result["abstained"] = score.abstained
         results.append(result)
-    reply = {"protocol": PROTOCOL, "request_id": request_id, "scorer": scorer, "results": results}
+    reply = {"protocol": protocol, "request_id": request_id, "scorer": scorer, "results": results}
     return to_json(reply).encode()
 
 
-def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str]) -> list[Score]:
-    """Scores in a reply that nobody has checked yet, one per sample.
+def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: int = 1) -> list[Score]:
+    """Scores in a reply that nobody has checked yet, one per sample. protocol: that of the request.
 
     Raises:
         MismatchError: it is a reply to something else, or its results are not those samples in that order.
         ValueError: it is no reply at all, or a result breaks a rule: a score that is NaN, for one.
     """
-    reply = parse_message(body, "the reply")
+    reply = parse_message(body, "the reply", protocol)
     if reply.get("request_id") != request_id:
         raise MismatchError(f"request_id must be {request_id!r}, got {reply.get('request_id')!r:.80}")
     results = reply.get("results")
@@ -252,8 +273,8 @@ def clean(text: str, limit: int) -> str:
     return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
-def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
-    """JSON object of this version of the protocol, its other fields unchecked.
+def parse_message(text: bytes | str, what: str, *protocols: int) -> dict[str, Any]:
+    """JSON object of one of these versions of the protocol, of any by default, its other fields unchecked.
 
     Raises:
         MismatchError: it is of another version.
@@ -263,8 +284,9 @@ def parse_message(text: bytes | str, what: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{what} must be a JSON object, got {fields!r:.80}")
     version = fields.get("protocol")
-    if type(version) is not int or version != PROTOCOL:
-        raise MismatchError(f"protocol must be {PROTOCOL}, got {version!r:.80}")
+    if type(version) is not int or version not in (protocols or PROTOCOLS):
+        known = " or ".join(map(str, protocols or PROTOCOLS))
+        raise MismatchError(f"protocol must be {known}, got {version!r:.80}")
     return fields
 
 

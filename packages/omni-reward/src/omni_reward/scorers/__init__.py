@@ -7,6 +7,8 @@ from functools import partial
 from omni_reward import combine
 from omni_reward.scorers.frames import PREFIX as FRAMES
 from omni_reward.scorers.frames import over_frames
+from omni_reward.scorers.rules import PREFIX as RULES
+from omni_reward.scorers.rules import load_rules
 from omni_reward.scorers.user import PREFIX, load_user
 from omni_reward.wire import ScoreFn, Scorer
 
@@ -60,7 +62,8 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
         case "vlm":
             from omni_reward.scorers.vlm import load_vlm as load
         case _:
-            raise ValueError(f"scorer must be one of {list(SCORERS)} or {PREFIX}FILE.py:FUNCTION, got {name!r}")
+            known = f"{list(SCORERS)}, {PREFIX}FILE.py:FUNCTION or {RULES}REWARD"
+            raise ValueError(f"scorer must be one of {known}, got {name!r}")
     return load
 
 
@@ -68,8 +71,8 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     """The scorer of that name, ready to score.
 
     Args:
-        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, or a combination as in
-            `omni_reward.combine`.
+        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, a combination as in
+            `omni_reward.combine`, or rules for texts after `rules:`.
         threads: cores that the scorer may use.
         options: settings by name; of a combination, by the scorer's name, a dot and the setting's.
 
@@ -77,6 +80,8 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
         ValueError: there is no such scorer, or it has no such option, or refuses its value.
         ImportError: it needs a library that is not installed.
     """
+    if name.startswith(RULES):  # whose patterns may hold anything
+        return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
     recipe = combine.parse(name)
     if recipe.is_plain:
         [spec] = recipe.specs.values()

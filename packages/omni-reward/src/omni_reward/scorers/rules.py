@@ -1,0 +1,93 @@
+"""The rules of `omni_reward.rules` as a scorer of texts: `--scorer "rules:math + 0.1*format=PATTERN"`.
+
+They grade in a process of their own, each answer within a time limit: a regular expression or a checker of mathematics
+may take for ever on what a model writes, and math-verify's own limits need the main thread of a process.
+"""
+
+import json
+import signal
+from collections.abc import Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+from omni_reward.media import TEXT, Arrays, Meta
+from omni_reward.rules import check_key, grade, open_rules, version_of
+from omni_reward.wire import Score, Scorer
+
+PREFIX = "rules:"
+START_S = 60.0  # in which the process starts and a rule imports its library
+
+
+def load_rules(reward: str, timeout_s: float = 20.0) -> Scorer:
+    """A scorer of texts by rules, with their version; a line that a rule cannot grade is an abstention.
+
+    Args:
+        reward: as a trainer's `--reward`.
+        timeout_s: longest that the rules may take for an answer, which else is an abstention.
+
+    Raises:
+        ValueError: an argument breaks its rule.
+    """
+    if not timeout_s > 0:
+        raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
+    version = version_of(open_rules(reward))
+    return Scorer(_Grader(reward, timeout_s), media=(TEXT,), version=version)
+
+
+class _Grader:
+    """A process that grades, begun anew after an answer that took it too long or ended it."""
+
+    def __init__(self, reward: str, timeout_s: float) -> None:
+        self._reward, self._timeout_s = reward, timeout_s
+        self._process: BaseProcess | None = None
+        self._pipe: Connection
+
+    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
+        return [self._grade(text, line) for text, line in zip(media[TEXT], meta, strict=True)]
+
+    def _grade(self, text: str, line: Mapping[str, object]) -> Score:
+        limit_s = self._timeout_s
+        if self._process is None:
+            limit_s += START_S
+            context = get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(self._reward, theirs), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send_bytes(json.dumps([text, line]).encode())
+            reply = json.loads(self._pipe.recv_bytes()) if self._pipe.poll(limit_s) else {}
+        except (EOFError, OSError):
+            reply = {}
+        if "failed" in reply:
+            raise RuntimeError(f"a rule fails: {reply['failed']}")
+        if "abstained" in reply:
+            return Score(None, abstained=reply["abstained"])
+        if reply:
+            return Score.of(reply["value"], parts=reply["parts"], details=reply["parts"])
+        self._process.kill()
+        self._process = None
+        return Score(None, abstained=f"the rules ended, or took longer than {limit_s:g} s")
+
+
+def _serve(reward: str, pipe: Connection) -> None:
+    """Grade what comes through the pipe until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the keyboard is for the server, which drains
+    terms = open_rules(reward)
+    while True:
+        try:
+            text, line = json.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        reply: dict[str, object]
+        try:
+            for term in terms:
+                check_key(term, line)
+            [score] = grade(terms, [text], [line])
+            reply = {"value": score.value, "parts": score.parts}
+        except ValueError as exc:
+            reply = {"abstained": str(exc)}
+        except Exception as exc:  # a user's function may raise anything
+            reply = {"failed": f"{type(exc).__name__}: {exc}"}
+        pipe.send_bytes(json.dumps(reply).encode())

@@ -1,0 +1,149 @@
+"""Texts over the wire: protocol 2, its refusals by and of version 1, and rules that grade in a process of their own."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import requests
+from omni_reward import RewardClient, RewardError, RewardHTTPError, Score, Scorer
+from omni_reward.media import ScoreRequest
+from omni_reward.rules import grade, open_rules
+from omni_reward.scorers import load_scorer
+from omni_reward.wire import MAX_HEADER_BYTES, MismatchError, decode_reply, decode_request, encode_reply, encode_request
+from reward.reward_helpers import halves, http
+
+TEXTS = ["", "7 \u221a \U0001f600\x00\n", "\\boxed{7}"]
+
+
+def lengths(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+    return [float(len(text)) for text in media["text"]]
+
+
+def test_texts_come_out_as_they_went_in(serve: Callable[..., str]) -> None:
+    seen: list[object] = []
+
+    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        seen.append((media["text"].tolist(), prompts, meta))
+        return lengths(media, prompts, meta)
+
+    url = serve(Scorer(score, media=("text",), batch_size=2, version="1"))
+    meta = [{"answer": i} for i in range(3)]
+    with RewardClient(url) as client:
+        assert [len(scores) for scores in client.check()] == [1]
+        scores = client.submit({"text": TEXTS}, ["a", "b", "c"], meta).result(10)
+        assert client.info()["protocol"] == 2
+    assert [score.value for score in scores] == [len(text) for text in TEXTS]
+    assert seen[1:] == [(TEXTS[:2], ["a", "b"], meta[:2]), (TEXTS[2:], ["c"], meta[2:])]
+
+
+def test_texts_and_references_go_together(serve: Callable[..., str]) -> None:
+    def score(media: dict, prompts: list[str], meta: list, references: list) -> list[float]:
+        return [len(text) + own[0].mean() for text, own in zip(media["text"], references, strict=True)]
+
+    picture = np.full((2, 3, 3), 10, np.uint8)
+    with RewardClient(serve(Scorer(score, media=("text",), references=True))) as client:
+        [only] = client.submit({"text": ["abc"]}, ["a"], references=[[picture]]).result(10)
+    assert only.value == 13
+
+
+def test_requests_and_replies_of_images_are_those_of_version_1_byte_for_byte() -> None:
+    """The digest was taken of the release before there were texts."""
+    image = np.arange(2 * 4 * 5 * 3, dtype=np.uint8).reshape(2, 4, 5, 3)
+    request = ScoreRequest({"image": image}, ["a", "\u00fc"], [{}, {"k": [1.5, None]}], request_id="r")
+    body = b"".join(encode_request(request))
+    reply = encode_reply("r", request.ids, "ocr", [Score(0.5, parts={"x": 1.0}), Score(None, abstained="no")])
+    assert (
+        hashlib.sha256(body + reply).hexdigest() == "c5d2be439f970e51fd6e82caa801b030183f960b2abaf56799486a2e32685e32"
+    )
+
+
+def test_a_reply_speaks_the_protocol_of_its_request() -> None:
+    reply = encode_reply("r", ["0"], "s", [Score(1.0)], protocol=2)
+    assert decode_reply(reply, request_id="r", ids=["0"], protocol=2) == [Score(1.0)]
+    with pytest.raises(MismatchError, match="protocol must be 1, got 2"):
+        decode_reply(reply, request_id="r", ids=["0"])
+
+
+def test_a_server_of_images_refuses_texts(serve: Callable[..., str]) -> None:
+    with RewardClient(serve(halves)) as client, pytest.raises(RewardHTTPError, match=r"400 malformed.*got \['text'\]"):
+        client.submit({"text": TEXTS}, ["a"] * 3).result(10)
+
+
+def test_a_server_of_version_1_refuses_texts(misbehave: Callable[..., str]) -> None:
+    """Its answer to protocol 2, as the release before had it."""
+    error = json.dumps({"error": {"code": "malformed", "message": "protocol must be 1, got 2"}}).encode()
+    url = misbehave(lambda conn, body: conn.sendall(http("400 Bad Request", error)))
+    with RewardClient(url) as client, pytest.raises(RewardHTTPError, match="protocol must be 1, got 2") as caught:
+        client.submit({"text": ["a"]}, ["a"]).result(10)
+    assert caught.value.fatal
+
+
+def test_a_client_of_version_1_sees_at_once_that_a_server_takes_texts(serve: Callable[..., str]) -> None:
+    info = requests.get(serve(Scorer(lengths, media=("text",))) + "/info", timeout=10).json()
+    assert (info["protocol"], info["media"]) == (2, ["text"])  # of which it refuses the first
+
+
+def test_texts_beyond_a_bound_are_refused_before_they_are_sent() -> None:
+    with RewardClient("http://127.0.0.1:9") as client:
+        with pytest.raises(ValueError, match="text must hold strings of at most 1048576 characters"):
+            client.submit({"text": ["a" * (2**20 + 1)]}, ["a"])
+        with pytest.raises(ValueError, match=r"text must hold strings of .*, got 7"):
+            client.submit({"text": [7]}, ["a"])
+        with pytest.raises(ValueError, match=r"text must have the shape \(1,\), got \(2,\)"):
+            client.submit({"text": ["a", "b"]}, ["a"])
+        with pytest.raises(ValueError, match="text must be a list of strings, got 'ab'"):
+            client.submit({"text": "ab"}, ["a", "b"])
+        with pytest.raises(ValueError, match=f"at most {MAX_HEADER_BYTES} bytes as JSON, got 17"):
+            client.submit({"text": ["a" * 2**20] * 17}, ["a"] * 17).result(10)
+
+
+def test_a_request_of_texts_has_no_tensor() -> None:
+    request = ScoreRequest({"text": np.array(TEXTS, object)}, ["a"] * 3, [{}] * 3, request_id="r")
+    body = b"".join(encode_request(request))
+    assert decode_request(body, max_batch=3).media["text"].tolist() == TEXTS
+    assert b'"U8"' not in body
+
+
+def test_rules_grade_over_the_wire_as_in_the_trainer(serve: Callable[..., str]) -> None:
+    reward = "contains + 0.5*format=<a>.*\\+ .*"
+    answers = ["7", "<a>7+ x", "x"]
+    meta: list[dict[str, object]] = [{"answer": "7"}] * 3
+    with RewardClient(serve(load_scorer(f"rules:{reward}"))) as client:
+        scores = client.submit({"text": [*answers, "7"]}, ["p"] * 4, [*meta, {}]).result(60)
+    assert scores[:3] == grade(open_rules(reward), answers, meta)
+    assert scores[3] == Score(None, abstained='must have the key "answer", which --reward contains asks for')
+
+
+def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import os, re\n"
+        "def rule(answer, line):\n"
+        "    if answer == 'die': os._exit(1)\n"
+        "    if answer == 'fail': 1 / 0\n"
+        "    if answer == 'hang': re.fullmatch('(a+)+b', 'a' * 64)\n"
+        "    return len(answer)\n"
+    )
+    scorer = load_scorer(f"rules:python:{tmp_path}/own.py:rule", options={"timeout_s": "1"})
+    assert scorer.version.startswith("own.py ")
+    scorer({"text": ["ab"]}, ["p"], [{}])  # the process is there
+    begin = time.perf_counter()
+    two, hung, three, died, one = scorer({"text": ["ab", "hang", "abc", "die", "a"]}, ["p"] * 5, [{}] * 5)
+    assert (two.value, three.value, one.value) == (2, 3, 1)
+    assert hung.abstained == died.abstained.replace("61 s", "1 s") == "the rules ended, or took longer than 1 s"
+    assert time.perf_counter() - begin < 60
+    with pytest.raises(RuntimeError, match="a rule fails: ZeroDivisionError"):
+        scorer({"text": ["fail"]}, ["p"], [{}])
+
+
+def test_rules_that_are_none_are_refused_when_the_server_starts() -> None:
+    with pytest.raises(ValueError, match=r"must be one of exact, .* got 'ocr'"):
+        load_scorer("rules:ocr")
+    with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):
+        load_scorer("rules:exact", options={"timeout_s": "0"})
+    with pytest.raises(ValueError, match="options of rules:exact must fit it"):
+        load_scorer("rules:exact", options={"mode": "x"})
+    with RewardClient("http://127.0.0.1:9", timeout_s=0.2) as client, pytest.raises(RewardError):
+        client.check()
