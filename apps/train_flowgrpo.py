@@ -211,7 +211,7 @@ def main(args: Args) -> None:
         parts=parts,
         reference=reference,
         steps=window,
-        apart=args.apart,
+        needs=["streams"] * args.apart + ["routes"] * args.route_replay,
     )
     if args.route_replay:
         run.replay_routes()

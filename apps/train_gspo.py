@@ -47,7 +47,8 @@ class Args(TokenArgs):
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of update and sampler (default: 1e-4 in float32, or any)
 
 
-LEAST = {"clip_low": 1e-7, "clip_high": 1e-7, "rounds": 1, "overlong_tokens": 0, "kl_coef": 0.0}
+LEAST = {"clip_low": 1e-7, "clip_high": 1e-7, "rounds": 1, "overlong_tokens": 0, "kl_coef": 0.0,
+         "ratio_tolerance": 0.0}  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -191,7 +192,7 @@ def roll_out(run: TokenRun[Args], step: Step) -> Drawn:
 def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor]:
     """Advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
     args, algo, groups, total = run.args, ALGOS[run.args.algo], groups_of(drawn.prompts), len(drawn.prompts)
-    step.metrics |= describe_rewards(drawn.rewards, groups, drawn.scores, need_one=True)
+    step.metrics |= describe_rewards(drawn.rewards, groups, drawn.scores, need_one=args.on_failure == "raise")
     indices = torch.cat([batch.indices for batch in drawn.batches])
     lengths, ended = (
         gather_by_index(run.dist, indices, torch.cat([value.float() for value in values]), total)
@@ -211,6 +212,7 @@ def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor
         "advantage/min": advantages.min().item(),
         "advantage/max": advantages.max().item(),
         "answer/tokens_mean": lengths.mean().item(),
+        "answer/tokens_max": lengths.max().item(),
         "answer/truncated_ratio": 1 - ended.mean().item(),
         "reward/trained_ratio": keep.float().mean().item(),
     }

@@ -181,7 +181,7 @@ def main(args: Args) -> None:
         old_policy=True,
         reference=bool(args.kl_coef),
         steps=trained_levels(args)[:2],
-        apart=args.apart,
+        needs=["streams"] * args.apart,
     )
     with Loop(run) as steps:
         for step in steps:

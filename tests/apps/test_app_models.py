@@ -102,6 +102,24 @@ def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls,
             assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}
 
 
+def test_replayed_routes_train_and_the_load_of_experts_is_that_of_sampling(here, bright_urls):
+    """A reference passes the experts too, in the update; it moves no number of the load."""
+    args = settings(train_flowgrpo, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=3)
+    plain = train(train_flowgrpo, replace(args, name="plain"))[1]
+    args = replace(args, name="replayed", route_replay=True, best_worst_n=2, kl_coef=0.1, **LORA)
+    line = train(train_flowgrpo, args)[1]
+    assert line["policy/first_ratio_max_dev"] <= 1e-5
+    assert line["policy/grad_norm"] > 0
+    assert {name: line[name] for name in line if "experts" in name} == {n: plain[n] for n in plain if "experts" in n}
+    assert line["rollout/experts_entropy"] > 0
+
+
+def test_routes_of_a_model_without_experts_are_refused_before_its_weights_are_read(here, bright_urls):
+    args = settings(train_flowgrpo, "flux-dev", bright_urls, route_replay=True, dry_run=True)
+    with pytest.raises(ValueError, match="--route-replay needs a model that is a mixture of experts"):
+        train(train_flowgrpo, args)
+
+
 def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
     """From the start on, when it is tried with those of the first evaluation prompt."""
     seen = []

@@ -14,12 +14,13 @@ import pytest
 import torch
 from helpers import REPO
 from omni_losses import group_advantages, token_weights
-from omni_reward import Score
+from omni_reward import Score, Scorer
+from omni_reward.testing import serving_here
 from omni_rl.run import Step
 from omni_rl.tokens import TokenRun, pack
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
-from omni_train.data import load_prompts
+from omni_train.data import PromptRecord, load_prompts
 from omni_train.files import load_metrics
 from PIL import Image
 from safetensors.torch import load_file
@@ -119,7 +120,9 @@ def test_a_run_goes_on_bit_for_bit(here):
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])
-def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here):
+def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monkeypatch):
+    """Logits are made for three tokens at a time, and once more in the backward pass."""
+    monkeypatch.setattr("omni_rollout.tokens.MAX_LOGITS", 3 * 266)
     args = tiny("qwen3-omni", lora_rank=lora_rank, algo="dapo", batch_size=2, num_minibatches=2, rounds=2)
     args = replace(args, train_steps=1, eval_every=1)
     alone = train(app, replace(args, name="alone"))
@@ -254,9 +257,117 @@ def test_steps_before_a_rule_that_fails_are_saved(here):
     assert [folder.name for folder in Path("runs/run/checkpoints").glob("*1")]
 
 
+def has_letter(media, prompts, meta):
+    """What the rule `regex` says of the prompts here."""
+    return [float(re.search(line["pattern"], text) is not None) for text, line in zip(media["text"], meta, strict=True)]
+
+
+def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
+    """In requests of 3 answers at most, from the canary on; the same numbers to the bit."""
+    sizes = []
+
+    def score(media, prompts, meta):
+        sizes.append(len(prompts))
+        return has_letter(media, prompts, meta)
+
+    args = tiny(train_steps=1, eval_every=1, score_batch_size=3)
+    with serving_here(Scorer(score, media=("text",)), name="letters") as url:
+        local = train(app, replace(args, name="local"))
+        served = train(app, replace(args, name="served", reward="", scorer_url=url))
+        both = train(app, replace(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url))
+    assert unclocked(served) == unclocked(local) == unclocked(both)
+    assert max(sizes) == 3
+    assert sizes[0] == 1
+    details = [row["details"] for row in json.loads(Path("runs/both/eval/000001/rows.json").read_text())]
+    assert all(each["scorer"] == each["regex"] for each in details)
+
+
+def test_a_server_sees_the_images_of_a_prompt(here):
+    seen = []
+
+    def score(media, prompts, meta, references):
+        seen.extend((line["pattern"], len(own)) for line, own in zip(meta, references, strict=True))
+        return [0.0] * len(prompts)
+
+    args = tiny("qwen2.5-vl", prompts="pictures.jsonl", eval_prompts="pictures.jsonl", train_steps=0, reward="")
+    line = {"prompt": "x", "pattern": "a"}
+    Path("pictures.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line | {'images': 'picture.png'})}\n")
+    with serving_here(Scorer(score, media=("text",), references=True)) as url:
+        train(app, replace(args, scorer_url=url))
+    assert seen == [("a", 1), ("a", 0), ("a", 1), ("a", 0), ("a", 1)]  # the canary; two prompts fill a batch of four
+
+
+@pytest.mark.parametrize("on_failure", ["raise", "mask"])
+def test_a_server_that_fails_ends_the_run_or_leaves_samples_out(on_failure, here):
+    calls = []
+
+    def score(media, prompts, meta):
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyError("answer")
+        return has_letter(media, prompts, meta)
+
+    with serving_here(Scorer(score, media=("text",))) as url:
+        args = tiny(reward="", scorer_url=url, on_failure=on_failure, save_every=10)
+        if on_failure == "mask":
+            assert train(app, args)[2]["reward/abstained_ratio"] == 1
+            return
+        with pytest.raises(
+            RuntimeError, match=r"phase reward_wait: RewardError: scores of rank 0: .* 500 scorer_failed"
+        ):
+            train(app, args)
+
+
+def test_a_server_of_images_is_refused_before_the_run(here, bright_url):
+    with pytest.raises(
+        ValueError, match="--scorer-url must be a server of rewards for text, takes image in protocol 1"
+    ):
+        train(app, tiny(reward="", scorer_url=bright_url))
+    assert not Path("runs").exists()
+
+
+def test_a_rule_that_has_changed_does_not_continue_a_run(here):
+    Path("changed.py").write_text("def rule(answer, line):\n    return len(answer)\n")
+    train(app, tiny(reward="python:changed.py:rule", train_steps=1, eval_every=1))
+    Path("changed.py").write_text("def rule(answer, line):\n    return -len(answer)\n")
+    with pytest.raises(ValueError, match=r"rules .*changed\.py"):
+        train(app, tiny(reward="python:changed.py:rule", train_steps=2, eval_every=1))
+
+
+def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
+    seen = []
+    monkeypatch.setattr(omni_rl.tokens, "check_meta", lambda terms, meta: seen.append(meta["i"]))
+    for rank in range(2):
+        run = TokenRun(tiny(), "test", place(rank, 2))
+        run._open_model()
+        for index in range(5):
+            run._check_record(PromptRecord(index, "x", meta={"i": (rank, index)}))
+    assert seen == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
+
+
+def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
+    monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
+    run = TokenRun(tiny(shard="fsdp2", unshard="none", dry_run=True), "test", place())
+    with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
+        run._read_inputs()
+
+
+def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
+    """Neither by its advantage nor by the KL: with no other answer there is no optimizer step."""
+    Path("length.py").write_text("def rule(answer, line):\n    return len(answer)\n")
+    args = tiny(mask_truncated=True, kl_coef=1.0, max_new_tokens=1, reward="python:length.py:rule", train_steps=1)
+    masked = train(app, replace(args, eval_every=1))
+    assert masked[1]["answer/truncated_ratio"] > 0
+    assert masked[1]["reward/trained_ratio"] <= 1 - masked[1]["answer/truncated_ratio"]
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        ({"ratio_tolerance": -1e-9}, "--ratio-tolerance must be >= 0, got -1e-09"),
+        ({"reward": "scorer"}, "--scorer-url must be given for scorer in --reward"),
+        ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer-url says, got regex"),
+        ({"scorer_url": "a:1"}, r"--scorer-url must be http\(s\)://host"),
         ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
         ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact asks for'),
         ({"reward": "ocr"}, "--reward: must be one of exact, "),

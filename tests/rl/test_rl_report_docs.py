@@ -35,7 +35,7 @@ def test_the_extras_and_numbers_are_those_of_the_code():
     from omni_rl.report import data, media
 
     project = tomllib.loads((REPO / "packages" / "omni-rl" / "pyproject.toml").read_text())["project"]
-    assert set(re.findall(r"`omni-rl\[(\w+)\]`", DOCS)) == set(project["optional-dependencies"]) - {"scorer"}
+    assert set(re.findall(r"`omni-rl\[(\w+)\]`", DOCS)) == set(project["optional-dependencies"]) - {"scorer", "parquet"}
     assert f"at most {data.EVAL_BYTES // 10**6} MB" in DOCS
     assert f"{data.SAMPLE_BYTES / 10**6} MB of samples" in DOCS
     assert f"up to {media.EXACT_SIDE} pixels" in DOCS

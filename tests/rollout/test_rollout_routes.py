@@ -88,6 +88,9 @@ def test_the_load_of_experts_is_that_of_their_counts():
     with torch.enable_grad():
         routing(text, others)
     assert load.metrics() == {}  # of sampling alone
+    reference = ExpertLoad(routing, counts=lambda: False)
+    routing(text, others)
+    assert reference.metrics() == {}
 
 
 def test_more_experts_than_a_byte_can_tell_are_refused():

@@ -82,6 +82,26 @@ def test_scores_with_and_without_gradients_are_the_same_bits(engines, name):
     assert torch.equal(now, before)
 
 
+def test_scores_in_pieces_are_those_in_one_with_their_gradients(engines, monkeypatch):
+    """The pieces are three tokens long; the last one is shorter."""
+    engine = engines("qwen3")
+    drawn = engine.generate(prompts("text"), TokenParams(8, temperature=0.7))
+    weights, found = [engine.net.lm_head.weight, engine.net.model.layers[0].mlp.up_proj.weight], []
+    for most in (2**26, 266 * 3):
+        monkeypatch.setattr("omni_rollout.tokens.MAX_LOGITS", most)
+        with torch.no_grad():
+            before = score_tokens(engine.model, engine.net, drawn)
+        engine.net.requires_grad_(True)
+        now = score_tokens(engine.model, engine.net, drawn).log_prob
+        grads = torch.autograd.grad((now * drawn.mask).sum(), weights)
+        engine.net.requires_grad_(False)
+        assert torch.equal(now, before.log_prob)
+        found.append((now.detach(), before.entropy, *grads))
+    for whole, pieces in zip(*found, strict=True):
+        torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-5)
+    assert "forward" not in vars(engine.net.lm_head)
+
+
 @pytest.mark.parametrize("name", LORA_LAYERS)
 def test_adapters_are_on_the_language_model_alone(engines, name):
     model = engines(name).model

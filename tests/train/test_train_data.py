@@ -354,16 +354,26 @@ class Table:
         assert partitioning is None  # a folder called a=1 is no column
         if not path.exists():
             raise FileNotFoundError(path)
+        if path.name == "strange.parquet":
+            raise NotImplementedArrowError("Unhandled type")
         return self
 
     def to_pylist(self):
         return self.rows
 
 
+class ArrowError(Exception):
+    """The root of pyarrow's own."""
+
+
+class NotImplementedArrowError(NotImplementedError, ArrowError):
+    """As pyarrow raises it, which is no ValueError."""
+
+
 def parquet_of(rows, folder, monkeypatch):
     (folder / "a.parquet").touch()
     package = ModuleType("pyarrow")
-    package.parquet = Table(rows)
+    package.parquet, package.ArrowException = Table(rows), ArrowError
     monkeypatch.setitem(sys.modules, "pyarrow", package)
     return folder / "a.parquet"
 
@@ -401,6 +411,9 @@ def test_parquet_says_what_to_install_and_which_file_cannot_be_read(tmp_path, mo
     path = parquet_of([], tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"path must be a parquet file that can be read, got .*gone\.parquet"):
         load_prompts(tmp_path / "gone.parquet")
+    (tmp_path / "strange.parquet").touch()
+    with pytest.raises(ValueError, match=r"path must be a parquet file .*strange\.parquet: Unhandled type"):
+        load_prompts(tmp_path / "strange.parquet")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a\.parquet needs pyarrow, which is not installed: pip install pyarrow"):
+    with pytest.raises(ValueError, match=r"a\.parquet needs pyarrow, which is not installed: pip install 'pyarrow>=14"):
         load_prompts(path)

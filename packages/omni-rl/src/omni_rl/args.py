@@ -74,6 +74,13 @@ class RunArgs:
     # Engine
     engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
 
+    # Scorer
+    scorer_token_file: str = ""  # File with the token of the reward servers
+    scorer_timeout_s: float = 120.0  # Longest that one request for scores may take in seconds, restarts included
+    score_batch_size: int = 0  # Most samples in a request to --scorer-url; 0 is those of a batch
+    scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
+    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
+
     # Optimizer
     num_minibatches: int = 1  # Optimizer steps per rollout
     lr: float = 3e-4  # Learning rate of AdamW
@@ -115,11 +122,6 @@ class MediaArgs(RunArgs):
 
     # Scorer
     watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
-    scorer_token_file: str = ""  # File with the token of the reward servers
-    scorer_timeout_s: float = 120.0  # Longest that one request for scores may take in seconds, restarts included
-    score_batch_size: int = 0  # Most samples in a request to --scorer-url; 0 is those of a batch
-    scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
-    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
 
     # Optimizer
     low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
@@ -161,19 +163,19 @@ LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "hang_timeout_s": 1.0,
     "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
     "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
-    "keep_products_gb": 0.0, "profile": 0, "shard_size": 0,
+    "keep_products_gb": 0.0, "profile": 0, "shard_size": 0, "scorer_timeout_s": 1e-3, "score_batch_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
     "hang_timeout_s": 1e6, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
-    "weight_decay": 1e3,
+    "weight_decay": 1e3, "scorer_timeout_s": 1e6,
 }  # fmt: skip
 MEDIA_LEAST = {
-    "eval_num_inference_steps": 2, "scorer_timeout_s": 1e-3, "height": 1, "width": 1, "num_inference_steps": 2,
+    "eval_num_inference_steps": 2, "height": 1, "width": 1, "num_inference_steps": 2,
     "guidance_scale": 0.0, "true_cfg_scale": 1.0, "device_memory_gb": 0.0, "text_cache_mb": 0.0, "num_frames": 1,
-    "frame_rate": 1e-3, "score_batch_size": 0, "decode_batch_size": 0,
+    "frame_rate": 1e-3, "decode_batch_size": 0,
 }  # fmt: skip
 MEDIA_MOST = {
-    "scorer_timeout_s": 1e6, "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000, "height": 16_384,
+    "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000, "height": 16_384,
     "width": 16_384, "guidance_scale": 1e3, "true_cfg_scale": 1e3, "num_frames": 16_384, "frame_rate": 1e3,
 }  # fmt: skip
 
@@ -216,6 +218,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
+        (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
+         f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
     )  # fmt: skip
 
 
@@ -241,8 +245,6 @@ def check_media(args: MediaArgs, world_size: int) -> None:
          f"--offload encoder and --base-dtype fit the embedded engine alone, got --engine {args.engine}"),
         (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
          f"--text-cache must be a folder, got {args.text_cache}"),
-        (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
-         f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
     )  # fmt: skip
     parse_numbers(args.guidance, "--guidance")
     check_urls(args.watch_scorer_url, "--watch-scorer-url")

@@ -1,8 +1,9 @@
 """Sound and video that a prompt speaks of."""
 
 import wave
+from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,22 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_SOUND_S, MAX_FRAMES = 600, 768
+MAX_PIXELS = 2**28  # of all frames of a video, 0.8 GB
+MAX_KEPT = 2**30  # bytes of sounds, and of videos, that are remembered
+
+
+def remembered(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
+    """The function, with its newest results kept within MAX_KEPT bytes."""
+    found: dict[Path, tuple[Tensor, float]] = {}
+
+    @wraps(read)
+    def recall(path: Path) -> "tuple[Tensor, float]":
+        found[path] = found.pop(path) if path in found else read(path)  # the newest is the last
+        while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_KEPT:
+            found.pop(next(iter(found)))
+        return found[path]
+
+    return recall
 
 
 def with_media(prompt: "Prompt", record: PromptRecord) -> "Prompt":
@@ -33,9 +50,10 @@ def media_files(record: PromptRecord) -> list[Path]:
     return [*record.images, *(file for file in (record.audio, record.video) if file)]
 
 
-@lru_cache(maxsize=256)
+@remembered
 def read_sound(path: Path) -> "tuple[Tensor, float]":
-    """A WAV file of 16 bits as float32 [points, channels] in [-1, 1], and its sample rate; the same tensor each time.
+    """A WAV file of 16 bits as float32 [points, channels] in [-1, 1], and its sample rate; the same tensor as long
+    as it is remembered.
 
     Raises:
         ValueError: there is no such file, it is no WAV of 16 bits, or longer than MAX_SOUND_S.
@@ -54,12 +72,13 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
     return torch.from_numpy(np.frombuffer(data, "<i2").reshape(-1, channels).astype(np.float32) / 32768), float(rate)
 
 
-@lru_cache(maxsize=64)
+@remembered
 def read_video(path: Path) -> "tuple[Tensor, float]":
-    """The frames of an animated WebP or GIF, uint8 [F, H, W, 3], and how many a second has; the same tensor each time.
+    """The frames of an animated WebP or GIF, uint8 [F, H, W, 3], and how many a second has; the same tensor as long as
+    it is remembered.
 
     Raises:
-        ValueError: there is no such file, it is no such picture, or has more than MAX_FRAMES frames.
+        ValueError: there is no such file, it is no such picture, or has more than MAX_FRAMES frames or MAX_PIXELS.
     """
     import torch
 
@@ -67,6 +86,9 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
         with Image.open(path, formats=["WEBP", "GIF"]) as file:
             if (count := getattr(file, "n_frames", 1)) > MAX_FRAMES:
                 raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
+            if count * file.width * file.height > MAX_PIXELS:
+                rule = f"{path} must have at most {MAX_PIXELS} pixels in all"
+                raise ValueError(f"{rule}, got {count} frames of {file.width} x {file.height}")
             read = [
                 (np.array(frame.convert("RGB")), frame.info.get("duration", 0))
                 for frame in ImageSequence.Iterator(file)

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import asdict, replace
@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, Self, TypeVar
 
+import numpy as np
 import torch
 from omni_rollout import Engine, Model, Params
 from omni_rollout.models import open_model
@@ -473,6 +474,17 @@ class AnyRun(Generic[ArgsT]):
             sinks=[self.report] if self.report else [],
         )
 
+    def _name_scorer(self, version: str) -> None:
+        """Note the server's scorer and its version.
+
+        Raises:
+            ValueError: the run began with another one.
+        """
+        self.config["scorer"] = version
+        was = self.saved.config.get("scorer", "") if self.saved else version
+        if was != version:
+            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+
     # What depends on what is drawn
 
     def _open_model(self) -> None:
@@ -549,7 +561,7 @@ class Run(AnyRun[MediaT]):
         old_policy: bool = False,
         reference: bool = False,
         steps: tuple[int, int] | None = None,
-        apart: bool = False,
+        needs: Collection[str] = (),
         teachers: Mapping[str, str] | None = None,
     ) -> "Run[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
@@ -557,7 +569,8 @@ class Run(AnyRun[MediaT]):
         algorithm: its name, for the model card. scorer: URL of a reward server, or what opens another scorer.
         parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
         first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
-        apart: whether the loss takes frames and sound apart. teachers: folders of weights by name, for `teacher()`.
+        needs: what the model must have: `streams`, as the loss takes frames and sound apart; `routes`, to be replayed.
+        teachers: folders of weights by name, for `teacher()`.
 
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -569,9 +582,12 @@ class Run(AnyRun[MediaT]):
             run._read_teachers(teachers or {})
             run._check_steps(steps)
             require(
-                (not apart or run.model.streams(run.base_params),
+                ("streams" not in needs or run.model.streams(run.base_params),
                  "--sound-weight and --reward-media need a model that draws video with sound"),
-                (not apart or len(run.sizes) == 1, "--sound-weight and --reward-media need prompts of one size"),
+                ("streams" not in needs or len(run.sizes) == 1,
+                 "--sound-weight and --reward-media need prompts of one size"),
+                ("routes" not in needs or routing_of(run.model.empty_net()),
+                 "--route-replay needs a model that is a mixture of experts"),
             )  # fmt: skip
         run._check_settings(plan.tells if plan else run.dist.is_main)
         if plan:
@@ -585,13 +601,9 @@ class Run(AnyRun[MediaT]):
         return run
 
     def replay_routes(self) -> None:
-        """Have updates take the experts that the rollout took.
-
-        Raises:
-            ValueError: the model is no mixture of experts.
-        """
-        if not (routing := routing_of(self.engine.net)):
-            raise ValueError("--route-replay needs a model that is a mixture of experts")
+        """Have updates take the experts that the rollout took, of a model that has `routes`."""
+        routing = routing_of(self.engine.net)
+        assert routing is not None
         replay_routes(self.model, self.engine, routing)
 
     @contextmanager
@@ -723,18 +735,23 @@ class Run(AnyRun[MediaT]):
     def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
         """Open what scores samples, and what else evaluations ask."""
         args, version, name = self.args, "", "--watch-scorer-url"
-        canary = replace(self.canary, size=max(self.sizes, key=math.prod))
-        media = self.model.MEDIA
+        image = np.full((1, *max(self.sizes, key=math.prod), 3), 127, np.uint8)
+        grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
+        ask = partial(
+            connect,
+            args=args,
+            dist=self.dist,
+            canary=replace(self.canary, meta={**self.canary.meta, "fps": args.frame_rate}),
+            kinds=self.model.MEDIA,
+            samples=grey,
+        )
         if args.watch_scorer_url:
-            self.watch, _ = connect(args.watch_scorer_url, args, self.dist, canary, media, name=name)
+            self.watch, _ = ask(args.watch_scorer_url, name=name)
         if isinstance(scorer, str):
-            self.scorer, version = connect(scorer, args, self.dist, canary, media, parts=parts)
+            self.scorer, version = ask(scorer, parts=parts)
         else:
             self.scorer = scorer(self.dist)
-        self.config["scorer"] = version
-        if self.saved and self.saved.config.get("scorer") != version:
-            was = self.saved.config.get("scorer")
-            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+        self._name_scorer(version)
 
     def _open_engine(self, net: nn.Module | None) -> tuple[Engine, nn.Module]:
         args, model = self.args, self.model
@@ -754,7 +771,7 @@ class Run(AnyRun[MediaT]):
     def _group_params(self) -> None:
         args = self.args
         if routing := routing_of(self.engine.net):
-            self.load = ExpertLoad(routing)
+            self.load = ExpertLoad(routing, counts=lambda: self.log.last_phase == "rollout")
         if self.model.boundary:
             self.net.register_forward_pre_hook(self._count_trained, with_kwargs=True)
         if args.low_expert_lr is not None:

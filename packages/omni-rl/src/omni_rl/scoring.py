@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +24,7 @@ from omni_train.data import PromptRecord
 from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
-from omni_rl.args import MediaArgs
+from omni_rl.args import RunArgs
 from omni_rl.cli import flag, require
 from omni_rl.pictures import read_picture
 
@@ -88,19 +89,21 @@ def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
 
 def connect(
     urls: str,
-    args: MediaArgs,
+    args: RunArgs,
     dist: Dist,
     canary: PromptRecord,
     kinds: Sequence[str],
     *,
+    samples: Arrays = MappingProxyType({}),
     name: str = "--scorer-url",
     parts: Sequence[str] = (),
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
 
-    Each server has scored a canary: a grey image or video with the size, text, meta and references of a prompt.
+    Each server has scored a canary: a sample with the text, meta and references of a prompt.
 
-    kinds: of media that the model draws, of which the scorer may take some. name: of the flag that holds the URLs.
+    kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
+    are the client's own. name: of the flag that holds the URLs.
     parts: that its scores must name.
 
     Raises:
@@ -119,19 +122,20 @@ def connect(
     )
     with flag(f"{name}: "):
         client = open_client()
-    image = np.full((1, *(canary.size or (args.height, args.width)), 3), 127, dtype=np.uint8)
-    grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
     try:
         info = client.info()
-        media = {kind: grey[kind] for kind in info["media"]} if info["media"] in (["image"], ["video"]) else None
+        media = (
+            {kind: samples[kind] for kind in info["media"]} if info["media"] in [[kind] for kind in samples] else None
+        )
         references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
-        replies = client.check(media, [canary.text], [{**canary.meta, "fps": args.frame_rate}], references)
+        replies = client.check(media, [canary.text], [canary.meta], references)
     except RewardError as exc:
         raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
     require(
         (set(info["media"]) <= set(kinds),
-         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])}"),
+         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
+         f"in protocol {info['protocol']}"),
         *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from omni_reward.rules import open_rules
+from omni_reward.rules import SCORER, Term, open_rules
 from omni_train.data import PromptSampler, load_prompts
 
-from omni_rl.args import RunArgs, check_run
+from omni_rl.args import RunArgs, check_run, check_urls
 from omni_rl.cli import check_least, check_most, flag, require
 
 
@@ -27,11 +27,17 @@ class TokenArgs(RunArgs):
     engine: Literal["transformers"] = "transformers"  # Engine that samples, in the trainer's process
 
     # Scorer
-    reward: str = "exact"  # Rules that grade answers, as in 'math + 0.1*format=PATTERN', see docs/tokens.md
+    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
+    scorer_url: str = ""  # URL of the server that --reward calls scorer, or several of equal ones with commas between
 
     # Optimizer
     lr: float = 1e-6  # Learning rate of AdamW
     tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What --reward says."""
+        return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
 
 
 LEAST = {"group_size": 2, "max_prompt_tokens": 0, "max_new_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3,
@@ -52,8 +58,16 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
+    check_urls(args.scorer_url, "--scorer-url")
     with flag("--reward: "):
-        open_rules(args.reward)
+        asks = SCORER in [term.name for term in args.terms]
+    require(
+        (
+            asks or not args.scorer_url,
+            f"--reward must name {SCORER}, which is what --scorer-url says, got {args.reward}",
+        ),
+        (args.scorer_url or not asks, f"--scorer-url must be given for {SCORER} in --reward"),
+    )
     with flag("--prompts: "):
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     with flag("--eval-prompts: "):

@@ -15,15 +15,16 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 from omni_losses.sequence import TokenMean, token_weights
-from omni_reward import RewardError, Score
-from omni_reward.rules import Term, check_meta, grade, open_rules
+from omni_reward import RewardClient, RewardError, Score
+from omni_reward.media import TEXT
+from omni_reward.rules import SCORER, Term, check_meta, grade, version_of
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams, TokenTrajectory
 from omni_train.bits import reduce_bits
 from omni_train.data import PromptRecord, load_prompts
-from omni_train.dist import Dist, gather_by_index, gather_json, same_error
+from omni_train.dist import Dist, gather_by_index, gather_json, same_error, shutdown
 from omni_train.export import CARD_FILE, model_card
 from omni_train.files import probe_digest, write_folder_atomically
 from omni_train.recompute import Recompute
@@ -36,7 +37,7 @@ from omni_rl.prompt_media import media_files, with_media
 from omni_rl.report import Sample
 from omni_rl.run import AnyRun, Step, join_ranks
 from omni_rl.sampling import deal, expand_groups
-from omni_rl.scoring import AnyScorer, Pending, collect, gather_rewards
+from omni_rl.scoring import AnyScorer, Pending, collect, connect, gather_rewards
 from omni_rl.token_args import TokenArgs
 
 TokenT = TypeVar("TokenT", bound=TokenArgs, covariant=True)
@@ -47,31 +48,86 @@ MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every t
 class TextScorer(AnyScorer, Protocol):
     """A scorer of texts."""
 
-    def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
-        """The future scores of answers to prompts, whose lines of the file say `meta`."""
+    def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
+        """The future scores of answers to prompts, in order, of some after the other."""
 
 
 class RuleScorer:
-    """Rules of `omni_reward.rules` in this process."""
+    """Rules of `omni_reward.rules` in this process, and what a server says, where SCORER is among the terms.
 
-    def __init__(self, terms: Sequence[Term]) -> None:
-        self.terms, self.busy_s = terms, 0.0
+    size: most samples in a request to the server; 0 is those of a batch.
+    """
 
-    def submit(self, answers: Sequence[str], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> Pending:
-        """Scores that are there at once, or the RewardError of a rule that fails: all ranks then save and end."""
-        start = time.perf_counter()
+    def __init__(self, terms: Sequence[Term], client: RewardClient | None = None, size: int = 0) -> None:
+        self.rules = [term for term in terms if term.name != SCORER]
+        self.weight = sum(term.weight for term in terms if term.name == SCORER)
+        self.client, self.size, self._busy_s = client, size, 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far, the server's among them."""
+        return self._busy_s + (self.client.busy_s if self.client else 0.0)
+
+    def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
+        """The future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
+        start, size = time.perf_counter(), self.size or len(answers)
+        pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
+        asked = [self._ask(answers[piece], prompts[piece]) for piece in pieces]
+        pending = [
+            self._grade(answers[piece], prompts[piece], other) for piece, other in zip(pieces, asked, strict=True)
+        ]
+        self._busy_s += time.perf_counter() - start
+        return pending
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self.client:
+            self.client.close()
+
+    def _ask(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
+        """What the server will say; 0 for each where there is none."""
         future: Pending = Future()
         try:
-            future.set_result(grade(self.terms, answers, meta))
+            if self.client:
+                wants = self.client.takes_references
+                references = [[image.numpy() for image in p.images] for p in prompts] if wants else None
+                metas = [p.meta for p in prompts]
+                return self.client.submit({TEXT: answers}, [p.text for p in prompts], metas, references)
+            future.set_result([Score(0.0)] * len(answers))
+        except ValueError as exc:
+            future.set_exception(exc)
+        return future
+
+    def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], asked: Pending) -> Pending:
+        """The sums of what the rules say now and what the server will."""
+        future: Pending = Future()
+        try:
+            own = grade(self.rules, answers, [p.meta for p in prompts], apart=self.client is not None)
         except Exception as exc:  # a user's function may raise anything
             failed = RewardError(f"a rule of --reward fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
             future.set_exception(failed)
-        self.busy_s += time.perf_counter() - start
+        else:
+            asked.add_done_callback(partial(self._settle, future, own))
         return future
 
-    def close(self) -> None:
-        """Nothing to free."""
+    def _settle(self, future: Pending, own: Sequence[Score], asked: Pending) -> None:
+        """Add what the server has said, in a thread of the client."""
+        try:
+            others = asked.result()
+            future.set_result([self._sum(*both) for both in zip(own, others, strict=True)] if self.client else [*own])
+        except RewardError as exc:
+            future.set_exception(exc)
+        except Exception as exc:  # a text or meta that cannot travel
+            future.set_exception(RewardError(f"--scorer-url: {exc}", fatal=True))
+
+    def _sum(self, own: Score, other: Score) -> Score:
+        """The server's score with its weight and the rules', and each in the parts."""
+        if other.value is None or not (self.rules or self.weight != 1):
+            return other
+        theirs = {f"{SCORER}.{name}": value for name, value in other.parts.items()}
+        parts = {SCORER: other.value, **theirs, **own.parts}
+        return Score.of(self.weight * other.value + (own.value or 0.0), parts=parts, details={**other.details, **parts})
 
 
 class TokenRun(AnyRun[TokenT], Generic[TokenT]):
@@ -96,12 +152,14 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
         run = TokenRun(args, algorithm, join_ranks(args), reference=reference)
-        run.scorer = RuleScorer(open_rules(args.reward))
         with same_error(run.dist):
             run._read_inputs()
         run._check_settings(run.dist.is_main)
         if args.dry_run:
+            shutdown()
             sys.exit(0)
+        with same_error(run.dist):
+            run._open_scorer()
         run._begin()
         return run
 
@@ -147,13 +205,31 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _read_inputs(self) -> None:
         super()._read_inputs()
-        media = sorted({file for record in load_prompts(self.args.prompts) for file in media_files(record)})
+        records = load_prompts(self.args.prompts)
+        self.canary = max([*self.eval_records, *records], key=lambda record: len(record.images))
+        media = sorted({file for record in records for file in media_files(record)})
         if media:
             self.config["media_digest"] = probe_digest(media, num_blocks=1)
+        self.config["rules"] = version_of(self.args.terms)
+        if self.mode == "fsdp2" and self.args.unshard == "none":
+            self._check_gathered(self.model.empty_net())
+
+    def _open_scorer(self) -> None:
+        """Open the rules, and the server that they name."""
+        args, version, client = self.args, "", None
+        if args.scorer_url:
+            client, version = connect(args.scorer_url, args, self.dist, self.canary, (TEXT,))
+        self.scorer = RuleScorer(args.terms, client, args.score_batch_size)
+        self._name_scorer(version)
 
     def _check_record(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt without what the rules ask for, with media that are missing, or too long."""
-        check_meta(open_rules(self.args.reward), record.meta)
+        """Raise ValueError for a prompt without what the rules ask for, with media that are missing, or too long.
+
+        Each rank checks its share, as media are read for it.
+        """
+        if record.index % self.dist.world_size != self.dist.rank:
+            return
+        check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
         most = self.args.max_prompt_tokens
         if most or self.model.MEDIA or media_files(record) or "messages" in record.meta:
             (prompt,) = prompts_of([record], 1, seed=0, step=0)
@@ -208,13 +284,18 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _unshard(self) -> tuple[str, ...]:
         phases = super()._unshard()
-        size = sum(p.numel() for p in self.net.parameters()) * self.dtype.itemsize
+        if "rollout" not in phases:
+            self._check_gathered(self.net)
+        return phases
+
+    def _check_gathered(self, net: nn.Module) -> None:
+        """Raise ValueError where a token would gather too much."""
+        size = sum(p.numel() for p in net.parameters()) * self.dtype.itemsize
         rule = (
             f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine transformers "
             "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
         )
-        require(("rollout" in phases or size <= MAX_GATHERED, rule))
-        return phases
+        require((size <= MAX_GATHERED, rule))
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self.calls[self.log.last_phase, torch.is_grad_enabled(), torch.Size()] += len(kwargs["input_ids"])
@@ -234,14 +315,15 @@ def draw_answers(
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
-    batches, pending = [], []
+    batches: list[TokenTrajectory] = []
+    pending: list[Pending] = []
     for own in deal(prompts, run.dist, run.args.batch_size):
         batch = run.engine.generate(own, params)
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
         run.counts["drawn"] += len(batch)
-        pending.append(run.scorer.submit(batch.answers, [p.text for p in own], [p.meta for p in own]))
+        pending += run.scorer.submit(batch.answers, own)
     return batches, pending
 
 

@@ -7,7 +7,7 @@ token to another expert, and the ratio of the step leaps. Replayed routes rule t
 Shapes: B samples, T text tokens, N further tokens, K kept steps, k experts of a token, E experts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,10 +39,10 @@ def routing_of(net: nn.Module) -> Routing | None:
 
 
 class ExpertLoad:
-    """The tokens that each expert of each layer gets while a net samples, those that pad texts included."""
+    """The tokens that each expert of each layer gets, those that pad texts included, in forwards that count."""
 
-    def __init__(self, routing: Routing) -> None:
-        self.num_experts, self.counts = routing.num_experts, torch.zeros(0)
+    def __init__(self, routing: Routing, *, counts: Callable[[], bool] = lambda: True) -> None:
+        self.num_experts, self.is_counted, self.counts = routing.num_experts, counts, torch.zeros(0)
         routing.register_forward_hook(self._count)
 
     def clear(self) -> None:
@@ -59,7 +59,7 @@ class ExpertLoad:
         return {f"rollout/experts_{name}": value.item() for name, value in named.items()}
 
     def _count(self, module: nn.Module, args: Chosen, chosen: Chosen) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not self.is_counted():
             return
         experts = torch.cat([each.flatten(0, 1) for each in chosen]).transpose(0, 1).flatten(1).long()
         counts = torch.zeros(len(experts), self.num_experts, device=experts.device)

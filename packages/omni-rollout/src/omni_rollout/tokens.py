@@ -4,17 +4,21 @@ Shapes: B samples, P tokens of the longest prompt, T of the longest answer, V of
 per token.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine
+
+MAX_LOGITS = 2**26  # that stand at once when answers are scored: 0.27 GB in float32
 
 
 @dataclass(frozen=True)
@@ -159,15 +163,21 @@ def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory) -> T
 
     Before and in an update the same batch gives the same bits: the ratio is exactly 1 until the weights change.
     """
-    device, length = next(net.parameters()).device, batch.tokens.shape[1]
+    device = next(net.parameters()).device
     tokens, mask = batch.tokens.to(device), batch.mask.to(device)
-    with _last_places(net, length + 1):
-        logits = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits[:, :-1]
-    log_probs = token_log_probs(logits, model.suppressed, batch.params)
-    chosen = log_probs.gather(-1, tokens[..., None])[..., 0]
+    with _scoring(net, tokens, partial(_score, suppressed=model.suppressed, params=batch.params)):
+        found = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits
+    return TokenScores(found[..., 0], found[..., 1])
+
+
+def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params: TokenParams) -> Tensor:
+    """Log-probs of tokens [n] by their logits [n, V], and entropies, [n, 2]."""
+    log_probs = token_log_probs(logits, suppressed, params)
+    chosen = log_probs.gather(-1, tokens[:, None])
     if torch.is_grad_enabled():
-        return TokenScores(chosen, torch.full_like(chosen, torch.nan))
-    return TokenScores(chosen, -torch.where(log_probs.isinf(), 0.0, log_probs.exp() * log_probs).sum(dim=-1))
+        return torch.cat([chosen, torch.full_like(chosen, torch.nan)], dim=1)
+    entropy = -torch.where(log_probs.isinf(), 0.0, log_probs.exp() * log_probs).sum(dim=-1, keepdim=True)
+    return torch.cat([chosen, entropy], dim=1)
 
 
 def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenParams) -> Tensor:
@@ -179,11 +189,30 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
 
 
 @contextmanager
-def _last_places(net: nn.Module, count: int) -> Iterator[None]:
-    """Within the `with` block the net's logits are those of the last places alone: a prompt's would fill the memory."""
+def _scoring(net: nn.Module, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
+    """Within the `with` block the net's logits are what `score` makes of them for the answers' tokens, [B, T, 2].
+
+    The head and `score` run on MAX_LOGITS logits at a time, in the backward pass once more: all of them, for a
+    vocabulary of 150,000, would fill the memory. The pieces depend on shapes alone.
+    """
     head: nn.Module = net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
-    hook = head.register_forward_pre_hook(lambda _, given: (given[0][:, -count:],))
+    plain, length = head.forward, tokens.shape[1]
+
+    def piece(hidden: Tensor, chosen: Tensor) -> Tensor:
+        return score(plain(hidden), chosen)
+
+    def run(hidden: Tensor) -> Tensor:
+        rows = hidden[:, -length - 1 : -1].flatten(0, 1)
+        size = max(1, MAX_LOGITS // head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
+        pieces = list(zip(rows.split(size), tokens.flatten().split(size), strict=True))
+        if len(pieces) == 1 or not torch.is_grad_enabled():
+            found = [piece(*each) for each in pieces]
+        else:
+            found = [checkpoint(piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
+        return torch.cat(found).view(*tokens.shape, 2)
+
+    head.forward = run
     try:
         yield
     finally:
-        hook.remove()
+        del head.forward

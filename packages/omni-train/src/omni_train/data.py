@@ -201,12 +201,12 @@ def _text_lines(path: Path) -> list[str]:
 def _table_lines(path: Path) -> list[str]:
     """The rows of a parquet file as lines of JSON, without what is null: a row has the keys of all."""
     try:
-        from pyarrow import parquet
+        from pyarrow import ArrowException, parquet
     except ImportError as exc:
-        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install pyarrow") from exc
+        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
     try:
         rows = parquet.read_table(path, partitioning=None).to_pylist()
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, ArrowException) as exc:  # such as of a type that it does not know
         raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
     lines = []
     for number, row in enumerate(rows, start=1):

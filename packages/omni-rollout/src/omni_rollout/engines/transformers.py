@@ -50,9 +50,14 @@ class TransformersEngine:
             pad_token_id=self.model.ends[0], use_cache=True,
         )  # fmt: skip
         self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # its own would fill what is open
-        whole = self.net.generate(  # type: ignore[operator]
-            **inputs, generation_config=config, logits_processor=[draw], synced_gpus=self.synced
-        )
+        head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
+        last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of whole prompts are large
+        try:
+            whole = self.net.generate(  # type: ignore[operator]
+                **inputs, generation_config=config, logits_processor=[draw], synced_gpus=self.synced
+            )
+        finally:
+            last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
         is_end = torch.isin(tokens, torch.tensor(self.model.ends, device=device))
         mask = is_end.cumsum(dim=1) - is_end.long() == 0
