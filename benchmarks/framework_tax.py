@@ -52,6 +52,9 @@ def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
 
 def measure(args: Args) -> dict[str, float]:
     """Seconds of a step, and in it of forwards, backwards and decoding, by name."""
+    if args.compile and args.group_size % args.batch_size:
+        rule = "batch_size must divide group_size with compile, as padded batches compile a graph in a step that counts"
+        raise ValueError(f"{rule}, got {args.batch_size} and {args.group_size}")
     sys.path.append(str(REPO / "apps"))
     import train_flowgrpo as app
 

@@ -391,6 +391,8 @@ class _Recomputed(Recompute):
             self.forwards[key] = tree_map(_shape_of, out), *self._end(begun)
             return out
         shapes, *taken = self.forwards[key]
+        if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
+            return super().__call__(block, *args)
         self.take(*taken)
         params = [p for p in block.parameters() if p.requires_grad]
         with self.inputs():
@@ -407,10 +409,13 @@ class _Recomputed(Recompute):
         begun: list[int] = []
 
         def end() -> None:
-            self.backwards[key] = self._end(begun)
+            if begun:
+                self.backwards[key] = self._end(begun)
 
         marked = iter(_Mark.apply(end, *tensors))
         out = super().__call__(block, *(next(marked) if isinstance(arg, Tensor) else arg for arg in args))
+        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+            return out
         outs = _Mark.apply(lambda: begun.extend(self._begin()), *(out if isinstance(out, tuple) else (out,)))
         return outs if isinstance(out, tuple) else outs[0]
 
