@@ -61,7 +61,7 @@ class BagelFolder:
     """BAGEL as it is released: weights in two files and their configurations, which no class of a library writes."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the folder; what writes text is there in name only."""
+        """Writes the folder."""
         import torch
         from diffusers import AutoencoderKL
         from omni_rollout.models.bagel_net import BagelTransformer
@@ -86,7 +86,7 @@ class BagelFolder:
                 torch.nn.init.uniform_(weight, 0.5, 1.5)
             else:
                 torch.nn.init.normal_(weight, std=0.1)
-        others = {"language_model.lm_head.weight": torch.zeros(1)}
+        others = {"language_model.lm_head.weight": 0.1 * torch.randn(sizes["vocab_size"], sizes["hidden_size"])}
         save_file(net.state_dict() | vision.state_dict() | others, folder / "ema.safetensors")
         index = {"architectures": ["BagelForConditionalGeneration"], "max_latent_size": 32, "timestep_shift": 1.0}
         (folder / "config.json").write_text(json.dumps(index), encoding="utf-8")

@@ -53,10 +53,10 @@ MAX_LETTERS = 4
 EMPTY_PROMPT = " "
 
 
-def build_tokenizer(template: str, template_tokens: int, words: str) -> Qwen2Tokenizer:
+def build_tokenizer(template: str, template_tokens: int | None, words: str) -> Qwen2Tokenizer:
     """Byte-level BPE with Qwen2's pre-tokenizer in which each word of the template, and of `words`, is one token.
 
-    template_tokens: the tokens that the template has before the prompt.
+    template_tokens: the tokens that the template has before the prompt; None for any number.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
@@ -75,7 +75,7 @@ def build_tokenizer(template: str, template_tokens: int, words: str) -> Qwen2Tok
     tokenizer = Qwen2Tokenizer(vocab=model["vocab"], merges=merges, padding_side="right")
     tokenizer.add_tokens([AddedToken(t, special=True) for t in SPECIAL_TOKENS[1:]], special_tokens=True)
     prefix = tokenizer(template.split("{}")[0]).input_ids
-    assert len(prefix) == template_tokens, len(prefix)
+    assert template_tokens in (None, len(prefix)), len(prefix)
     return tokenizer
 
 

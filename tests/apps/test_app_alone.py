@@ -28,6 +28,13 @@ OWN = {
         "train_steps": 2,
         "eval_every": 2,
     },
+    "train_unigrpo": {
+        "model": REPO / "checkpoints" / "tiny-colors-bagel",
+        "prompts": REPO / "data" / "tiny-colors" / "train.jsonl",
+        "eval_prompts": REPO / "data" / "tiny-colors" / "eval.jsonl",
+        "width": 32,
+        "max_thought_tokens": 2,
+    },
     "sample": {name: SMALL[name] for name in ("model", "prompts", "batch_size", "num_inference_steps")},
 }
 

@@ -10,7 +10,7 @@ import pytest
 from helpers import REPO
 from omni_rl.cli import from_toml, recipes
 
-APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_distill")
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
 
 

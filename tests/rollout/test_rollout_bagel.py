@@ -183,7 +183,7 @@ def test_references_see_what_is_before_them_and_are_seen_by_all_after_them(engin
     layer = engine.net.language_model["model"].layers[-1]
 
     def keep(module, inputs):
-        text, image, _, segments = inputs
+        text, image, _, segments, _ = inputs
         before.append(join(text[:, None], image[:, None], segments)[0, 0])
 
     hook = layer.register_forward_pre_hook(keep)

@@ -24,6 +24,7 @@ TOKENS = {"gspo.md", "grpo.md", "dapo.md", "cispo.md", "dr-grpo.md"}
 APP_OF = (
     dict.fromkeys(TOKENS, TRAINERS["train_gspo"])
     | {"tempflow.md": TRAINERS["train_flowgrpo"], "distillation.md": TRAINERS["train_distill"]}
+    | {"unigrpo.md": TRAINERS["train_unigrpo"]}
     | {entry.page: TRAINERS[entry.app] for entry in ENTRIES}
 )
 SOURCES = {

@@ -179,14 +179,14 @@ def _term(text: str, *, remote: bool) -> Term:
     return Term(spec, weight, *RULES[spec])
 
 
-def check_meta(terms: Sequence[Term], meta: Mapping[str, object]) -> None:
+def check_meta(terms: Sequence[Term], meta: Mapping[str, object], *, flag: str = "--reward") -> None:
     """Grade an empty answer.
 
     Raises:
         ValueError: a prompt's line lacks what a rule asks for, or a rule fails on it.
     """
     for term in terms:
-        check_key(term, meta)
+        check_key(term, meta, flag=flag)
         try:
             grade([term], [""], [meta])
         except ValueError:
@@ -195,10 +195,10 @@ def check_meta(terms: Sequence[Term], meta: Mapping[str, object]) -> None:
             raise ValueError(f"{term.name} fails on an empty answer: {type(exc).__name__}: {exc}") from exc
 
 
-def check_key(term: Term, meta: Mapping[str, object]) -> None:
-    """Raise ValueError for a prompt's line without what a rule asks for."""
+def check_key(term: Term, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
+    """Raise ValueError for a prompt's line without what a rule asks for. flag: that names the rules, for messages."""
     if term.key and term.key not in meta:
-        raise ValueError(f'must have the key "{term.key}", which --reward {term.name} asks for')
+        raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} asks for')
 
 
 def version_of(terms: Sequence[Term]) -> str:

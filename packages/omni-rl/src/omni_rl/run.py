@@ -522,8 +522,11 @@ class Run(AnyRun[MediaT]):
     """One rank of a run that draws pictures, videos or sound.
 
     base_params, eval_params: what training and evaluations sample with, without any stochastic step. teachers: folders
-    of the teachers' weights by name and expert. teacher_nets: the teachers that are no adapters.
+    of the teachers' weights by name and expert. teacher_nets: the teachers that are no adapters. eval_parts: of the
+    scores, which evaluations log one by one.
     """
+
+    eval_parts: tuple[str, ...] = ()
 
     model: Model
     engine: Engine
@@ -577,28 +580,41 @@ class Run(AnyRun[MediaT]):
         """
         plan = current_plan.get()
         run = Run(args, algorithm, plan.dist if plan else join_ranks(args), old_policy=old_policy, reference=reference)
-        with same_error(run.dist):
-            run._read_inputs()
-            run._read_teachers(teachers or {})
-            run._check_steps(steps)
+        return run._start(scorer, parts, steps=steps, needs=needs, teachers=teachers)
+
+    def _start(
+        self,
+        scorer: str | Callable[[Dist], Scorer],
+        parts: Sequence[str] = (),
+        *,
+        steps: tuple[int, int] | None,
+        needs: Collection[str] = (),
+        teachers: Mapping[str, str] | None = None,
+    ) -> Self:
+        """The run itself, as `start` has it."""
+        plan = current_plan.get()
+        with same_error(self.dist):
+            self._read_inputs()
+            self._read_teachers(teachers or {})
+            self._check_steps(steps)
             require(
-                ("streams" not in needs or run.model.streams(run.base_params),
+                ("streams" not in needs or self.model.streams(self.base_params),
                  "--sound-weight and --reward-media need a model that draws video with sound"),
-                ("streams" not in needs or len(run.sizes) == 1,
+                ("streams" not in needs or len(self.sizes) == 1,
                  "--sound-weight and --reward-media need prompts of one size"),
-                ("routes" not in needs or routing_of(run.model.empty_net()),
+                ("routes" not in needs or routing_of(self.model.empty_net()),
                  "--route-replay needs a model that is a mixture of experts"),
             )  # fmt: skip
-        run._check_settings(plan.tells if plan else run.dist.is_main)
+        self._check_settings(plan.tells if plan else self.dist.is_main)
         if plan:
-            return run._planned(plan, scorer, parts)
-        if args.dry_run:
+            return self._planned(plan, scorer, parts)
+        if self.args.dry_run:
             shutdown()
             sys.exit(0)
-        with same_error(run.dist):
-            run._open_scorers(scorer, parts)
-        run._begin()
-        return run
+        with same_error(self.dist):
+            self._open_scorers(scorer, parts)
+        self._begin()
+        return self
 
     def replay_routes(self) -> None:
         """Have updates take the experts that the rollout took, of a model that has `routes`."""
@@ -636,7 +652,7 @@ class Run(AnyRun[MediaT]):
     def _open_model(self) -> None:
         args = self.args
         with flag("--model: "):
-            self.model = model = open_model(args.model)
+            self.model = model = self._open_checkpoint()
             model.check_files()
         only = " or ".join(("both", *filter(None, model.nets)))
         require(
@@ -652,6 +668,10 @@ class Run(AnyRun[MediaT]):
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
+
+    def _open_checkpoint(self) -> Model:
+        """The model of --model."""
+        return open_model(self.args.model)
 
     def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
         still = self.model.BRANCHES["audio"] if self.args.freeze_audio else ()

@@ -19,7 +19,7 @@ from omni_rl.args import MediaArgs
 from omni_rl.pictures import read_picture
 from omni_rl.report import Sample
 from omni_rl.run import Run, Step
-from omni_rl.scoring import Pending, collect, gather_rewards, submit
+from omni_rl.scoring import Pending, collect, gather_parts, gather_rewards, submit
 
 
 def expand_groups(
@@ -117,6 +117,11 @@ def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
     if run.watch:
         seen = collect(run.dist, watched)
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
+    if run.eval_parts:
+        parts = gather_parts(
+            run.dist, batches, scores, run.eval_parts, gather_rewards(run.dist, batches, scores, groups)
+        )
+        rewards |= {f"eval/{name}": parts[: len(prompts), i] for i, name in enumerate(run.eval_parts)}
     if run.report:
         run.report.show_eval(step, *_shown(batches, scores))
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
@@ -139,11 +144,16 @@ def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
 
 
+def _thought(prompt: Prompt) -> str | None:
+    """What was thought before a sample was drawn, if the model thinks."""
+    return str(prompt.meta["thought"]) if "thought" in prompt.meta else None
+
+
 def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[dict[str, torch.Tensor]], list[Sample]]:
     """The media of each of this rank's samples, by kind, and what the report says of them."""
     drawn = [(prompt, batch.rates) for batch in batches for prompt in batch.prompts]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates)
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=_thought(p))
         for (p, rates), s in zip(drawn, scores, strict=True)
     ]
     return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

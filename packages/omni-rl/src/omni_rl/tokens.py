@@ -290,15 +290,20 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _check_gathered(self, net: nn.Module) -> None:
         """Raise ValueError where a token would gather too much."""
-        size = sum(p.numel() for p in net.parameters()) * self.dtype.itemsize
-        rule = (
-            f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine transformers "
-            "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
-        )
-        require((size <= MAX_GATHERED, rule))
+        check_gathered(net, self.dtype, self.args.engine)
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self.calls[self.log.last_phase, torch.is_grad_enabled(), torch.Size()] += len(kwargs["input_ids"])
+
+
+def check_gathered(net: nn.Module, dtype: torch.dtype, engine: str) -> None:
+    """Raise ValueError where ranks would gather too much for each token."""
+    size = sum(p.numel() for p in net.parameters()) * dtype.itemsize
+    rule = (
+        f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine {engine} "
+        "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
+    )
+    require((size <= MAX_GATHERED, rule))
 
 
 def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:

@@ -99,7 +99,18 @@ class TokenTrajectory(Samples):
         return replace(self, **cut)
 
 
-class TokenModel(Protocol):
+class Writer(Protocol):
+    """A model that says how likely a token is."""
+
+    @property
+    def suppressed(self) -> tuple[int, ...]:
+        """Tokens that are never an answer's: the places of media in a prompt."""
+
+    def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
+        """What the net is called with: prompts, padded on their left, and answers [B, T], on the device of `tokens`."""
+
+
+class TokenModel(Writer, Protocol):
     """A language model for one checkpoint: it knows the checkpoint's configuration and holds no weight."""
 
     BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, which are sharded and recomputed one by one
@@ -107,7 +118,6 @@ class TokenModel(Protocol):
     FROZEN: ClassVar[tuple[str, ...]]  # how the names of modules begin that are never trained
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold
     sample_rate: int  # of sounds in prompts, Hz; 0 where there are none
-    suppressed: tuple[int, ...]  # tokens that are never an answer's: the places of media in a prompt
     ends: tuple[int, ...]  # tokens that end an answer
     prefix: str  # of the net's names in the checkpoint's files, with its dot
     boundary: float  # 0: there is one net
@@ -133,9 +143,6 @@ class TokenModel(Protocol):
     def encode(self, prompt: Prompt) -> Cond:
         """One prompt: `input_ids` [P], and the tensors of its media under the net's own names."""
 
-    def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """What the net is called with: prompts, padded on their left, and answers [B, T], on the device of `tokens`."""
-
     def decode(self, tokens: Tensor) -> str:
         """The text of one answer, without special tokens."""
 
@@ -158,7 +165,7 @@ class TokenScores:
     entropy: Tensor
 
 
-def score_tokens(model: TokenModel, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
+def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
     """The log-prob of each token of the answers under `net`, as the batch's parameters have it drawn.
 
     Before and in an update the same batch gives the same bits: the ratio is exactly 1 until the weights change.

@@ -53,10 +53,10 @@ class FlopTable:
 
     @torch.enable_grad()
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self._hook.remove()
         first = next(iter((*args, *kwargs.values())))
-        if first[0].shape in self.known:
+        if first[0].shape in self.known or not first.is_floating_point():  # text that is written has many shapes
             return
+        self._hook.remove()
         given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
         with FlopCounterMode(display=False) as counter:
             out = self.make()(*given, **named)

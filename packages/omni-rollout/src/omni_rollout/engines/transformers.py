@@ -98,11 +98,13 @@ class Draw:
     """The next token of each sample, by the inverse of its distribution function at the sample's own uniform number.
 
     transformers calls it with logits [B, V], and takes the token whose place is not -inf. log_probs: of the tokens
-    drawn so far, [B] each.
+    drawn so far, [B] each. stream: of a sample's noise; another than that of what else the sample draws.
     """
 
-    def __init__(self, seeds: Sequence[int], suppressed: Sequence[int], params: TokenParams) -> None:
-        normal = step_noise(seeds, INITIAL_NOISE, (params.max_new_tokens,))
+    def __init__(
+        self, seeds: Sequence[int], suppressed: Sequence[int], params: TokenParams, *, stream: int = INITIAL_NOISE
+    ) -> None:
+        normal = step_noise(seeds, stream, (params.max_new_tokens,))
         self.uniform = torch.special.ndtr(normal.double())  # [B, T]
         self.suppressed, self.params = suppressed, params
         self.log_probs: list[Tensor] = []

@@ -6,6 +6,7 @@ from pathlib import Path
 from omni_rollout.files import read_json
 from omni_rollout.model import Model
 from omni_rollout.models.bagel import Bagel
+from omni_rollout.models.bagel_think import ThinkingBagel
 from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
@@ -18,6 +19,7 @@ from omni_rollout.models.sd3 import StableDiffusion3
 from omni_rollout.models.stable_audio import StableAudio3
 from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
+from omni_rollout.thoughts import ThinkingModel
 
 # What model_index.json calls the pipeline, or config.json the architecture where there is none -> the model's class.
 # A new model is one more line.
@@ -40,6 +42,7 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "Flux2KleinPipeline": Flux2Klein,
     "Flux2Pipeline": Flux2,
 }
+THINKING_MODELS: dict[str, Callable[[str | Path], ThinkingModel]] = {"BagelForConditionalGeneration": ThinkingBagel}
 REFUSED = {  # pipelines that one might expect here -> why they are not
     "HunyuanVideoPipeline": "HunyuanVideo 1.0 has other text encoders and another net than 1.5, which is a model here",
     "StableAudioPipeline": "Stable Audio Open 1.0 denoises by another equation than a flow's",
@@ -52,13 +55,31 @@ def open_model(path: str | Path) -> Model:
     Raises:
         ValueError: there is no such folder, it holds another pipeline, or a file of its configuration is damaged.
     """
+    kind, folder = _kind(path)
+    if not isinstance(kind, str) or kind not in MODELS:
+        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
+        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}{why}")
+    return MODELS[kind](path)
+
+
+def open_thinking_model(path: str | Path) -> ThinkingModel:
+    """The model of a checkpoint, with what writes a thought before it draws. No weight is read.
+
+    Raises:
+        ValueError: as `open_model`, or the checkpoint's model writes none.
+    """
+    kind, folder = _kind(path)
+    if not isinstance(kind, str) or kind not in THINKING_MODELS:
+        raise ValueError(f"model must be the folder of a {' or '.join(THINKING_MODELS)}, {folder} holds a {kind!r:.80}")
+    return THINKING_MODELS[kind](path)
+
+
+def _kind(path: str | Path) -> tuple[object, Path]:
+    """What a checkpoint says that it is, and its folder."""
     folder = local_folder(path)
     if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
         found = read_json(folder / "config.json").get("architectures")
         kind = found[0] if isinstance(found, list) and found else found
     else:
         kind = read_json(folder / "model_index.json").get("_class_name")
-    if not isinstance(kind, str) or kind not in MODELS:
-        why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
-        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}{why}")
-    return MODELS[kind](path)
+    return kind, folder

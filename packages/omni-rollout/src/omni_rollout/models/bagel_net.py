@@ -3,11 +3,13 @@
 Every layer has its weights twice: NAME_moe_gen for latents, NAME for all else. References, text and image are one
 forward, as `bagel_sequence` lays them out. Released code keeps the keys and values of all but the image; here nothing
 is kept between calls, so that every weight that leads to the image can be trained. Names are those of ema.safetensors.
+Writing text is a call of its own, of a subclass, which keeps keys and values while it samples.
 
 Shapes: B samples, T text tokens, U tokens with NAME, G with NAME_moe_gen, L = U + G, D width, C latent channels.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
@@ -16,6 +18,7 @@ from diffusers.loaders import PeftAdapterMixin
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 from transformers import Qwen2Config
+from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.qwen2.modeling_qwen2 import (
     Qwen2MLP,
     Qwen2RMSNorm,
@@ -45,6 +48,20 @@ class Twofold(nn.Module):
         return self.get_submodule(name)(text), self.get_submodule(f"{name}_moe_gen")(image)
 
 
+class KeyValues:
+    """The keys and values [B, heads, L, width] of what has been read, by the layer's attention."""
+
+    def __init__(self) -> None:
+        self.of: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values of all there is, those of new tokens at the end."""
+        if layer in self.of:
+            key, value = (torch.cat(pair, dim=2) for pair in zip(self.of[layer], (key, value), strict=True))
+        self.of[layer] = key, value
+        return key, value
+
+
 class BagelAttention(Twofold):
     """Attention of both streams, with normalised queries and keys."""
 
@@ -61,15 +78,26 @@ class BagelAttention(Twofold):
             self.add_pair(name, lambda: Qwen2RMSNorm(self.head_dim, config.rms_norm_eps))
 
     def forward(
-        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], segments: Sequence[Segment]
+        self,
+        text: Tensor,
+        image: Tensor,
+        rope: tuple[Tensor, Tensor],
+        segments: Sequence[Segment],
+        kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Both streams [B, U, D] and [B, G, D], attended; rope: cos and sin [B, L, head_dim]."""
+        """Both streams [B, U, D] and [B, G, D], attended; rope: cos and sin [B, L, head_dim].
+
+        kept: of what comes before both streams, to which theirs is added.
+        """
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
         exact = torch.promote_types(text.dtype, torch.float32)  # of norms and rotations, as released
         q = join(*self.pair("q_norm", *(heads.to(exact) for heads in query)), segments)
         k = join(*self.pair("k_norm", *(heads.to(exact) for heads in key)), segments)
         q, k = (heads.to(text.dtype) for heads in apply_rotary_pos_emb(q, k, *rope))
-        k, v = repeat_kv(k, self.num_groups), repeat_kv(join(value[0], value[1], segments), self.num_groups)
+        v = join(value[0], value[1], segments)
+        if kept is not None:
+            k, v = kept.extend(self, k, v)
+        k, v = repeat_kv(k, self.num_groups), repeat_kv(v, self.num_groups)
         out = attend(q, k, v, segments).transpose(1, 2).flatten(2)
         return self.pair("o_proj", *part(out, segments))
 
@@ -89,10 +117,15 @@ class BagelBlock(Twofold):
             self.add_pair(name, lambda: Qwen2RMSNorm(config.hidden_size, config.rms_norm_eps))
 
     def forward(
-        self, text: Tensor, image: Tensor, rope: tuple[Tensor, Tensor], segments: Sequence[Segment]
+        self,
+        text: Tensor,
+        image: Tensor,
+        rope: tuple[Tensor, Tensor],
+        segments: Sequence[Segment],
+        kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Both streams after the layer; arguments as for BagelAttention."""
-        words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, segments)
+        words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, segments, kept)
         text, image = text + words, image + patches
         words, patches = self.pair("mlp", *self.pair("post_attention_layernorm", text, image))
         return text + words, image + patches
@@ -130,14 +163,38 @@ class BagelLayers(Twofold):
         image = torch.cat([*references, image], dim=1)
         counts = [(clean.shape[1], each.shape[1]) for clean, each in zip(references, seen, strict=True)]
         segments, positions = lay_out(attention_mask, counts, N)
+        _, image = self._run(text, image, positions, segments)
+        normalised: Tensor = self.get_submodule("norm_moe_gen")(image[:, -N:])
+        return normalised
+
+    def read(self, input_ids: Tensor, attention_mask: Tensor, kept: KeyValues | None) -> Tensor:
+        """The tokens [B, L, D] of a text after all layers; arguments as for BagelThinker."""
+        text, words = self.embed_tokens(input_ids), attention_mask.bool()
+        columns = torch.arange(words.shape[1], device=words.device)
+        rows = columns[-input_ids.shape[1] :, None]
+        # Padding sees itself: a row that sees nothing would be NaN.
+        visible = (words[:, None, None, :] & (columns <= rows)) | (columns == rows)
+        positions = (words.cumsum(dim=1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
+        text, _ = self._run(text, text[:, :0], positions, [Segment(text.shape[1], 0, visible)], kept)
+        normalised: Tensor = self.get_submodule("norm")(text)
+        return normalised
+
+    def _run(
+        self,
+        text: Tensor,
+        image: Tensor,
+        positions: Tensor,
+        segments: Sequence[Segment],
+        kept: KeyValues | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Both streams after all layers."""
         rope = self.rotary_emb(text, positions)
         for layer in self.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
                 text, image = self._gradient_checkpointing_func(layer, text, image, rope, segments)
             else:
-                text, image = layer(text, image, rope, segments)
-        normalised: Tensor = self.get_submodule("norm_moe_gen")(image[:, -N:])
-        return normalised
+                text, image = layer(text, image, rope, segments, kept)
+        return text, image
 
 
 class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
@@ -145,6 +202,7 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("BagelBlock",)
+    WRITES = False
     # What sees references, which is a part of its own, and what writes text.
     _keys_to_ignore_on_load_unexpected = (r"^vit_", r"^connector\.", r"^language_model\.lm_head\.")
 
@@ -172,6 +230,8 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
             rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
         )
         self.language_model = nn.ModuleDict({"model": BagelLayers(config)})
+        if self.WRITES:
+            self.language_model["lm_head"] = nn.Linear(hidden_size, vocab_size, bias=False)
         layers = [nn.Linear(TIME_FREQUENCIES, hidden_size), nn.SiLU(), nn.Linear(hidden_size, hidden_size)]
         self.time_embedder = nn.ModuleDict({"mlp": nn.Sequential(*layers)})
         self.vae2llm = nn.Linear(PATCH**2 * LATENT_CHANNELS, hidden_size)
@@ -217,3 +277,36 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         # The table of places is fixed: sines and cosines, as released.
         places = self.latent_pos_embed["pos_embed"].detach()[places].to(dtype)
         return tokens + self.time_embedder["mlp"](level.to(dtype))[:, None] + places
+
+
+class BagelThinker(BagelTransformer):
+    """BAGEL with what writes text: called without latents it does that."""
+
+    WRITES = True
+
+    def get_output_embeddings(self) -> nn.Module:
+        """What makes logits, as models of transformers have it."""
+        head: nn.Module = self.language_model["lm_head"]
+        return head
+
+    def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
+        """As BagelTransformer's; without latents as `write`."""
+        return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)
+
+    def write(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        kept: KeyValues | None = None,
+        only_last: bool = False,
+        use_cache: bool = False,
+    ) -> CausalLMOutput:
+        """The logits [B, L, V] of what follows each of the tokens input_ids [B, L], or the last one's alone [B, 1, V].
+
+        attention_mask: what is no padding, [B, L]; longer by the tokens before, where they have been kept. kept: their
+        keys and values, to which these are added. use_cache: False, as models of transformers have it.
+        """
+        layers: BagelLayers = self.language_model["model"]  # type: ignore[assignment]
+        states = layers.read(input_ids, attention_mask, kept)
+        return CausalLMOutput(logits=self.get_output_embeddings()(states[:, -1:] if only_last else states))

@@ -66,10 +66,11 @@ def part(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """The attention of a sequence [B, heads, L, width], segment by segment."""
+    """The attention of a sequence [B, heads, L, width], segment by segment; keys and values may begin before it."""
     out, end = [], 0
+    past = key.shape[2] - query.shape[2]
     for text, image, visible, is_causal in segments:
         start, end = end, end + text + image
-        states = query[:, :, start:end], key[:, :, :end], value[:, :, :end]
+        states = query[:, :, start:end], key[:, :, : past + end], value[:, :, : past + end]
         out.append(scaled_dot_product_attention(*states, attn_mask=visible, is_causal=is_causal))
     return torch.cat(out, dim=2)

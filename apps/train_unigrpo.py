@@ -1,0 +1,299 @@
+"""UniGRPO, for models that think before they draw: policy gradients of a thought's tokens and a picture's steps.
+
+    prompts -> rollout (thought -> picture) -> score -> advantages -> update (tokens and steps -> loss -> step) -> sync
+
+A group of samples is drawn for each prompt: first a thought, token by token, then a picture after prompt and thought
+with a few stochastic steps. A scorer grades the picture, and is told the thought; rules may grade the thought too. A
+sample has one reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv
+2603.23500): GRPO for the first, Flow-GRPO for the second, each with a clip range of its own.
+
+    python apps/train_unigrpo.py --preset tiny-colors --scorer-url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer-url http://scorer:8100
+
+What is decided here, as no code has been released:
+1. Before the first update of every step the ratios of tokens and of steps are checked to be 1, and the run stops if
+   they are not. The old log-probs of tokens come from the function and the batches of the update, those of steps from
+   the rollout.
+2. A step reads the thought anew, so that its gradient reaches what has read the thought, and not the cache of it.
+3. The loss of a thought is the mean over its tokens. Both parts are means over the samples of all ranks.
+4. Draws depend on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from omni_reward.rules import Term, open_rules
+from omni_rl.args import ScoredArgs, check_scored, num_batches, num_ranks
+from omni_rl.cli import check_least, check_most, flag, parse_cli, require
+
+# 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class Args(ScoredArgs):
+    """Settings of a run; --preset NAME and --config FILE.toml are read first."""
+
+    # Sampling
+    max_thought_tokens: int = 512  # Most tokens of a thought
+    temperature: float = 1.0  # Temperature of thoughts in the rollout, and of the log-probs that are trained
+    eval_temperature: float = 1.0  # Temperature of thoughts in an evaluation
+    eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+
+    # Scorer
+    thought_reward: str = ""  # Rules that grade thoughts, added to the picture's score, as in '0.5*contains'
+
+    # Algorithm
+    noise_level: float = 0.7  # Strength of the injected noise, as Flow-GRPO's step rule defines it
+    window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
+    window_low: int = 0  # First step that may be stochastic
+    window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
+    clip_range: float = 1e-4  # PPO clip half-width of a step's ratio
+    thought_clip_low: float = 0.2  # Width of the clip range of a token's ratio below 1
+    thought_clip_high: float = 0.2  # Width of the clip range of a token's ratio above 1
+    thought_weight: float = 1.0  # Weight of the thought's loss beside the picture's
+    adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
+    kl_coef: float = 0.0  # Weight of the tokens' KL to the policy before training
+    velocity_coef: float = 0.0  # Weight of the squared distance to the velocity before training
+    ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
+
+
+LEAST = {
+    "max_thought_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3, "eval_top_p": 1e-3, "noise_level": 1e-6,
+    "window_low": 0, "clip_range": 1e-7, "thought_clip_low": 1e-7, "thought_clip_high": 1e-7, "thought_weight": 0.0,
+    "kl_coef": 0.0, "velocity_coef": 0.0,
+}  # fmt: skip
+MOST = {"max_thought_tokens": 2**16, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0}
+
+
+def check_args(args: Args) -> None:
+    """Raise ValueError when settings do not fit together."""
+    check_scored(args, num_ranks())
+    check_least(args, LEAST)
+    check_most(args, MOST)
+    num_batches(args, num_ranks())
+    low, high = window_range(args)
+    size = high - low if args.window_size is None else args.window_size
+    with flag("--thought-reward: "):
+        rules_of(args)
+    require(
+        (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
+        (not args.device_memory_gb, "--device-memory-gb does not plan thoughts, whose lengths nobody knows"),
+        (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
+        (low < high < args.num_inference_steps,
+         f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
+         f"got {low} and {high}"),
+        (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
+    )  # fmt: skip
+
+
+def window_range(args: Args) -> tuple[int, int]:
+    """The first step that may be stochastic, and one past the last."""
+    return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
+
+
+def rules_of(args: Args) -> tuple[Term, ...]:
+    """The rules that grade thoughts."""
+    return open_rules(args.thought_reward) if args.thought_reward else ()
+
+
+if __name__ == "__main__":
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_unigrpo", description=__doc__)
+
+# 2. A training step: rollout, score, advantages, update
+
+import torch
+from omni_losses import LossOutput, distill_velocity_loss, group_advantages, grpo_loss, k3_kl, token_grpo_loss
+from omni_reward import Score
+from omni_rl.failures import launch
+from omni_rl.loop import Loop
+from omni_rl.run import Step, check_ratio, policy_metrics
+from omni_rl.sampling import draw, prompts_of, show
+from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_parts, gather_rewards, groups_of, select
+from omni_rl.thinking import ThinkingRun
+from omni_rollout import Params, Prompt, Samples, Trajectory
+from omni_rollout.thoughts import ThoughtTrajectory
+from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
+from omni_sched import Transition, sde_window
+from omni_train.dist import gather_by_index
+from torch import Tensor, nn
+
+
+def main(args: Args) -> None:
+    """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
+    run = ThinkingRun.begin(
+        args,
+        "unigrpo",
+        scorer=args.scorer_url,
+        thought=TokenParams(args.max_thought_tokens, args.temperature),
+        eval_thought=TokenParams(args.max_thought_tokens, args.eval_temperature, args.eval_top_p),
+        rules=rules_of(args),
+        reference=bool(args.kl_coef or args.velocity_coef),
+        steps=window_range(args),
+    )
+    with Loop(run) as steps:
+        for step in steps:
+            prompts = prompts_of(run, step)
+            with run.phase("rollout"):
+                batches, pending = draw(run, prompts, params_at(run, step))
+            with run.phase("reward_wait"):
+                scores = collect(run.dist, pending)
+            advantages = grade(run, step, prompts, batches, scores)
+            chosen = select(run.dist, batches, advantages, None)
+            with run.updating(step):
+                step.metrics |= update(run, step, chosen)
+            run.sync(step)
+            show(run, step, batches, scores)
+
+
+def params_at(run: ThinkingRun[Args], step: Step) -> Params:
+    """The sampling parameters of a training step; its window is the same on every rank."""
+    args, (low, high) = run.args, window_range(run.args)
+    window = sde_window(
+        args.num_inference_steps,
+        args.window_size,
+        low=low,
+        high=high,
+        strategy="random",
+        iteration=step.number,
+        seed=args.seed,
+    )
+    return replace(run.base_params, noise_level=args.noise_level, sde_steps=window)
+
+
+def grade(
+    run: ThinkingRun[Args],
+    step: Step,
+    prompts: Sequence[Prompt],
+    batches: Sequence[Samples],
+    scores: Sequence[Score],
+) -> Tensor:
+    """Advantages [N] of all ranks' samples, which tokens and steps share."""
+    args, dist, groups = run.args, run.dist, groups_of(prompts)
+    rewards = gather_rewards(dist, batches, scores, groups)
+    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
+    if run.eval_parts and not rewards.isnan().all():
+        parts = gather_parts(dist, batches, scores, run.eval_parts, rewards).nanmean(dim=0).tolist()
+        step.metrics |= {f"reward/{name}": part for name, part in zip(run.eval_parts, parts, strict=True)}
+    thoughts = TokenTrajectory.cat([thoughts_of(batch) for batch in batches])
+    lengths, ended = (
+        gather_by_index(dist, thoughts.indices, values.float(), len(prompts))
+        for values in (thoughts.lengths, thoughts.ended)
+    )
+    advantages = group_advantages(rewards, groups, std=args.adv_std)
+    step.has_signal = bool(advantages.any())
+    step.metrics |= {
+        "advantage/min": advantages.min().item(),
+        "advantage/max": advantages.max().item(),
+        "thought/tokens_mean": lengths.mean().item(),
+        "thought/truncated_ratio": 1 - ended.mean().item(),
+    }
+    return advantages
+
+
+def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
+    args, dist = run.args, run.dist
+    size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
+    with torch.no_grad():
+        old = [score(run, run.net, batch.trajectory) for batch in batches]
+    gap = check_ratio(dist, gaps(batches, old), tolerance(args), step.number)
+    seen, results = list[dict[str, Tensor]](), []
+    moves = list[Tensor]()
+    for first in range(0, len(batches), size):
+        for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
+            # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
+            total, parts = size * dist.world_size, []
+            for k in range(num_kept):
+                parts.append(step_loss(run, batch, k))
+                run.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
+            thought = thought_loss(run, batch, before)
+            run.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
+            drawn = {name: torch.stack([part.metrics[name] for part in parts]).mean() for name in parts[0].metrics}
+            loss = (
+                torch.stack([part.loss.detach() for part in parts]).mean() + args.thought_weight * thought.loss.detach()
+            )
+            seen.append(drawn | {f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
+            moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
+        if first == 0:
+            deviation = check_ratio(dist, moves, 0.0, step.number)
+        results.append(run.optimizer_step(step))
+    return policy_metrics(dist, seen, results) | {
+        "policy/first_ratio_max_dev": deviation,
+        "policy/thought_rollout_gap": gap,
+    }
+
+
+def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> LossOutput:
+    """The loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
+    args, drawn = run.args, batch.trajectory
+    velocity, now = retake(run, run.net, drawn, k)
+    out = grpo_loss(now.log_prob, drawn.rollout_log_prob[:, k], batch.advantages, clip_range=args.clip_range)
+    if not args.velocity_coef:
+        return out
+    with torch.no_grad(), run.reference() as net:
+        before, _ = retake(run, net, drawn, k)
+    drift = distill_velocity_loss(velocity, before)
+    return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
+
+
+def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) -> tuple[Tensor, Transition]:
+    """The velocity under `net` at the k-th kept step, and the step: as sampled, bit for bit, if `net` has sampled."""
+    x, params = drawn.x[:, k], drawn.params
+    velocity = run.model.predict_velocity(net, x, drawn.sigma(k), drawn.cond, params)
+    return velocity, params.rule(
+        velocity, x, drawn.sigma(k), drawn.sigma_next(k), noise_level=params.noise_level, x_next=drawn.x_next[:, k]
+    )
+
+
+def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
+    """The loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
+    args, now = run.args, score(run, run.net, batch.trajectory).log_prob
+    mask = thoughts_of(batch.trajectory).mask.to(now.device)
+    out = token_grpo_loss(
+        now,
+        before.log_prob,
+        batch.advantages,
+        mask,
+        clip_low=args.thought_clip_low,
+        clip_high=args.thought_clip_high,
+    )
+    metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
+    if not args.kl_coef:
+        return LossOutput(out.loss, metrics)
+    with torch.no_grad(), run.reference() as net:
+        other = score(run, net, batch.trajectory).log_prob
+    kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
+    mean = (kl.sum(dim=1) / mask.sum(dim=1)).mean()
+    return LossOutput(out.loss + args.kl_coef * mean, metrics | {"kl": mean.detach()})
+
+
+def score(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory) -> TokenScores:
+    """The log-probs of the thoughts' tokens under `net`."""
+    return score_tokens(run.model, net, thoughts_of(drawn))
+
+
+def thoughts_of(drawn: Samples) -> TokenTrajectory:
+    """The thoughts that samples were drawn after."""
+    assert isinstance(drawn, ThoughtTrajectory)
+    return drawn.thoughts
+
+
+def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:
+    """Of each batch the largest |ratio - 1| of a token between the update, before it, and the sampler."""
+    found = []
+    for batch, before in zip(batches, old, strict=True):
+        thoughts = thoughts_of(batch.trajectory)
+        off = before.log_prob.cpu() - thoughts.rollout_log_prob
+        found.append(off[thoughts.mask].abs().max().expm1())
+    return found
+
+
+def tolerance(args: Args) -> float:
+    """The largest gap that the run goes on with."""
+    return {"float32": 1e-4}.get(args.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
+
+
+if __name__ == "__main__":
+    launch(main, ARGS)

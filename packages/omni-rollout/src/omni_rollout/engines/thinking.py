@@ -1,0 +1,89 @@
+"""The embedded engine of models that think before they draw: a thought token by token, then the picture after it.
+
+The thought is sampled with a cache of keys and values, and scored without: its log-probs agree to rounding. The steps
+of the drawing read prompt and thought anew in each forward pass, so that a step replayed is equal bit for bit, and its
+gradient reaches what has read the thought.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.engines.transformers import Draw
+from omni_rollout.sampler import TEXT_CACHE, TextCache
+from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
+from omni_rollout.tokens import TokenParams, TokenTrajectory
+from omni_rollout.types import Cond, Params, Parts, Prompt
+
+THOUGHT_NOISE = 1 << 20  # the stream of a sample's thought: a step that no schedule has
+
+
+class ThinkingEngine(DiffusersEngine):
+    """Samples with a model's own parts, as `model.load` returns them.
+
+    together: whether a condition holds on all ranks, which sharded weights demand to be asked, as all ranks write on
+    until the last thought has ended.
+    """
+
+    def __init__(
+        self,
+        model: ThinkingModel,
+        parts: Parts,
+        *,
+        texts: TextCache = TEXT_CACHE,
+        together: Callable[[bool], bool] = bool,
+    ) -> None:
+        super().__init__(model, parts, texts=texts)
+        self.model, self.together = model, together
+
+    def generate(self, prompts: Sequence[Prompt], params: Params) -> ThoughtTrajectory:
+        """One thought and one sample per prompt, in order, all in one batch; the prompts' meta say the `thought`.
+
+        Raises:
+            ValueError: as DiffusersEngine's.
+        """
+        if not isinstance(params, ThinkingParams):
+            raise ValueError(f"params must be ThinkingParams, got {type(params).__name__}")
+        cond = self.sampler.condition(prompts, params)
+        thoughts = self.think(prompts, cond, params.thought)
+        told = [
+            replace(prompt, meta={**prompt.meta, "thought": text})
+            for prompt, text in zip(prompts, thoughts.answers, strict=True)
+        ]
+        cond, sampler = self.model.told(cond, thoughts), copy(self.sampler)
+        sampler.condition = lambda prompts, params: cond  # type: ignore[method-assign]  # for this one call
+        drawn = sampler.sample(told, params, weight_version=self.weight_version)
+        return ThoughtTrajectory(**vars(drawn), thoughts=replace(thoughts, prompts=drawn.prompts))
+
+    @torch.no_grad()
+    def think(self, prompts: Sequence[Prompt], cond: Cond, params: TokenParams) -> TokenTrajectory:
+        """One thought per prompt, in order. A sample's numbers depend on its seed alone.
+
+        cond: of the prompts, as `condition` has it.
+        """
+        encoded = tuple(
+            self.model.ask(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)
+        )
+        draw = Draw([prompt.seed for prompt in prompts], self.model.suppressed, params, stream=THOUGHT_NOISE)
+        writing, chosen = self.model.start(encoded, cond["ids"].device), list[Tensor]()
+        ends = torch.tensor(self.model.ends, device=cond["ids"].device)
+        has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=ends.device)
+        while len(chosen) < params.max_new_tokens and not self.together(bool(has_ended.all())):
+            logits = writing.next_logits(self.net, chosen[-1] if chosen else None)
+            chosen.append(draw(ends, logits).argmax(dim=-1))
+            has_ended |= torch.isin(chosen[-1], ends)
+        tokens = torch.stack(chosen, dim=1)
+        is_end = torch.isin(tokens, ends)
+        mask = is_end.cumsum(dim=1) - is_end.long() == 0
+        log_prob = torch.where(mask, torch.stack(draw.log_probs, dim=1), 0.0)
+        tokens, mask = tokens.cpu(), mask.cpu()
+        answers = tuple(self.model.decode_text(row[kept]) for row, kept in zip(tokens, mask, strict=True))
+        return TokenTrajectory(
+            prompts=tuple(prompts), media={}, rates={}, weight_version=self.weight_version, encoded=encoded,
+            tokens=tokens, mask=mask, rollout_log_prob=log_prob.cpu(), ended=has_ended.cpu(), answers=answers,
+            params=params,
+        )  # fmt: skip

@@ -1,0 +1,110 @@
+"""BAGEL that thinks before it draws (arXiv 2505.14683, section on generation with thinking).
+
+The sequence is a request to think, the prompt, the thought and the image; each text stands between <|im_start|> and
+<|im_end|>, and the last mark of a thought is the model's own. Guidance leads away from prompt and thought together.
+
+Shapes: B samples, P tokens of the longest request with its prompt, T of the longest thought, V of the vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from omni_rollout.models.bagel import MARKS, Bagel
+from omni_rollout.tokens import TokenTrajectory
+from omni_rollout.types import Cond, Parts, Prompt, join
+
+REQUEST = (  # as released
+    "You should first think about the planning process in the mind and then generate the image. \n"
+    "The planning process is enclosed within <think> </think> tags, i.e. <think> planning process here </think> "
+    "image here"
+)
+
+
+class BagelWriting:
+    """Thoughts that are being written, with the keys and values of all before. ids, words: as `ThinkingBagel.batch`."""
+
+    def __init__(self, ids: Tensor, words: Tensor) -> None:
+        from omni_rollout.models.bagel_net import KeyValues
+
+        self.ids, self.words, self.kept = ids, words, KeyValues()
+
+    def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:
+        """The logits [B, V] of what follows the tokens [B] that were chosen last; None before the first."""
+        if tokens is not None:
+            self.ids = tokens[:, None]
+            self.words = pad(self.words, [0, 1], value=True)
+        logits: Tensor = net(input_ids=self.ids, attention_mask=self.words, kept=self.kept, only_last=True).logits
+        return logits[:, 0]
+
+
+class ThinkingBagel(Bagel):
+    """BAGEL for one checkpoint, with what writes text. Prompts have no references."""
+
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # of the image's tokens as published, and the same of the text's
+        *Bagel.LORA_TARGETS,
+        *(name.replace("_moe_gen", "") for name in Bagel.LORA_TARGETS),
+    )
+    IMAGES = range(1)
+    suppressed: tuple[int, ...] = ()
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self.tokenizer = self._load("tokenizer", "cpu", torch.float32)
+        self.begin, self.end = self.tokenizer.convert_tokens_to_ids(list(MARKS[:2]))
+        self.ends = (self.end,)
+
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+        """As Bagel's, with the request to think before the text."""
+        request = super().encode(parts, replace(prompt, text=REQUEST))
+        own = super().encode(parts, prompt, negative=negative)
+        return request | {name: torch.cat([request[name], own[name]]) for name in ("ids", "ids_mask")}
+
+    def ask(self, ids: Tensor) -> Cond:
+        """What a thought follows, of the tokens of one prompt by `encode`: `input_ids` [P]."""
+        return {"input_ids": pad(ids, [0, 1], value=self.begin)}
+
+    def batch(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids [B, P + T] and what of them is no padding: prompts, padded before, and thoughts [B, T]."""
+        device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
+        rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
+        ids = torch.stack([pad(row, [left, 0], value=self.end) for row, left in rows]).to(device)
+        words = torch.stack([pad(torch.ones_like(row), [left, 0]) for row, left in rows]).to(device)
+        return torch.cat([ids, tokens.masked_fill(~mask, self.end)], dim=1), torch.cat([words.bool(), mask], dim=1)
+
+    def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
+        """What the net is called with: prompts and thoughts [B, T], on the device of `tokens`."""
+        ids, words = self.batch(encoded, tokens, mask)
+        return {"input_ids": ids, "attention_mask": words}
+
+    def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
+        """Thoughts to be written, of which there is no token."""
+        none = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
+        return BagelWriting(*self.batch(encoded, none, none.bool()))
+
+    def decode_text(self, tokens: Tensor) -> str:
+        """The text of one thought, without marks."""
+        text: Any = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(text)
+
+    def told(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
+        """The conditioning of the drawing, with the thoughts after the prompts; all end, whether they were done or not.
+
+        cond: as `encode` has it, with an axis B.
+        """
+        device, rows = cond["ids"].device, []
+        for each, tokens, mask in zip(thoughts.encoded, thoughts.tokens, thoughts.mask, strict=True):
+            said = tokens[mask]
+            ids = torch.cat([each["input_ids"], said[said != self.end], torch.tensor([self.end])]).to(device)
+            rows.append({"ids": ids, "ids_mask": torch.ones(len(ids), dtype=torch.bool)})
+        return cond | join(rows, dim=0, what="thoughts")
+
+    def _class(self, part: str) -> Any:
+        from omni_rollout.models.bagel_net import BagelThinker
+
+        return BagelThinker if part == "transformer" else super()._class(part)

@@ -1,0 +1,178 @@
+"""The trainer of thoughts and pictures: both ratios, both gradients, ranks, resuming, exports, the report, mistakes."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import build_tiny_models
+import numpy as np
+import pretrain_tiny_colors
+import pytest
+import tiny_colors
+import torch
+from helpers import REPO
+from omni_reward import RewardError, Score
+from omni_reward.rules import open_rules
+from omni_reward.testing import serving_here
+from omni_rl.scoring import LocalScorer
+from omni_rl.thinking import ThoughtScorer
+from omni_rollout.models import open_model
+from safetensors.torch import load_file
+from trainer_runs import recipe, train, train_on_ranks, undocumented
+
+import train_unigrpo as app
+
+TINY = app.Args(
+    prompts="train.jsonl", eval_prompts="eval.jsonl", prompts_per_step=2, group_size=2, batch_size=2, height=32,
+    width=48, num_inference_steps=3, eval_num_inference_steps=2, max_thought_tokens=4, train_steps=2, eval_every=2,
+    save_every=1, lr=1e-3, thought_reward="0.5*regex", hang_timeout_s=60.0,
+)  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch, bright_url):
+    """`tiny(**changes)`: settings of a small run in a working folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    for name, count in (("train", 4), ("eval", 2)):
+        lines = [{"prompt": f"a sign {i}" + " that is red" * i, "pattern": "[a-m]"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    model = build_tiny_models.tiny_checkpoint("bagel", REPO / ".pytest_cache" / "tiny-models")
+    return lambda **changes: replace(TINY, **({"model": str(model), "scorer_url": bright_url} | changes))
+
+
+def exported(name):
+    """The tensors of the exported weights."""
+    return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def unclocked(lines):
+    """The log without what a clock, or the machine's memory, has to say."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
+
+
+def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
+    lines = train(app, tiny(num_minibatches=2, kl_coef=0.1, velocity_coef=0.1))
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
+    assert all(0 < line["policy/thought_rollout_gap"] < 1e-5 for line in lines[1:])
+    assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
+    assert all(line["policy/ratio_max_dev"] > 0 < line["policy/thought_ratio_max_dev"] for line in lines[1:])
+    assert lines[1]["reward/mean"] == pytest.approx(lines[1]["reward/image"] + lines[1]["reward/thought"])
+    assert lines[2]["eval/reward"] == pytest.approx(lines[2]["eval/image"] + lines[2]["eval/thought"])
+    assert undocumented(lines) == set()
+    before, after = open_model(tiny().model).weight_files()[0], exported("run")
+    moved = {name for name, weight in after.items() if not torch.equal(weight, load_file(before)[name])}
+    assert {"language_model.lm_head.weight", "llm2vae.weight"} <= moved
+    rows = json.loads(Path("runs/run/eval/000002/rows.json").read_text())
+    assert all(row["file"] and row["prompt"] and isinstance(row["answer"], str) for row in rows)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_run_goes_on_bit_for_bit(lora_rank, tiny):
+    args = tiny(lora_rank=lora_rank, ema_decay=0.5, gradient_checkpointing=True)
+    whole = train(app, replace(args, name="whole"))
+    train(app, replace(args, name="parts", train_steps=1))
+    parts = train(app, replace(args, name="parts"))
+    assert unclocked(whole)[-1] == unclocked(parts)[-1]
+    one, other = exported("whole"), exported("parts")
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, tiny):
+    args = tiny(lora_rank=lora_rank, batch_size=1, num_minibatches=2, train_steps=1, eval_every=1)
+    alone = train(app, replace(args, name="alone", num_minibatches=2))
+    for mode in ("ddp", "fsdp2"):
+        together = train_on_ranks(app, replace(args, name=mode, shard=mode, unshard="none" if lora_rank else "auto"))
+        for line, other in zip(alone, together, strict=True):
+            for name in {"reward/mean", "eval/reward", "thought/tokens_mean", "policy/grad_norm"} & line.keys():
+                assert other[name] == pytest.approx(line[name], rel=2e-3), name
+            assert other.get("policy/first_ratio_max_dev", 0) == 0
+        one, other = exported("alone"), exported(mode)
+        assert one.keys() == other.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=1e-3)
+
+
+def test_each_part_adds_its_gradient(tiny, monkeypatch):
+    """Both parts have one, and the thought's weight scales its own."""
+    found = {}
+    for weight in (0.0, 1.0, 3.0):
+        gradients = []
+        monkeypatch.setattr(
+            app.ThinkingRun,
+            "optimizer_step",
+            lambda run, step, kept=gradients: (
+                kept.append([p.grad.clone() for p in run.params if p.grad is not None])
+                or app.ThinkingRun.__mro__[1].optimizer_step(run, step)
+            ),
+        )
+        train(app, tiny(name=f"w{weight}", thought_weight=weight, train_steps=1, eval_every=1))
+        found[weight] = torch.cat([grad.flatten() for grad in gradients[0]])
+    torch.testing.assert_close(found[3.0] - found[0.0], 3 * (found[1.0] - found[0.0]), atol=1e-5, rtol=1e-3)
+    assert (found[1.0] - found[0.0]).abs().max() > 1e-3 < found[0.0].abs().max()
+
+
+def test_a_score_is_the_sum_of_picture_and_thought_or_none():
+    pictures = [Score(0.25, details={"seen": "red"}), Score(None, abstained="too dark")]
+    scorer = ThoughtScorer(LocalScorer(lambda media, texts: pictures), open_rules("0.5*exact"))
+    metas = [{"thought": "red", "answer": "red"}] * 2
+    good, none = scorer.submit({}, ["a", "b"], metas).result()
+    assert (good.value, good.parts) == (0.75, {"image": 0.25, "thought": 0.5})
+    assert good.details == {"seen": "red", "image": 0.25, "thought": 0.5}
+    assert none == pictures[1]
+    with pytest.raises(RewardError, match="a rule of --thought-reward fails: KeyError"):
+        scorer.submit({}, ["a"], [{"thought": "red"}]).result()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": str(REPO / "checkpoints" / "tiny-signs-qwen-image")},
+            "--model must be .* 'QwenImagePipeline'",
+        ),
+        ({"thought_reward": "ocr"}, "--thought-reward: must be one of exact, "),
+        ({"thought_reward": "exact"}, 'line 1: must have the key "answer", which --thought-reward exact asks for'),
+        ({"engine": "vllm-omni"}, "--engine"),
+        ({"dry_run": True, "device_memory_gb": 1.0}, "--device-memory-gb does not plan thoughts"),
+        ({"compile": True}, "--compile does not go with thoughts"),
+        ({"eval_top_p": 1.5}, "--eval-top-p must be <= 1, got 1.5"),
+        ({"window_size": 3}, "--window-size must be from 1 to the window's 2 steps, got 3"),
+        ({"num_minibatches": 3}, "--num-minibatches must divide a rank's batches"),
+        ({"prompts": "told.jsonl"}, 'must not have the key "thought"'),
+    ],
+)
+def test_a_mistake_is_named(changes, words, tiny):
+    Path("told.jsonl").write_text('{"prompt": "a", "pattern": "a", "thought": "red"}\n' * 4)
+    with pytest.raises(ValueError, match=words):
+        train(app, tiny(**changes))
+
+
+def test_the_script_that_made_the_shipped_model_runs(tmp_path, monkeypatch, capsys):
+    out, data = tmp_path / "model", tmp_path / "things"
+    flags = ["--out", str(out), "--data", str(data), "--vae-steps", "1", "--steps", "1", "--pictures", "64"]
+    monkeypatch.setattr("sys.argv", ["", *flags])
+    pretrain_tiny_colors.main()
+    assert "0/1 loss " in capsys.readouterr().out
+    for name in ("train", "eval"):
+        assert (data / f"{name}.jsonl").read_text() == (REPO / f"data/tiny-colors/{name}.jsonl").read_text()
+    shipped = REPO / "checkpoints" / "tiny-colors-bagel"
+    for name in ("llm_config.json", "tokenizer.json"):
+        assert (out / name).read_text() == (shipped / name).read_text()
+    line = [{"answer": "red"}, {"answer": "blue"}]
+    pictures = {"image": np.stack([tiny_colors.render(random.Random(0), "red")] * 2)}
+    assert tiny_colors.color(pictures, ["a", "b"], line) == [1.0, 0.0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_shipped_model_learns_to_think_of_a_color_and_to_draw_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = recipe(app, "tiny-colors")
+    places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+    with serving_here(tiny_colors.color, name="color") as url:
+        lines = train(app, replace(args, scorer_url=url, **places))
+    for part in ("eval/image", "eval/thought"):
+        assert lines[-1][part] >= lines[0][part] + 0.15
