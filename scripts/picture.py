@@ -2,9 +2,11 @@
 
 python scripts/picture.py runs/tiny-signs docs/images [--other runs/tiny-signs-vllm-omni]
 python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
+python scripts/picture.py runs/RUN docs/images --videos
 
 With --other also engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With
 --references, the prompts file of a run that edits signs, only edits.png: references, and their edits before and after.
+With --videos, of a run that draws videos, only videos.png: their frames before and after.
 """
 
 import argparse
@@ -49,6 +51,24 @@ def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
         scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
         labels.append(f"{target_text(before['prompt'])}   {scores}")
     return contact_sheet(triples, labels, columns=2)
+
+
+def videos(run: Path, *, count: int = 8) -> Image.Image:
+    """Frames of videos of the first evaluation, and of the last one below them; then the prompt and both scores.
+
+    Raises:
+        ValueError: the run did not draw videos.
+    """
+    pairs, labels = [], []
+    first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
+    if not all("strip" in row for row in first + last):
+        raise ValueError(f"{run} must hold evaluations of videos, it holds others")
+    for before, after in zip(first, last, strict=True):
+        files = (ends(run)[0] / before["strip"], ends(run)[1] / after["strip"])
+        pairs.append(np.concatenate([framed(np.asarray(Image.open(file).convert("RGB")), scale=1) for file in files]))
+        scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
+        labels.append(f"{before['prompt']}   {scores}")
+    return contact_sheet(pairs, labels, columns=2)
 
 
 def framed(image: np.ndarray, *, scale: int = 2, margin: int = 3) -> np.ndarray:
@@ -102,17 +122,23 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--other", type=Path)
-    parser.add_argument("--references", type=Path)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--references", type=Path)
+    kind.add_argument("--videos", action="store_true")
     args = parser.parse_args()
     try:
-        picture = edits(args.run, args.references) if args.references else before_and_after(args.run)
+        if args.references:
+            name, picture = "edits", edits(args.run, args.references)
+        elif args.videos:
+            name, picture = "videos", videos(args.run)
+        else:
+            name, picture = "before_after", before_and_after(args.run)
     except ValueError as exc:
         parser.error(str(exc))
     args.out.mkdir(parents=True, exist_ok=True)
-    if args.references:
-        picture.save(args.out / "edits.png", optimize=True)
+    picture.save(args.out / f"{name}.png", optimize=True)
+    if name != "before_after":
         return
-    picture.save(args.out / "before_after.png", optimize=True)
     curve(args.run, args.out / "curve.svg")
     if args.other:
         curve(args.run, args.out / "engines.svg", args.other)
