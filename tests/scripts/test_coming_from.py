@@ -21,7 +21,7 @@ ROWS = [(section, *row) for section, text in SECTIONS.items() for names, rows in
 
 
 def test_there_is_a_table_for_each_project():
-    assert list(SECTIONS) == ["flow_grpo", "TRL's DDPO", "Flow-Factory", "verl-omni"]
+    assert list(SECTIONS) == ["flow_grpo", "TRL's DDPO", "TRL's GRPO", "Flow-Factory", "verl", "verl-omni"]
     for section in SECTIONS:
         assert len([row for row in ROWS if row[0] == section]) >= 20
 
