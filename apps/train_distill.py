@@ -23,6 +23,7 @@ Differences from the released code of the paper:
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal
@@ -78,7 +79,7 @@ def check_args(args: Args) -> None:
     with flag("--prompts: "):
         for record in load_prompts(args.prompts):
             teacher = record.meta.get("teacher")
-            require((teacher is None or teacher in names, f'"teacher" must be one of --teachers, got {teacher!r}'))
+            require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
 
 
 def trained_steps(args: Args) -> tuple[int, int]:
@@ -119,7 +120,7 @@ from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
 from omni_rl.scoring import LocalScorer, abstain
 from omni_rollout import Params, Trajectory
-from omni_rollout.types import to_device
+from omni_rollout.types import Cond, to_device
 from omni_sched import Transition, cps_step, euler_step, sde_step
 from torch import Tensor
 
@@ -160,7 +161,13 @@ def main(args: Args) -> None:
     teachers = parse_teachers(args.teachers)
     scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
     run = Run.start(
-        args, args.algo, scorer=scorer, reference=not teachers, steps=trained_steps(args), teachers=teachers
+        args,
+        args.algo,
+        scorer=scorer,
+        reference=not teachers,
+        steps=trained_steps(args),
+        teachers=teachers,
+        teaching=partial(teacher_params, args),
     )
     params = student_params(args, run.base_params)
     with Loop(run) as steps:
@@ -168,8 +175,9 @@ def main(args: Args) -> None:
             prompts = prompts_of(run, step)
             with run.phase("rollout"):
                 batches, _ = draw(run, prompts, params, graded=False)
+                conds = [teacher_cond(run, batch) for batch in batches]  # while the engine is awake
             with run.updating(step):
-                step.metrics |= update(run, step, batches, list(teachers) or [BEFORE])
+                step.metrics |= update(run, step, batches, conds, list(teachers) or [BEFORE])
             run.sync(step)
             show(run, step, batches, [NOT_GRADED] * sum(map(len, batches)))
 
@@ -210,20 +218,25 @@ def latents_at(drawn: Trajectory, i: int) -> Latents:
     return Latents(drawn.x_next[:, -1], drawn.x0, sigma, sigma_next, drawn.params)
 
 
-def update(run: Run[Args], step: Step, batches: Sequence[Trajectory], teachers: Sequence[str]) -> dict[str, float]:
-    """Take an optimizer step on each minibatch of this rank's batches; metrics are means over steps and ranks."""
+def update(
+    run: Run[Args], step: Step, batches: Sequence[Trajectory], conds: Sequence[Cond], teachers: Sequence[str]
+) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics are means over steps and ranks.
+
+    conds: what the teachers see of each batch.
+    """
     args, dist, (_, loss_of) = run.args, run.dist, ALGOS[run.args.algo]
-    points = [(batch, i) for batch in batches for i in range(*trained_steps(args))]
+    points = [(batch, cond, i) for batch, cond in zip(batches, conds, strict=True) for i in range(*trained_steps(args))]
     size = len(points) // args.num_minibatches
     seen, results = [], []
     for first in range(0, len(points), size):
-        for batch, i in points[first : first + size]:
+        for batch, cond, i in points[first : first + size]:
             at = latents_at(batch, i)
             velocity = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
             outs = []
             for name in teachers:
                 weights = to_device(shares(batch, name, len(teachers)), at.x.device)
-                outs.append(loss_of(velocity, teacher_velocity(run, name, batch, at), at, weights))
+                outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
             loss = torch.stack([out.loss for out in outs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
             run.backward(loss / (size * dist.world_size), of=size)
@@ -239,12 +252,17 @@ def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
     return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
 
 
+def teacher_cond(run: Run[Args], batch: Trajectory) -> Cond:
+    """What the teachers see of a batch: what the student sees, and the negative prompts where they alone are guided."""
+    params = teacher_params(run.args, batch.params)
+    is_guided_alone = run.model.is_guided(params) and not run.model.is_guided(batch.params)
+    return run.engine.condition(batch.prompts, params) if is_guided_alone else batch.cond
+
+
 @torch.no_grad()
-def teacher_velocity(run: Run[Args], name: str, batch: Trajectory, at: Latents) -> Tensor:
+def teacher_velocity(run: Run[Args], name: str, cond: Cond, at: Latents) -> Tensor:
     """The mean velocity [B, ...] of a teacher over the student's step: its end is where the teacher's steps end."""
     args, model, params = run.args, run.model, teacher_params(run.args, at.params)
-    is_guided_alone = model.is_guided(params) and not model.is_guided(at.params)
-    cond = run.engine.condition(batch.prompts, params) if is_guided_alone else batch.cond
     levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
     x, velocities = at.x, []
     with run.reference() if name == BEFORE else run.teacher(name) as net:

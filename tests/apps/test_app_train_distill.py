@@ -9,6 +9,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights import save_weights
@@ -70,7 +71,7 @@ def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
             x, x, torch.full((3,), 0.9), torch.full((3,), 0.4), SimpleNamespace(guidance={}, guidance_scale=1)
         )
         at = replace(at, params=app.Params(3, 32, 96))
-        velocity = app.teacher_velocity(run, app.BEFORE, SimpleNamespace(cond={}), at)
+        velocity = app.teacher_velocity(run, app.BEFORE, {}, at)
         torch.testing.assert_close(x - 0.5 * velocity, x * (1 - 0.5 * a / n) ** n)
 
 
@@ -104,9 +105,28 @@ def test_a_guided_teacher_wants_what_guidance_gives():
     with torch.no_grad():
         wanted = run.model.predict_velocity(run.net, at.x, at.sigma, cond, guided)
         plain = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
-    found = app.teacher_velocity(run, app.BEFORE, batch, at)
+    found = app.teacher_velocity(run, app.BEFORE, app.teacher_cond(run, batch), at)
     assert torch.equal(found, wanted)
     assert (wanted - plain).abs().max() > 0.01
+
+
+def test_a_sleeping_engine_is_not_asked_what_a_guided_teacher_sees(here, monkeypatch):
+    asleep, condition = [], DiffusersEngine.condition
+
+    def awake(engine, prompts, params):
+        assert not asleep
+        return condition(engine, prompts, params)
+
+    monkeypatch.setattr(DiffusersEngine, "sleep", lambda engine: asleep.append(True))
+    monkeypatch.setattr(DiffusersEngine, "wake", lambda engine: asleep.clear())
+    monkeypatch.setattr(DiffusersEngine, "condition", awake)
+    args = replace(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0, offload="engine", train_steps=1)
+    assert train(app, args)[-1]["policy/loss"] > 0
+
+
+def test_guidance_that_the_teachers_do_not_have_is_refused_before_weights_are_read(here):
+    with pytest.raises(ValueError, match=r"--teacher-guidance-scale.*guidance_scale must be 1 for a QwenImagePipeline"):
+        train(app, replace(TINY, teacher_guidance_scale=3.0, train_steps=1))
 
 
 @contextmanager
@@ -180,9 +200,10 @@ def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(flags, mess
     assert "Traceback" not in printed
 
 
-def test_a_prompt_that_names_no_teacher_of_the_run_is_refused(here):
-    (here / "prompts.jsonl").write_text('{"prompt": "a", "teacher": "one"}\n' * 4)
-    with pytest.raises(ValueError, match="--prompts: \"teacher\" must be one of --teachers, got 'one'"):
+@pytest.mark.parametrize("teacher", ['"one"', '["one"]'])
+def test_a_prompt_that_names_no_teacher_of_the_run_is_refused(here, teacher):
+    (here / "prompts.jsonl").write_text(f'{{"prompt": "a", "teacher": {teacher}}}\n' * 4)
+    with pytest.raises(ValueError, match=r'--prompts: "teacher" must be one of --teachers, got .*one'):
         app.check_args(replace(TINY, prompts="prompts.jsonl"))
 
 

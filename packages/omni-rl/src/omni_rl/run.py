@@ -566,6 +566,7 @@ class Run(AnyRun[MediaT]):
         steps: tuple[int, int] | None = None,
         needs: Collection[str] = (),
         teachers: Mapping[str, str] | None = None,
+        teaching: Callable[[Params], Params] | None = None,
     ) -> "Run[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
@@ -573,14 +574,14 @@ class Run(AnyRun[MediaT]):
         parts: that its scores must name. old_policy: keep an older policy, for `old_policy()`. reference: keep the
         first one, for `reference()`. steps: the first of the schedule that is trained at, and one past the last.
         needs: what the model must have: `streams`, as the loss takes frames and sound apart; `routes`, to be replayed.
-        teachers: folders of weights by name, for `teacher()`.
+        teachers: folders of weights by name, for `teacher()`. teaching: what teachers sample with, of `base_params`.
 
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
         plan = current_plan.get()
         run = Run(args, algorithm, plan.dist if plan else join_ranks(args), old_policy=old_policy, reference=reference)
-        return run._start(scorer, parts, steps=steps, needs=needs, teachers=teachers)
+        return run._start(scorer, parts, steps=steps, needs=needs, teachers=teachers, teaching=teaching)
 
     def _start(
         self,
@@ -590,12 +591,16 @@ class Run(AnyRun[MediaT]):
         steps: tuple[int, int] | None,
         needs: Collection[str] = (),
         teachers: Mapping[str, str] | None = None,
+        teaching: Callable[[Params], Params] | None = None,
     ) -> Self:
         """The run itself, as `start` has it."""
         plan = current_plan.get()
         with same_error(self.dist):
             self._read_inputs()
             self._read_teachers(teachers or {})
+            if teaching:
+                with flag("--teacher-guidance-scale and --teacher-true-cfg-scale: "):
+                    self.model.check(teaching(self.base_params))
             self._check_steps(steps)
             require(
                 ("streams" not in needs or self.model.streams(self.base_params),
