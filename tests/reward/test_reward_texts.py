@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import multiprocessing
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from omni_reward import RewardClient, RewardError, RewardHTTPError, Score, Score
 from omni_reward.media import ScoreRequest
 from omni_reward.rules import grade, open_rules
 from omni_reward.scorers import load_scorer
+from omni_reward.scorers.rules import _serve
 from omni_reward.wire import MAX_HEADER_BYTES, MismatchError, decode_reply, decode_request, encode_reply, encode_request
 from reward.reward_helpers import halves, http
 
@@ -114,7 +117,7 @@ def test_rules_grade_over_the_wire_as_in_the_trainer(serve: Callable[..., str]) 
     with RewardClient(serve(load_scorer(f"rules:{reward}"))) as client:
         scores = client.submit({"text": [*answers, "7"]}, ["p"] * 4, [*meta, {}]).result(60)
     assert scores[:3] == grade(open_rules(reward), answers, meta)
-    assert scores[3] == Score(None, abstained='must have the key "answer", which --reward contains asks for')
+    assert scores[3] == Score(None, abstained='must have the key "answer", which the rule contains asks for')
 
 
 def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:
@@ -123,11 +126,13 @@ def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:
         "def rule(answer, line):\n"
         "    if answer == 'die': os._exit(1)\n"
         "    if answer == 'fail': 1 / 0\n"
+        "    if answer == 'refuse': raise ValueError\n"
         "    if answer == 'hang': re.fullmatch('(a+)+b', 'a' * 64)\n"
         "    return len(answer)\n"
     )
     scorer = load_scorer(f"rules:python:{tmp_path}/own.py:rule", options={"timeout_s": "1"})
     assert scorer.version.startswith("own.py ")
+    others = set(multiprocessing.active_children())
     scorer({"text": ["ab"]}, ["p"], [{}])  # the process is there
     begin = time.perf_counter()
     two, hung, three, died, one = scorer({"text": ["ab", "hang", "abc", "die", "a"]}, ["p"] * 5, [{}] * 5)
@@ -136,13 +141,40 @@ def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:
     assert time.perf_counter() - begin < 60
     with pytest.raises(RuntimeError, match="a rule fails: ZeroDivisionError"):
         scorer({"text": ["fail"]}, ["p"], [{}])
+    assert scorer({"text": ["refuse"]}, ["p"], [{}]) == [Score(None, abstained="ValueError()")]
+    [child] = set(multiprocessing.active_children()) - others
+    scorer({"text": ["die"]}, ["p"], [{}])
+    assert not Path(f"/proc/{child.pid}").exists()  # nor is there a zombie
+
+
+def test_a_file_of_rules_that_has_changed_under_the_server_grades_nothing(tmp_path) -> None:
+    """The process reads it at the first answer, and once more after each that has cost a process."""
+    file = tmp_path / "own.py"
+    file.write_text("def rule(answer, line):\n    return 1\n")
+    scorer = load_scorer(f"rules:python:{file}:rule")
+    file.write_text("def rule(answer, line):\n    return 2\n")
+    with pytest.raises(RuntimeError, match=r"its file must be as when the server began, own\.py .*, got own\.py "):
+        scorer({"text": ["a"]}, ["p"], [{}])
+
+
+def test_rules_that_hang_end_themselves_where_nobody_else_does() -> None:
+    """As when the server has been killed: its process must not run on for ever."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=("regex", "", theirs), daemon=True)
+    process.start()
+    ours.send_bytes(json.dumps(["a" * 64, {"pattern": "(a+)+b"}, 0.1]).encode())
+    process.join(30)
+    assert process.exitcode == 1
 
 
 def test_rules_that_are_none_are_refused_when_the_server_starts() -> None:
-    with pytest.raises(ValueError, match=r"must be one of exact, .* got 'ocr'"):
+    with pytest.raises(ValueError, match=r"scorer rules: must be one of exact, .* got 'ocr'"):
         load_scorer("rules:ocr")
-    with pytest.raises(ValueError, match="timeout_s must be > 0, got 0"):
+    with pytest.raises(ValueError, match="timeout_s must be > 0 and finite, got 0"):
         load_scorer("rules:exact", options={"timeout_s": "0"})
+    with pytest.raises(ValueError, match="timeout_s must be > 0 and finite, got inf"):
+        load_scorer("rules:exact", options={"timeout_s": "inf"})
     with pytest.raises(ValueError, match="options of rules:exact must fit it"):
         load_scorer("rules:exact", options={"mode": "x"})
     with RewardClient("http://127.0.0.1:9", timeout_s=0.2) as client, pytest.raises(RewardError):

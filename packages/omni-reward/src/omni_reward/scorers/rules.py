@@ -4,7 +4,9 @@ They grade in a process of their own, each answer within a time limit: a regular
 may take for ever on what a model writes, and math-verify's own limits need the main thread of a process.
 """
 
+import faulthandler
 import json
+import math
 import signal
 from collections.abc import Mapping
 from multiprocessing import get_context
@@ -29,17 +31,20 @@ def load_rules(reward: str, timeout_s: float = 20.0) -> Scorer:
     Raises:
         ValueError: an argument breaks its rule.
     """
-    if not timeout_s > 0:
-        raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
-    version = version_of(open_rules(reward))
-    return Scorer(_Grader(reward, timeout_s), media=(TEXT,), version=version)
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
+    try:
+        version = version_of(open_rules(reward))
+    except ValueError as exc:
+        raise ValueError(f"scorer {PREFIX} {exc}") from exc
+    return Scorer(_Grader(reward, version, timeout_s), media=(TEXT,), version=version)
 
 
 class _Grader:
     """A process that grades, begun anew after an answer that took it too long or ended it."""
 
-    def __init__(self, reward: str, timeout_s: float) -> None:
-        self._reward, self._timeout_s = reward, timeout_s
+    def __init__(self, reward: str, version: str, timeout_s: float) -> None:
+        self._reward, self._version, self._timeout_s = reward, version, timeout_s
         self._process: BaseProcess | None = None
         self._pipe: Connection
 
@@ -52,11 +57,11 @@ class _Grader:
             limit_s += START_S
             context = get_context("spawn")
             self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self._reward, theirs), daemon=True)
+            self._process = context.Process(target=_serve, args=(self._reward, self._version, theirs), daemon=True)
             self._process.start()
             theirs.close()
         try:
-            self._pipe.send_bytes(json.dumps([text, line]).encode())
+            self._pipe.send_bytes(json.dumps([text, line, limit_s + 1]).encode())
             reply = json.loads(self._pipe.recv_bytes()) if self._pipe.poll(limit_s) else {}
         except (EOFError, OSError):
             reply = {}
@@ -67,27 +72,38 @@ class _Grader:
         if reply:
             return Score.of(reply["value"], parts=reply["parts"], details=reply["parts"])
         self._process.kill()
+        self._process.join()
         self._process = None
+        self._pipe.close()
         return Score(None, abstained=f"the rules ended, or took longer than {limit_s:g} s")
 
 
-def _serve(reward: str, pipe: Connection) -> None:
-    """Grade what comes through the pipe until its other end is closed."""
+def _serve(reward: str, version: str, pipe: Connection) -> None:
+    """Grade what comes through the pipe until its other end is closed.
+
+    With an answer comes the number of seconds after which the process ends itself: a server that was killed cannot do
+    it, and a regular expression lets nothing else of the process run.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the keyboard is for the server, which drains
     terms = open_rules(reward)
+    now = version_of(terms)
     while True:
         try:
-            text, line = json.loads(pipe.recv_bytes())
+            text, line, limit_s = json.loads(pipe.recv_bytes())
         except EOFError:
             return
+        faulthandler.dump_traceback_later(limit_s, exit=True)
         reply: dict[str, object]
         try:
+            if now != version:
+                raise RuntimeError(f"its file must be as when the server began, {version}, got {now}")
             for term in terms:
-                check_key(term, line)
+                check_key(term, line, flag="the rule")
             [score] = grade(terms, [text], [line])
             reply = {"value": score.value, "parts": score.parts}
         except ValueError as exc:
-            reply = {"abstained": str(exc)}
+            reply = {"abstained": str(exc) or repr(exc)}
         except Exception as exc:  # a user's function may raise anything
             reply = {"failed": f"{type(exc).__name__}: {exc}"}
+        faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(json.dumps(reply).encode())
