@@ -158,13 +158,14 @@ def collect(dist: Dist, pending: Iterable[Pending]) -> list[Score]:
     """The scores [n] of this rank's samples, in the order of its batches; waits for them.
 
     Raises:
-        RewardError: the scorer failed for some rank; raised on every rank, so that all can save what there is.
+        RewardError: the scorer failed for some rank, or what it is asked cannot be sent; raised on every rank, so that
+            all can save what there is.
     """
     scores: list[Score] = []
-    error: RewardError | None = None
+    error: RewardError | ValueError | None = None
     try:
         scores = [score for future in pending for score in future.result()]
-    except RewardError as exc:
+    except (RewardError, ValueError) as exc:
         error = exc
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
