@@ -26,7 +26,10 @@ def remembered(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Pat
 
     @wraps(read)
     def recall(path: Path) -> "tuple[Tensor, float]":
-        found[path] = found.pop(path) if path in found else read(path)  # the newest is the last
+        if path in found:
+            found[path] = found.pop(path)  # the newest is the last
+            return found[path]
+        found[path] = read(path)
         while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_KEPT:
             found.pop(next(iter(found)))
         return found[path]

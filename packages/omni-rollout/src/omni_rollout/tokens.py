@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine
 
-MAX_LOGITS = 2**26  # that stand at once when answers are scored: 0.27 GB in float32
+MAX_LOGITS = 2**26  # of a piece of answers that are scored: 0.27 GB in float32, and thrice that for their softmax
 
 
 @dataclass(frozen=True)
