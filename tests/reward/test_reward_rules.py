@@ -177,6 +177,13 @@ def test_a_pattern_with_a_plus_is_one_term():
     assert value("0.5*format=1 + 2 + contains", "1  2", answer="2") == 1.5
 
 
+def test_a_rule_that_is_none_is_refused_with_those_that_there_are():
+    with pytest.raises(ValueError, match=r"must be one of exact, .* math, json, format=PATTERN or .* got 'scorer'"):
+        open_rules("scorer")
+    with pytest.raises(ValueError, match=r"must be one of exact, .* json, scorer, format=PATTERN or .* got 'scorers'"):
+        open_rules("scorers", remote=True)
+
+
 def test_the_version_of_rules_is_that_of_their_files(tmp_path):
     file = tmp_path / "own.py"
     reward = f"exact + python:{file}:one"

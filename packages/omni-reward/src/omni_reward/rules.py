@@ -173,7 +173,8 @@ def _term(text: str, *, remote: bool) -> Term:
     if remote and spec == SCORER:
         return Term(SCORER, weight, _unknown)
     if spec not in RULES:
-        raise ValueError(f"must be one of {', '.join(RULES)}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
+        known = ", ".join([*RULES, *[SCORER] * remote])
+        raise ValueError(f"must be one of {known}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
     if spec == "math" and find_spec("math_verify") is None:
         raise ValueError("math needs math-verify, which is not installed: pip install math-verify")
     return Term(spec, weight, *RULES[spec])
