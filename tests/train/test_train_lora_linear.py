@@ -131,6 +131,15 @@ def run(net, x):
     return ops
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows_give_no_rows_and_gradients_of_zero(dtype):
+    net, x = make(dtype), torch.zeros(2, 0, 24, dtype=dtype, requires_grad=True)
+    out = net(x)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == (2, 0, 24)
+    assert not any(p.grad.any() for p in adapter_params(net, "default"))
+
+
 def test_an_adapter_in_bfloat16_costs_two_kernels_and_none_in_float32():
     from peft import LoraConfig, inject_adapter_in_model
 

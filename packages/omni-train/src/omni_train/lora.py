@@ -70,7 +70,8 @@ class _LowRank(torch.autograd.Function):
         inner = rows @ rounded[0].t()
         ctx.save_for_backward(rows, inner, layer[0], *rounded)
         ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
-        return _add_product(linear(rows, *layer), inner, rounded[1].t(), scale).view(*x.shape[:-1], -1)
+        out = _add_product(linear(rows, *layer), inner, rounded[1].t(), scale)
+        return out.view(*x.shape[:-1], out.shape[-1])  # of no rows too
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
