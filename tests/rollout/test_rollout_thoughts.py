@@ -81,6 +81,30 @@ def test_a_sample_depends_on_its_seed_alone_and_batches_join(engine):
     assert other.thoughts.answers != whole.thoughts.answers[:1]
 
 
+def test_thoughts_of_several_lengths_empty_ones_too_are_their_own_whatever_other_ranks_write(engine):
+    model = engine.model
+    engine = ThinkingEngine(model, model.load(device="cpu", dtype=torch.float32))
+    engine.net.get_output_embeddings().weight[model.end] *= 8  # the end is as likely as not
+    asked = [
+        Prompt(text, i, i, 10 + i) for i, text in enumerate(("a red sign", "x", "a blue sign", "snow", "q", "r r"))
+    ]
+    params = replace(PARAMS, thought=TokenParams(4, temperature=0.9))
+    drawn = engine.generate(asked, params)
+    thoughts = drawn.thoughts
+    assert set((thoughts.lengths - thoughts.ended.long()).tolist()) == {0, 1, 4}, "empty, short and cut"
+    with torch.no_grad():
+        scored = score_tokens(model, engine.net, thoughts).log_prob
+    assert ((scored - thoughts.rollout_log_prob) * thoughts.mask).abs().max() <= 5e-6
+    for i, (prompt, encoded) in enumerate(zip(asked, thoughts.encoded, strict=True)):
+        alone, said = engine.generate([prompt], params), thoughts.tokens[i][thoughts.mask[i]]
+        assert torch.equal(alone.thoughts.tokens[0][alone.thoughts.mask[0]], said)
+        torch.testing.assert_close(alone.x0[0], drawn.x0[i], atol=1e-4, rtol=0)
+        read = drawn.cond["ids"][i][drawn.cond["ids_mask"][i]].tolist()
+        assert read == [*encoded["input_ids"].tolist(), *said[: len(said) - int(thoughts.ended[i])].tolist(), model.end]
+    engine.together = lambda ended: False
+    assert torch.equal(engine.generate(asked[1:2], params).thoughts.tokens, thoughts.select([1]).trim().tokens)
+
+
 def test_guidance_leads_away_from_prompt_and_thought_together(engine):
     drawn = engine.generate(prompts(), replace(PARAMS, guidance_scale=2.0))
     lengths = drawn.cond["negative_ids_mask"].sum(dim=1)
@@ -94,6 +118,10 @@ def test_adapters_are_on_both_halves(engine):
 def test_what_does_not_think_is_named(engine):
     with pytest.raises(ValueError, match="params must be ThinkingParams, got Params"):
         engine.generate(prompts(), Params(3, 32, 48))
+    with pytest.raises(ValueError, match="prompts must hold at least one prompt, got none"):
+        engine.generate([], PARAMS)
+    with pytest.raises(ValueError, match="prompts must have no initial_seed where a thought comes before the picture"):
+        engine.generate([replace(prompts()[0], initial_seed=1)], PARAMS)
     with pytest.raises(
         ValueError, match=r"model must be the folder of a BagelForConditionalGeneration, .* 'QwenImagePipeline'"
     ):

@@ -74,7 +74,7 @@ class Sampler:
             ValueError: no prompts, prompts or images of several sizes, another number of images than the model takes,
                 sound, or a size or option that the model lacks.
         """
-        _check_prompts(prompts, self.model, params)
+        check_prompts(prompts, self.model, params)
         self.model.check(params)
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
         if params.compress_ratio is not None:
@@ -194,7 +194,8 @@ def check_images(model: Model, sizes: Sequence[tuple[int, int]]) -> None:
         model.check_image(height, width)
 
 
-def _check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> None:
+def check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> None:
+    """Raises ValueError unless the prompts can be one batch of the model."""
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     if len(references := {prompt.shapes[1] for prompt in prompts}) > 1:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.engines.transformers import Draw
-from omni_rollout.sampler import TEXT_CACHE, TextCache
+from omni_rollout.sampler import TEXT_CACHE, TextCache, check_prompts
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Params, Parts, Prompt
@@ -44,10 +44,13 @@ class ThinkingEngine(DiffusersEngine):
         """One thought and one sample per prompt, in order, all in one batch; the prompts' meta say the `thought`.
 
         Raises:
-            ValueError: as DiffusersEngine's.
+            ValueError: as DiffusersEngine's, or samples are to start from one noise.
         """
         if not isinstance(params, ThinkingParams):
             raise ValueError(f"params must be ThinkingParams, got {type(params).__name__}")
+        check_prompts(prompts, self.model, params)
+        if any(prompt.initial_seed is not None for prompt in prompts):  # thoughts differ, so no first steps are shared
+            raise ValueError("prompts must have no initial_seed where a thought comes before the picture")
         cond = self.sampler.condition(prompts, params)
         thoughts = self.think(prompts, cond, params.thought)
         told = [
@@ -86,4 +89,4 @@ class ThinkingEngine(DiffusersEngine):
             prompts=tuple(prompts), media={}, rates={}, weight_version=self.weight_version, encoded=encoded,
             tokens=tokens, mask=mask, rollout_log_prob=log_prob.cpu(), ended=has_ended.cpu(), answers=answers,
             params=params,
-        )  # fmt: skip
+        ).trim()  # fmt: skip
