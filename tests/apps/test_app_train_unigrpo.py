@@ -7,6 +7,7 @@ from pathlib import Path
 
 import build_tiny_models
 import numpy as np
+import omni_rl.tokens
 import pretrain_tiny_colors
 import pytest
 import tiny_colors
@@ -16,10 +17,12 @@ from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
 from omni_reward.testing import serving_here
 from omni_rl.scoring import LocalScorer
-from omni_rl.thinking import ThoughtScorer
+from omni_rl.thinking import ThinkingRun, ThoughtScorer
 from omni_rollout.models import open_model
+from omni_rollout.models.bagel_think import ThinkingBagel
+from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file
-from trainer_runs import recipe, train, train_on_ranks, undocumented
+from trainer_runs import place, recipe, train, train_on_ranks, undocumented
 
 import train_unigrpo as app
 
@@ -65,6 +68,28 @@ def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
     assert {"language_model.lm_head.weight", "llm2vae.weight"} <= moved
     rows = json.loads(Path("runs/run/eval/000002/rows.json").read_text())
     assert all(row["file"] and row["prompt"] and isinstance(row["answer"], str) for row in rows)
+
+
+def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_first_request_on(tiny, monkeypatch):
+    decoded, decode = [], ThinkingBagel.decode
+    monkeypatch.setattr(
+        ThinkingBagel,
+        "decode",
+        lambda self, parts, x0, *given: decoded.append(len(x0)) or decode(self, parts, x0, *given),
+    )
+    with serving_here(lambda media, texts, meta: [float(len(each["thought"])) for each in meta], name="long") as url:
+        lines = train(app, tiny(dtype="bfloat16", lora_rank=2, decode_batch_size=1, scorer_url=url, kl_coef=0.1))
+    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
+    assert all(line["policy/grad_norm"] > 0 < line["reward/image"] for line in lines[1:])
+    assert set(decoded) == {1}
+
+
+def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(tiny, monkeypatch):
+    monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
+    given = TokenParams(4)
+    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", place(), thought=given, eval_thought=given)
+    with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
+        run._read_inputs()
 
 
 @pytest.mark.parametrize("lora_rank", [0, 2])

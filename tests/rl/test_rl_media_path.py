@@ -1,6 +1,7 @@
 """The way of video and sound from an engine to a scorer, where every copy made of them on the host is counted."""
 
 from concurrent.futures import Future
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -69,8 +70,10 @@ def test_a_scorer_is_sent_the_kinds_that_it_takes():
 
 def test_the_report_gets_views_of_the_media():
     samples = drawn()
+    users = tuple(replace(prompt, meta={"thought": "the user's own"}) for prompt in samples.prompts)
+    samples = replace(samples, prompts=users)
     media, rows = _shown([samples], [Score(0.5), Score(0.25)])
-    assert [row.rates for row in rows] == [RATES, RATES]
+    assert [(row.rates, row.answer) for row in rows] == [(RATES, None)] * 2
     for i, own in enumerate(media):
         assert own.keys() == {"video", "audio"}
         for kind, tensor in own.items():

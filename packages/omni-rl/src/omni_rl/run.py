@@ -782,8 +782,10 @@ class Run(AnyRun[MediaT]):
         args, model = self.args, self.model
         if args.decode_batch_size:
             model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
-        texts = TextCache(args.text_cache_mb, args.text_cache)
-        return ENGINES[args.engine].open(model, net, self.dist, self.dtype, texts)
+        return self._make_engine(net, TextCache(args.text_cache_mb, args.text_cache))
+
+    def _make_engine(self, net: nn.Module | None, texts: TextCache) -> tuple[Engine, nn.Module]:
+        return ENGINES[self.args.engine].open(self.model, net, self.dist, self.dtype, texts)
 
     def _open_log(self) -> None:
         super()._open_log()

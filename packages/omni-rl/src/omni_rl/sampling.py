@@ -11,6 +11,7 @@ from itertools import count
 import torch
 from omni_reward import Score
 from omni_rollout import Params, Prompt, Samples, Trajectory
+from omni_rollout.thoughts import ThoughtTrajectory
 from omni_train.data import PromptRecord, sample_seed
 from omni_train.dist import Dist
 from omni_train.shard import gathered
@@ -113,14 +114,13 @@ def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
     watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
     scores = collect(run.dist, pending)
     groups = torch.arange(len(filled))
-    rewards = {"eval/reward": gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]}
+    whole = gather_rewards(run.dist, batches, scores, groups)
+    rewards = {"eval/reward": whole[: len(prompts)]}
     if run.watch:
         seen = collect(run.dist, watched)
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
     if run.eval_parts:
-        parts = gather_parts(
-            run.dist, batches, scores, run.eval_parts, gather_rewards(run.dist, batches, scores, groups)
-        )
+        parts = gather_parts(run.dist, batches, scores, run.eval_parts, whole)
         rewards |= {f"eval/{name}": parts[: len(prompts), i] for i, name in enumerate(run.eval_parts)}
     if run.report:
         run.report.show_eval(step, *_shown(batches, scores))
@@ -144,16 +144,20 @@ def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
     return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
 
 
-def _thought(prompt: Prompt) -> str | None:
-    """What was thought before a sample was drawn, if the model thinks."""
-    return str(prompt.meta["thought"]) if "thought" in prompt.meta else None
+def _thoughts(batch: Samples) -> Sequence[str | None]:
+    """What was thought before each sample was drawn, if the model thinks."""
+    return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
 def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[dict[str, torch.Tensor]], list[Sample]]:
     """The media of each of this rank's samples, by kind, and what the report says of them."""
-    drawn = [(prompt, batch.rates) for batch in batches for prompt in batch.prompts]
+    drawn = [
+        (prompt, batch.rates, said)
+        for batch in batches
+        for prompt, said in zip(batch.prompts, _thoughts(batch), strict=True)
+    ]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=_thought(p))
-        for (p, rates), s in zip(drawn, scores, strict=True)
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=said)
+        for (p, rates, said), s in zip(drawn, scores, strict=True)
     ]
     return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

@@ -126,6 +126,9 @@ class ThinkingRun(Run[MediaT]):
     def _read_inputs(self) -> None:
         super()._read_inputs()
         self.config["rules"] = version_of(self.rules)
+        self.canary = replace(self.canary, meta={**self.canary.meta, "thought": ""})  # as every sample's meta
+        if self.mode == "fsdp2" and self.args.unshard == "none":
+            check_gathered(self.model.empty_net(), self.dtype, self.args.engine)
 
     def _check_record(self, record: PromptRecord) -> None:
         super()._check_record(record)
@@ -141,10 +144,9 @@ class ThinkingRun(Run[MediaT]):
         super()._open_scorers(scorer, parts)
         self.scorer = ThoughtScorer(self.scorer, self.rules) if self.rules else self.scorer
 
-    def _open_engine(self, net: nn.Module | None) -> tuple[ThinkingEngine, nn.Module]:
-        args, dist = self.args, self.dist
+    def _make_engine(self, net: nn.Module | None, texts: TextCache) -> tuple[ThinkingEngine, nn.Module]:
+        dist = self.dist
         parts = self.model.load(device=dist.device, dtype=self.dtype, net=net)
-        texts = TextCache(args.text_cache_mb, args.text_cache)
         together = (lambda ended: all(gather_json(dist, ended))) if self.mode == "fsdp2" else bool
         return ThinkingEngine(self.model, parts, texts=texts, together=together), parts.net
 
@@ -155,6 +157,6 @@ class ThinkingRun(Run[MediaT]):
         return phases
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        """Count the samples that pass the net to be drawn; what is written counts its tokens elsewhere."""
+        """Count the samples that pass the net to be drawn, and not what is written, whose lengths differ."""
         if torch.is_floating_point(next(iter((*args, *kwargs.values())))):
             super()._count(module, args, kwargs)
