@@ -54,7 +54,7 @@ class Args(ScoredArgs):
     thought_clip_high: float = 0.2  # Width of the clip range of a token's ratio above 1
     thought_weight: float = 1.0  # Weight of the thought's loss beside the picture's
     adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
-    kl_coef: float = 0.0  # Weight of the tokens' KL to the policy before training
+    kl_coef: float = 0.0  # Weight, in the thought's loss, of the KL to the policy before training
     velocity_coef: float = 0.0  # Weight of the squared distance to the velocity before training
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
 
