@@ -14,6 +14,8 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_sequence import join
 from omni_rollout.models.bagel_vision import BagelVision, fit
+from omni_train.load import load_sharded
+from omni_train.lora import add_lora
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -317,3 +319,13 @@ def test_a_tokenizer_without_the_marks_is_refused(folder):
     (folder / "tokenizer_config.json").write_text(config, "utf-8")
     with pytest.raises(ValueError, match=r"lacks \['<\|vision_end\|>'\]"):
         open_model(folder).load(device="cpu", dtype=torch.float32)
+
+
+def test_frequencies_of_positions_stay_float32_under_adapters_in_bfloat16(model):
+    """As where no adapter is there while the weights are read, on one rank: sharded ranks sample the same."""
+    net = model.empty_net(buffers=True)
+    add_lora(net, model.LORA_TARGETS, rank=2, alpha=2, seed=0)
+    loaded = load_sharded(net, model.weight_files(), None, param_dtype=torch.bfloat16)
+    plain = dict(model.load_net(device="cpu", dtype=torch.bfloat16).named_buffers())
+    assert {name: buffer.dtype for name, buffer in loaded.named_buffers()} == dict.fromkeys(plain, torch.float32)
+    assert all(torch.equal(buffer, plain[name]) for name, buffer in loaded.named_buffers())

@@ -202,6 +202,7 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("BagelBlock",)
+    _keep_in_fp32_modules = ("rotary_emb",)  # 8 bits of a frequency would be another angle at each position
     WRITES = False
     # What sees references, which is a part of its own, and what writes text.
     _keys_to_ignore_on_load_unexpected = (r"^vit_", r"^connector\.", r"^language_model\.lm_head\.")
