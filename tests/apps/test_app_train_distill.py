@@ -1,5 +1,6 @@
 """The trainer of distillation: what teachers want, ranks, resuming, learning, its command line."""
 
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -170,6 +171,16 @@ def test_one_and_two_ranks_teach_the_same_and_a_run_goes_on_where_it_stopped(her
     for ours, theirs in zip(whole[1:], two[1:], strict=True):
         assert theirs["policy/loss"] == pytest.approx(ours["policy/loss"], rel=1e-3)
         assert theirs["policy/grad_norm"] == pytest.approx(ours["policy/grad_norm"], rel=1e-2)
+
+
+def test_a_plan_counts_the_weights_of_teachers(here, capsys):
+    frozen = []
+    teacher = write_teacher(here / "one", 0)
+    for teachers in ("", f"one={teacher},two={teacher}"):
+        with pytest.raises(SystemExit):
+            app.main(replace(TINY, teachers=teachers, dry_run=True))
+        frozen.append(float(re.search(r"per rank: (\d+) MB frozen", capsys.readouterr().out)[1]))
+    assert frozen[1] == pytest.approx(2 * frozen[0], abs=1)  # without teachers it is the model before training
 
 
 def test_another_teacher_under_the_same_name_is_no_continuation(here):

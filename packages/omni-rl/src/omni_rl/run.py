@@ -315,7 +315,7 @@ class AnyRun(Generic[ArgsT]):
         net = self._add_adapters(self.model.empty_net())
         num_weights = sum(p.numel() for p in net.parameters())
         num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        num_frozen = num_weights - num_trained + num_weights * self._keeps("reference")
+        num_frozen = num_weights - num_trained + num_weights * self._num_frozen_nets()
         copies = 4 + bool(args.ema_decay) + ("old" in self._wants)  # float32: weight, gradient, two moments, averages
         share = args.shard_size or num_ranks if self.mode == "fsdp2" else 1
         frozen_mb, trained_mb = (
@@ -425,6 +425,10 @@ class AnyRun(Generic[ArgsT]):
     def _keeps(self, policy: str) -> bool:
         """Whether weights of their own hold that policy; with LoRA it is an adapter, or the net without its adapter."""
         return policy in self._wants and not self.args.lora_rank
+
+    def _num_frozen_nets(self) -> int:
+        """The nets beside the trained one."""
+        return int(self._keeps("reference"))
 
     def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
         """The net with what is trained: a fresh adapter, and frozen ones that equal it, or all weights."""
@@ -677,6 +681,9 @@ class Run(AnyRun[MediaT]):
     def _open_checkpoint(self) -> Model:
         """The model of --model."""
         return open_model(self.args.model)
+
+    def _num_frozen_nets(self) -> int:
+        return super()._num_frozen_nets() + (0 if self.args.lora_rank else len(self.teachers))
 
     def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
         still = self.model.BRANCHES["audio"] if self.args.freeze_audio else ()
