@@ -62,4 +62,4 @@ def test_recorded_runs_learn():
         assert all(line["policy/grad_norm"] > 1e-4 for line in steps), name
         assert run["metrics"][0]["eval/reward"] != run["metrics"][-1]["eval/reward"], name
     kinds = {re.split("-", name)[0] for name, case in record.CASES.items() if case.quick}
-    assert kinds == {"grpo", "nft", "awm", "dpo", "srpo"}
+    assert kinds == {"grpo", "nft", "awm", "dpo", "srpo", "distill"}

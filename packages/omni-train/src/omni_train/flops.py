@@ -54,7 +54,7 @@ class FlopTable:
     @torch.enable_grad()
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = next(iter((*args, *kwargs.values())))
-        if first[0].shape in self.known or not first.is_floating_point():  # text that is written has many shapes
+        if first[0].shape in self.known or not first[0].is_floating_point():  # text that is written has many shapes
             return
         self._hook.remove()
         given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
