@@ -16,12 +16,17 @@ from torch import nn
 from emulated.npu import load, watch
 library = load()
 """
+END = """
+import os
+sys.stdout.flush()
+os._exit(0)  # the threads of a backward pass may break what comes after it
+"""
 
 
 def on_npu(program, code=0):
     """What a program prints on a machine with the accelerator."""
     npu.build()
-    done = subprocess.run([sys.executable, "-c", PREAMBLE + program], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PREAMBLE + program + END], capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return done.stdout
 
