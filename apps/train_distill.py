@@ -138,8 +138,8 @@ def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tens
 
 def kl_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
     """The KL of the stochastic step to the teacher's."""
-    now, then = (at.params.rule(v, at.x, at.sigma, at.sigma_next, noise_level=at.params.noise_level, x_next=at.x_next)
-                 for v in (velocity, wanted))  # fmt: skip
+    levels = {"sigma": at.sigma, "sigma_next": at.sigma_next, "noise_level": at.params.noise_level}
+    now, then = (at.params.rule(v, at.x, **levels, x_next=at.x_next) for v in (velocity, wanted))
     return distill_kl_loss(now.mean, then.mean, now.std, weights=weights)
 
 

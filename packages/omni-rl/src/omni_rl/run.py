@@ -8,6 +8,7 @@ A mistake in the settings ends the program with one line and exit code 2, before
 import math
 import os
 import sys
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -86,7 +87,7 @@ current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=Non
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
-class AnyRun(Generic[ArgsT]):
+class AnyRun(ABC, Generic[ArgsT]):
     """One rank of a run, whatever it draws: `Run` draws media, `omni_rl.tokens.TokenRun` draws text.
 
     params: what is trained. ema: their moving average, for evaluations. snapshot: the old policy of a run without LoRA,
@@ -205,13 +206,13 @@ class AnyRun(Generic[ArgsT]):
         now = memory(self.dist.device)
         return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
 
+    @abstractmethod
     def evaluate(self, step: int) -> dict[str, float]:
         """Metrics of the held-out prompts after `step` training steps, `eval/reward` among them if there is one."""
-        raise NotImplementedError
 
+    @abstractmethod
     def export(self, card: Mapping[str, object] | None) -> None:
         """Write what was trained to runs/NAME/weights, with the facts of a model card. Every rank calls it."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Free what samples and scores."""
@@ -491,32 +492,32 @@ class AnyRun(Generic[ArgsT]):
 
     # What depends on what is drawn
 
+    @abstractmethod
     def _open_model(self) -> None:
         """Open the model, and check it and the settings of what it draws."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_record(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt that the model does not take."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _describe(self) -> str:
         """The model in a few words."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _open_engine(self, net: nn.Module | None) -> tuple[WeightedEngine, nn.Module]:
         """The engine, and the net that is trained; None loads the checkpoint's own."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _fill(self, *, trained: bool) -> nn.Module:
         """The net with the weights that training starts from, each rank's rows alone where it is sharded.
 
         trained: with what is trained, adapters or all weights in float32; else frozen, in the type of --dtype.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def _recompute(self, run_block: Recompute) -> None:
         """Have the net compute its blocks through `run_block`."""
-        raise NotImplementedError
 
     def _group_params(self) -> None:
         """Give parameters learning rates of their own."""
