@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.engines.transformers import Draw
+from omni_rollout.engines.transformers import Draw, end_of
 from omni_rollout.sampler import TEXT_CACHE, TextCache, check_prompts
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenTrajectory
@@ -79,14 +79,13 @@ class ThinkingEngine(DiffusersEngine):
             logits = writing.next_logits(self.net, chosen[-1] if chosen else None)
             chosen.append(draw(ends, logits).argmax(dim=-1))
             has_ended |= torch.isin(chosen[-1], ends)
-        tokens = torch.stack(chosen, dim=1)
-        is_end = torch.isin(tokens, ends)
-        mask = is_end.cumsum(dim=1) - is_end.long() == 0
-        log_prob = torch.where(mask, torch.stack(draw.log_probs, dim=1), 0.0)
-        tokens, mask = tokens.cpu(), mask.cpu()
-        answers = tuple(self.model.decode_text(row[kept]) for row, kept in zip(tokens, mask, strict=True))
+        found = end_of(torch.stack(chosen, dim=1), draw.log_probs, self.model.ends, self.model.decode_text)
         return TokenTrajectory(
-            prompts=tuple(prompts), media={}, rates={}, weight_version=self.weight_version, encoded=encoded,
-            tokens=tokens, mask=mask, rollout_log_prob=log_prob.cpu(), ended=has_ended.cpu(), answers=answers,
+            prompts=tuple(prompts),
+            media={},
+            rates={},
+            weight_version=self.weight_version,
+            encoded=encoded,
             params=params,
-        ).trim()  # fmt: skip
+            **found,
+        ).trim()

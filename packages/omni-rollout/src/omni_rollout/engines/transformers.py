@@ -4,7 +4,8 @@ It samples with a cache of keys and values, and so with other shapes than the up
 in float32. Trainers take the old policy's from `score_tokens`, and this engine's own for the gap alone.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
@@ -59,16 +60,16 @@ class TransformersEngine:
         finally:
             last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
-        is_end = torch.isin(tokens, torch.tensor(self.model.ends, device=device))
-        mask = is_end.cumsum(dim=1) - is_end.long() == 0
-        log_prob = torch.where(mask, torch.stack(draw.log_probs, dim=1), 0.0)
-        tokens, mask = tokens.cpu(), mask.cpu()
-        answers = tuple(self.model.decode(row[kept]) for row, kept in zip(tokens, mask, strict=True))
+        found = end_of(tokens, draw.log_probs, self.model.ends, self.model.decode)
         return TokenTrajectory(
-            prompts=tuple(prompts), media={}, rates={}, weight_version=self.weight_version, encoded=encoded,
-            tokens=tokens, mask=mask, rollout_log_prob=log_prob.cpu(), ended=is_end.any(dim=1).cpu(), answers=answers,
+            prompts=tuple(prompts),
+            media={},
+            rates={},
+            weight_version=self.weight_version,
+            encoded=encoded,
             params=params,
-        )  # fmt: skip
+            **found,
+        )
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """0: the trainer's parameters are this engine's own."""
@@ -92,6 +93,18 @@ def _said(prompt: Prompt) -> tuple[object, ...]:
     """All that a model's `encode` reads of a prompt: chats may end alike, and begin otherwise."""
     chat = repr([prompt.meta.get(key) for key in ("system", "messages")])
     return prompt.text, chat, *map(id, (*prompt.images, prompt.audio, prompt.video))
+
+
+def end_of(
+    tokens: Tensor, log_probs: Sequence[Tensor], ends: Sequence[int], decode: Callable[[Tensor], str]
+) -> dict[str, Any]:
+    """What `TokenTrajectory` says of tokens [B, T] with log-probs T times [B], on the host: nothing after their end."""
+    is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
+    mask = is_end.cumsum(dim=1) - is_end.long() == 0
+    log_prob = torch.where(mask, torch.stack(list(log_probs), dim=1), 0.0).cpu()
+    tokens, mask, ended = tokens.cpu(), mask.cpu(), is_end.any(dim=1).cpu()
+    answers = tuple(decode(row[kept]) for row, kept in zip(tokens, mask, strict=True))
+    return {"tokens": tokens, "mask": mask, "rollout_log_prob": log_prob, "ended": ended, "answers": answers}
 
 
 class Draw:
