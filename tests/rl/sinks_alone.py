@@ -48,12 +48,13 @@ def records(data: bytes) -> Iterator[bytes]:
 
 
 def read_wandb(folder: Path) -> list[tuple[int, dict[str, Any]]]:
-    """(step, metrics) of the one offline run in the folder."""
+    """(step, metrics) of the one run in the folder, of which each start has written a file."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    paths = sorted(folder.glob("wandb/offline-run-*/run-*.wandb"))
+    assert {path.stem for path in paths} == {f"run-{(folder / 'wandb-run.txt').read_text()}"}
     found = []
-    for data in records(path.read_bytes()):
+    for data in (data for path in paths for data in records(path.read_bytes())):
         record = Record()
         record.ParseFromString(data)
         if record.HasField("history"):
@@ -73,11 +74,13 @@ def read_trackio(folder: Path) -> list[tuple[int, dict[str, Any]]]:
 def main() -> None:
     folder = Path(sys.argv[1])
     run = folder / "run"
-    sinks = [sink for kind in ("tensorboard", "wandb", "trackio") for sink in tracker(kind, run, "project")]
-    with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False) as log:
-        write_eval(run, 0, np.zeros((2, 32, 96, 3), np.uint8), [Sample("a cat", 0.5)] * 2)
-        for step, metrics in LINES:
-            log.log(step, metrics)
+    write_eval(run, 0, np.zeros((2, 32, 96, 3), np.uint8), [Sample("a cat", 0.5)] * 2)
+    (run / "config.toml").write_text("lr = 0.5\n")
+    for start in (LINES[:2], LINES[2:]):
+        sinks = tracker("tensorboard,wandb,trackio", run, "project")
+        with RunLog(run, is_main=True, total_steps=5, sinks=sinks, tty=False, resume_step=start[0][0] - 1) as log:
+            for step, metrics in start:
+                log.log(step, metrics)
     stored = {
         "tensorboard": read_tensorboard(run / "tensorboard"),
         "wandb": read_wandb(run),

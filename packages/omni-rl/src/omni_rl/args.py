@@ -18,6 +18,7 @@ from omni_train.data import PromptRecord, PromptSampler, RecordCheck, load_promp
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
 from omni_rl.engines import ENGINES
 from omni_rl.pictures import AllOrNone, reference_sizes
+from omni_rl.sinks import check_tracker
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
@@ -41,8 +42,8 @@ class RunArgs:
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep
     async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
     eval_every: int = 50  # Training steps between two evaluations
-    track: Literal["none", "tensorboard", "wandb", "trackio"] = "none"  # Tracker that gets the metrics and images too
-    project: str = "omni-rl"  # Project name in the tracker
+    track: str = "none"  # Trackers that get metrics and images too: tensorboard, wandb, trackio, with commas between
+    project: str = "omni-rl"  # Project name in the trackers
     profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
     hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
     dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
@@ -191,6 +192,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     check_finite(args)
     check_least(args, LEAST)
     check_most(args, MOST)
+    with flag("--track: "):
+        check_tracker(args.track, args.project)
     name, mode = PurePath(args.name), sharding(args, world_size)
     required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
     missing = next((key for key, value in required.items() if not value), "")

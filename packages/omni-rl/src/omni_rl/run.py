@@ -74,7 +74,6 @@ from omni_rl.pictures import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.scoring import AnyScorer, Scorer, connect
-from omni_rl.sinks import check_tracker
 
 if TYPE_CHECKING:
     from omni_rl.plan import Plan
@@ -250,8 +249,6 @@ class AnyRun(ABC, Generic[ArgsT]):
             ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
         """
         args = self.args
-        with flag("--track: "):
-            check_tracker(args.track, args.project)
         self._open_model()
         model = self.model
         with flag("--"):  # the message itself begins with the setting

@@ -1,23 +1,24 @@
 """Trackers, places for metrics besides `metrics.jsonl` and the report: TensorBoard, Weights & Biases, Trackio.
 
-    RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb", folder, "my-project"))
+    RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb,tensorboard", folder, "my-project"))
 
 A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of an evaluation's
-pictures, which `omni_rl.report.write_eval` leaves in the run folder, and the settings of its config.toml. A library is
-imported when its sink is made; each is an extra of this package. Nothing leaves the machine unless a setting of the
-library, such as WANDB_MODE=online, says so.
+pictures, which `omni_rl.report.write_eval` leaves in the run folder, and the settings of its config.toml. A folder that
+has been tracked before continues its run in the tracker. A library is imported when its sink is made; each is an extra
+of this package. Nothing leaves the machine unless the user has logged in to W&B, or a setting of a library says so.
 """
 
+import netrc
 import os
+import secrets
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+from urllib.parse import urlsplit
 
-from omni_rl.report.data import read_config
-
-Tracker = Literal["none", "tensorboard", "wandb", "trackio"]
 PICTURES = "eval/pictures"  # the name under which trackers show an evaluation's sheet
 
 
@@ -33,35 +34,38 @@ class Sink:
         self.write(step, metrics)
 
 
-def tracker(kind: Tracker, folder: str | Path, project: str) -> list[Sink]:
-    """Open the tracker that a setting names: one sink, or none.
+def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
+    """Open the trackers that a setting names, with commas between; none for "none".
 
     Args:
-        kind: the library.
-        folder: the run folder, whose name is the run's in the tracker.
+        kind: the libraries.
+        folder: the run folder, whose name is the run's in the trackers.
         project: what gathers runs in W&B and Trackio.
 
     Raises:
         ValueError: as `check_tracker`.
     """
     check_tracker(kind, project)
-    if kind == "none":
-        return []
-    if kind == "tensorboard":
-        return [tensorboard(folder)]
-    return [wandb(project, folder) if kind == "wandb" else trackio(project, folder)]
+    opens = {"tensorboard": lambda _, at: tensorboard(at), "wandb": wandb, "trackio": trackio}
+    return [opens[name](project, Path(folder)) for name in kind.split(",") if name in opens]
 
 
-def check_tracker(kind: Tracker, project: str) -> None:
-    """Return when the tracker can be opened. Imports nothing.
+def check_tracker(kind: str, project: str) -> None:
+    """Return when the trackers can be opened. Imports nothing.
 
     Raises:
-        ValueError: its package is not installed, or the project's name is empty or no printable text.
+        ValueError: there is no such tracker, its package is not installed, or the project's name is empty or no
+            printable text.
     """
-    if kind != "none" and find_spec(kind) is None:
-        raise ValueError(f"track must be an installed package, got {kind!r}: pip install 'omni-rl[{kind}]'")
-    if kind in ("wandb", "trackio") and not (project and project.isprintable()):
-        raise ValueError(f"project must be a printable name with {kind}, got {project!r}")
+    names = kind.split(",")
+    for name in names if kind != "none" else ():
+        if name not in ("tensorboard", "wandb", "trackio") or names.count(name) > 1:
+            rule = "track must be none, or of tensorboard, wandb and trackio, each once, with commas between"
+            raise ValueError(f"{rule}, got {kind!r}")
+        if find_spec(name) is None:
+            raise ValueError(f"track must be an installed package, got {name!r}: pip install 'omni-rl[{name}]'")
+        if name != "tensorboard" and not (project and project.isprintable()):
+            raise ValueError(f"project must be a printable name with {name}, got {project!r}")
 
 
 def tensorboard(folder: str | Path) -> Sink:
@@ -71,6 +75,7 @@ def tensorboard(folder: str | Path) -> Sink:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(Path(folder) / "tensorboard"))
+    writer.add_text("config", "\n".join(f"    {name} = {value!r}" for name, value in _config(folder).items()))
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -83,12 +88,23 @@ def tensorboard(folder: str | Path) -> Sink:
 
 
 def wandb(project: str, folder: str | Path) -> Sink:
-    """Log to a Weights & Biases run, offline in `folder`/wandb for `wandb sync` unless WANDB_MODE says online."""
+    """Log to a Weights & Biases run, online where there is a login, else in `folder`/wandb for `wandb sync`.
+
+    WANDB_MODE goes before.
+    """
     import wandb as library
 
-    folder, mode = Path(folder), os.environ.get("WANDB_MODE", "offline")
+    folder, mode = Path(folder), os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
     folder.mkdir(parents=True, exist_ok=True)
-    run = library.init(project=project, name=folder.name, dir=folder, config=read_config(folder), mode=mode)
+    run = library.init(
+        project=project,
+        name=folder.name,
+        id=_tracked(folder, "wandb")[0],
+        resume=None if mode == "offline" else "allow",
+        dir=folder,
+        config=_config(folder),
+        mode=mode,
+    )
     return _run_sink(run, library.Image, folder)
 
 
@@ -98,8 +114,34 @@ def trackio(project: str, folder: str | Path) -> Sink:
 
     folder = Path(folder)
     off = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
-    run = library.init(project=project, name=folder.name, config=read_config(folder), **off)
+    resume = "allow" if _tracked(folder, "trackio")[1] else "never"
+    run = library.init(project=project, name=folder.name, config=_config(folder), resume=resume, **off)
     return _run_sink(run, library.Image, folder)
+
+
+def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
+    """The id of the folder's run in a tracker, and whether an earlier start has drawn it."""
+    path = folder / f"{kind}-run.txt"
+    if path.is_file():
+        return path.read_text("utf-8").strip(), True
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(secrets.token_hex(8), "utf-8")
+    return path.read_text("utf-8"), False
+
+
+def _has_login() -> bool:
+    """Whether the user has logged in to W&B, by its variable or as `wandb login` notes it."""
+    host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
+    with suppress(OSError, netrc.NetrcParseError):
+        return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc(os.environ.get("NETRC")).authenticators(host))
+    return False
+
+
+def _config(folder: str | Path) -> dict[str, Any]:
+    """The settings of the run."""
+    from omni_rl.report.data import read_config  # not at the top: settings are checked before torch is imported
+
+    return read_config(Path(folder))
 
 
 def _run_sink(run: Any, image: Callable[[str], object], folder: Path) -> Sink:

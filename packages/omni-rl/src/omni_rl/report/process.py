@@ -1,6 +1,6 @@
 """The process beside a run that draws its pictures and its report and feeds its tracker, so that no step waits for it.
 
-    python -m omni_rl.report.process FOLDER TRACKER PROJECT      what ReportProcess starts
+    python -m omni_rl.report.process FOLDER TRACKERS PROJECT     what ReportProcess starts
 
 Each message on its standard input is a length, so many bytes of JSON, and the arrays that it names.
 When that input breaks off before the message "end", the run has died, and the process ends at once: whatever it writes,
@@ -36,7 +36,7 @@ from omni_rl.report.folder import (
 )
 from omni_rl.report.media import Media, few_frames
 from omni_rl.report.page import write_report
-from omni_rl.sinks import Sink, Tracker, tracker
+from omni_rl.sinks import Sink, tracker
 
 if TYPE_CHECKING:
     from omni_rl.report.folder import AllMedia
@@ -54,16 +54,16 @@ class ReportProcess:
     and the run goes on without. To be closed, as the log does.
     """
 
-    def __init__(self, folder: str | Path, track: Tracker = "none", project: str = "omni-rl") -> None:
+    def __init__(self, folder: str | Path, track: str = "none", project: str = "omni-rl") -> None:
         """Start the process.
 
         Args:
             folder: of the run.
-            track: the tracker that gets the metrics, and the pictures of evaluations.
+            track: the trackers that get the metrics, and the pictures of evaluations, with commas between.
             project: what gathers runs in some trackers.
 
         Raises:
-            ValueError: the tracker could not be opened.
+            ValueError: a tracker could not be opened.
         """
         self._folder = folder
         self._waiting: deque[Message] = deque()
@@ -261,7 +261,7 @@ def _end_with(stream: IO[bytes]) -> None:
     os._exit(0)
 
 
-def main(folder: str, track: Tracker, project: str) -> None:
+def main(folder: str, track: str, project: str) -> None:
     """Open the tracker, and do what the messages say until the last one."""
     os.nice(5)  # training comes first
     stream = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # to the end of the process
@@ -290,4 +290,4 @@ def main(folder: str, track: Tracker, project: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])  # type: ignore[arg-type]  # the tracker's kind was checked before
+    main(*sys.argv[1:])
