@@ -32,8 +32,8 @@ def _docstring_lines(source: str) -> set[int]:
 
 
 def sources(folder: Path) -> list[Path]:
-    """The Python files of a folder, or the one file."""
-    return [folder] if folder.is_file() else sorted(folder.rglob("*.py"))
+    """The Python files of a folder, links left out, or the one file."""
+    return [folder] if folder.is_file() else sorted(path for path in folder.rglob("*.py") if not path.is_symlink())
 
 
 def count(paths: Iterable[Path]) -> int:

@@ -42,9 +42,13 @@ def git(*words: str) -> str:
 
 
 def stated_versions(root: Path) -> dict[str, str]:
-    """The version that each file states: those of the workspace, of all packages, and of the citation."""
+    """The version that each file states: those of the workspace, of all packages and their modules, of the citation."""
     names = ["pyproject.toml", *(f"packages/{name}/pyproject.toml" for name in wheels.PACKAGES)]
     stated = {name: tomllib.loads((root / name).read_text("utf-8"))["project"]["version"] for name in names}
+    for name in wheels.PACKAGES:
+        module = f"packages/{name}/src/{name.replace('-', '_')}/__init__.py"
+        found = re.search(r'^__version__ = "(\S+)"$', (root / module).read_text("utf-8"), re.MULTILINE)
+        stated[module] = found.group(1) if found else "none"
     citation = re.search(r"^version: (\S+)$", (root / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
     return stated | {"CITATION.cff": citation.group(1) if citation else "none"}
 

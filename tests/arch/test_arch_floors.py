@@ -233,7 +233,7 @@ def tracked_faults(place: str, source: str) -> list[str]:
 
 
 def package_sources() -> Iterator[tuple[str, str]]:
-    for path in sorted(REPO.glob("packages/*/src/**/*.py")):
+    for path in sorted(path for path in REPO.glob("packages/*/src/**/*.py") if not path.is_symlink()):
         yield path.relative_to(REPO).as_posix().split("/src/")[1], path.read_text(encoding="utf-8")
 
 

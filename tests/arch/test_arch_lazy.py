@@ -38,6 +38,13 @@ def test_help_costs_no_torch(app: str):
     assert names & HEAVY == set()
 
 
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
+def test_the_command_lists_what_it_starts_without_importing_any_of_it(words: list[str]):
+    names, printed = imported("-m", "omni_rl.command", *words)
+    assert "usage: omni-rl" in printed
+    assert names & (HEAVY | {"numpy", "requests", "omni_train", "omni_reward"}) == set()
+
+
 def test_the_check_sees_a_heavy_import(tmp_path: Path):
     (tmp_path / "torch.py").touch()
     names, _ = imported("-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import torch")

@@ -305,6 +305,9 @@ def test_all_packages_and_the_root_have_one_version():
     named = []
     for folder in (".", *(f"packages/{name}" for name in PACKAGES)):
         assert project(folder)["version"] == version
+        if folder != ".":
+            module = importlib.import_module(project(folder)["name"].replace("-", "_"))
+            assert module.__version__ == version
         extras = project(folder).get("optional-dependencies", {})
         for text in [*project(folder)["dependencies"], *(text for extra in extras.values() for text in extra)]:
             requirement = Requirement(text)

@@ -23,6 +23,7 @@ from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
 from omni_rl.cli import parse_cli
+from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
 from omni_rollout.models import open_model
 from omni_train.weights import save_weights
@@ -150,6 +151,13 @@ def check_sample(words, place):
         assert Path(args.out).is_file()
 
 
+def check_command(words, place):
+    """The program that it stands for can start so."""
+    started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
+    start = ["torchrun", *started[2:]] if "torch.distributed.run" in started else ["python", *started]
+    next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
+
+
 def check_report(words, place):
     """The page is written, of runs that a test makes."""
     for name in ("a", "b", "first", "tiny-signs"):
@@ -190,6 +198,7 @@ RULES = {  # how a command begins -> what runs it
     r"make \S+": check_make,
     r"python -m omni_reward\.server ": check_server,
     r"python -m omni_reward\.testing .+ -- ": check_beside,
+    r"omni-rl (train|sample|serve|report) ": check_command,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,

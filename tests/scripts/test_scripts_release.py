@@ -99,7 +99,7 @@ def test_an_address_that_is_none_is_refused(tmp_path):
 
 def test_all_files_state_one_version_and_another_is_named():
     stated = release.stated_versions(REPO)
-    assert len(stated) == 8
+    assert len(stated) == 14
     assert release.version_faults(stated) == []
     stated["CITATION.cff"] = "0.0.9"
     assert release.version_faults(stated) == ["CITATION.cff must have version 0.1.0, got 0.0.9"]

@@ -34,3 +34,5 @@ from omni_losses.sequence import overlong_penalty as overlong_penalty
 from omni_losses.sequence import token_cispo_loss as token_cispo_loss
 from omni_losses.sequence import token_grpo_loss as token_grpo_loss
 from omni_losses.sequence import token_weights as token_weights
+
+__version__ = "0.1.0"

@@ -11,3 +11,5 @@ from omni_reward.errors import RewardHTTPError as RewardHTTPError
 from omni_reward.errors import RewardTimeoutError as RewardTimeoutError
 from omni_reward.wire import Score as Score
 from omni_reward.wire import Scorer as Scorer
+
+__version__ = "0.1.0"

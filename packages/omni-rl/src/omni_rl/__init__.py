@@ -2,3 +2,5 @@
 
 This file imports nothing, so that a command line can answer `--help` at once.
 """
+
+__version__ = "0.1.0"

@@ -15,3 +15,5 @@ from omni_rollout.types import Prompt as Prompt
 from omni_rollout.types import Rates as Rates
 from omni_rollout.types import Samples as Samples
 from omni_rollout.types import Trajectory as Trajectory
+
+__version__ = "0.1.0"

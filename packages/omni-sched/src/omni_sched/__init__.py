@@ -22,3 +22,5 @@ from omni_sched.steps import euler_step as euler_step
 from omni_sched.steps import gaussian_log_prob as gaussian_log_prob
 from omni_sched.steps import sde_step as sde_step
 from omni_sched.steps import step_noise as step_noise
+
+__version__ = "0.1.0"

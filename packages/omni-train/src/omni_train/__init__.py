@@ -24,3 +24,5 @@ Import from the modules, in reading order:
 This file imports none of them: importing the package costs no torch, so a command line can answer `--help` at once, and
 the function `shard` never hides the module `shard`.
 """
+
+__version__ = "0.1.0"
