@@ -266,13 +266,17 @@ def take(
             spent.clear()
             reset_peak_memory(device)
             yield (step := Step(0))
+            if step.metrics["policy/skipped_updates"]:
+                raise RuntimeError(f"{variant}: the optimizer step was skipped, so that it has no moments")
             seconds = spent | {"rollout": spent["rollout"] - spent["decode"]}
             peak = (memory(device).peak_mb - before) * 2**20
             taken.append(Taken(step.metrics["policy/first_ratio_max_dev"], seconds, peak))
         look(run)
 
     with trainer.model(model_args(size, variant)) as path:
-        trainer.train(settings_of(size, variant, path, ratio_tolerance=1e30, lr=0.0, **changes), steps)
+        trainer.train(
+            settings_of(size, variant, path, ratio_tolerance=1e30, lr=0.0, **changes), steps, trainer.brightness
+        )
     return taken
 
 

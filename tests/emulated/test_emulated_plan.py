@@ -34,8 +34,8 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("variant", "within"), [("as it is", 0.06), ("recomputed", 0.01), ("offloaded", 0.01)])
-def test_a_plan_of_a_net_of_57_million_weights_tells_its_peak(alone, variant, within):
+@pytest.mark.parametrize("variant", ["as it is", "recomputed", "offloaded"])
+def test_a_plan_of_a_net_of_57_million_weights_tells_its_peak(alone, variant):
     build()
     counted, planned = alone(runs.peaks, variant)
-    assert planned == pytest.approx(counted, rel=within)
+    assert planned == pytest.approx(counted, rel=0.01)
