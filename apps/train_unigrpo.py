@@ -173,9 +173,9 @@ def grade(
     args, dist, groups = run.args, run.dist, groups_of(prompts)
     rewards = gather_rewards(dist, batches, scores, groups)
     step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
-    if run.eval_parts and not rewards.isnan().all():
-        parts = gather_parts(dist, batches, scores, run.eval_parts, rewards).nanmean(dim=0).tolist()
-        step.metrics |= {f"reward/{name}": part for name, part in zip(run.eval_parts, parts, strict=True)}
+    if run.parts and not rewards.isnan().all():
+        parts = gather_parts(dist, batches, scores, run.parts, rewards).nanmean(dim=0).tolist()
+        step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
     thoughts = TokenTrajectory.cat([thoughts_of(batch) for batch in batches])
     lengths, ended = (
         gather_by_index(dist, thoughts.indices, values.float(), len(prompts))

@@ -1,16 +1,19 @@
 """Draw the README's pictures of a run: the same prompts and seeds before and after, and the curve of the scores.
 
-python scripts/picture.py runs/tiny-signs docs/images [--other runs/tiny-signs-vllm-omni]
+python scripts/picture.py runs/tiny-signs docs/images --seeds runs/seed1 runs/seed2
+python scripts/picture.py runs/tiny-signs docs/images --other runs/tiny-signs-vllm-omni
 python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
 python scripts/picture.py runs/RUN docs/images --videos
 
-With --other also engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With
---references, the prompts file of a run that edits signs, only edits.png: references, and their edits before and after.
-With --videos, of a run that draws videos, only videos.png: their frames before and after.
+With --seeds the curve has a band from the least to the greatest held-out score of all these runs. With --other also
+engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With --references, the
+prompts file of a run that edits signs, only edits.png: references, and their edits before and after. With --videos, of
+a run that draws videos, only videos.png: their frames before and after.
 """
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib
@@ -21,23 +24,37 @@ from omni_rl.report.folder import step_folders
 from omni_rl.report.sheet import contact_sheet, score_label
 from omni_train.data import load_prompts
 from omni_train.files import load_metrics
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
-CURVES = {"reward/mean": ("reward of the training samples", "C7"), "eval/reward": ("held-out OCR score", "C1")}
+CURVES = {  # metric -> label, color
+    "reward/mean": ("reward of the training samples", "C7"),
+    "eval/reward": ("held-out score", "C2"),
+    "eval/ocr": ("held-out words", "C1"),
+    "eval/color": ("held-out colors", "C0"),
+}
 matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.size": 9}
 
 
-def before_and_after(run: Path) -> Image.Image:
-    """The pictures that the first and the last evaluation have kept, one sheet above the other."""
-    sheets = [sheet_of(folder) for folder in ends(run)]
-    title = 28
-    picture = Image.new("RGB", (sheets[0].width, sum(sheet.height + title for sheet in sheets)), "white")
-    draw, font, y = ImageDraw.Draw(picture), ImageFont.load_default(size=18), 0
-    for name, sheet in zip(("before", "after"), sheets, strict=True):
-        draw.text((6, y + 4), name, font=font, fill="black")
-        picture.paste(sheet, (0, y + title))
-        y += sheet.height + title
-    return picture
+def before_and_after(run: Path, *, count: int = 4, columns: int = 4, videos: bool = False) -> Image.Image:
+    """Pictures of the first evaluation, and of the last one below them; then what was read or the score of both.
+
+    videos: frames of videos instead.
+
+    Raises:
+        ValueError: there are no two evaluations, or none of videos.
+    """
+    first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
+    kind, scale = ("strip", 1) if videos else ("file", 2)
+    if not all(kind in row for row in first + last):
+        raise ValueError(f"{run} must hold evaluations of {'videos' if videos else 'pictures'}, it holds others")
+    pairs, labels = [], []
+    for rows in zip(first, last, strict=True):
+        files = [folder / row[kind] for folder, row in zip(ends(run), rows, strict=True)]
+        images = [framed(np.asarray(Image.open(file).convert("RGB")), scale=scale) for file in files]
+        pairs.append(np.concatenate(images))
+        before, after = (row["details"].get("read", score_label(row["reward"], {})) for row in rows)
+        labels.append(f"{rows[0]['details'].get('target', rows[0]['prompt'])}:   {before} -> {after}")
+    return contact_sheet(pairs, labels, columns=columns)
 
 
 def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
@@ -51,24 +68,6 @@ def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
         scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
         labels.append(f"{target_text(before['prompt'])}   {scores}")
     return contact_sheet(triples, labels, columns=2)
-
-
-def videos(run: Path, *, count: int = 8) -> Image.Image:
-    """Frames of videos of the first evaluation, and of the last one below them; then the prompt and both scores.
-
-    Raises:
-        ValueError: the run did not draw videos.
-    """
-    pairs, labels = [], []
-    first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
-    if not all("strip" in row for row in first + last):
-        raise ValueError(f"{run} must hold evaluations of videos, it holds others")
-    for before, after in zip(first, last, strict=True):
-        files = (ends(run)[0] / before["strip"], ends(run)[1] / after["strip"])
-        pairs.append(np.concatenate([framed(np.asarray(Image.open(file).convert("RGB")), scale=1) for file in files]))
-        scores = " -> ".join(score_label(row["reward"], {}) for row in (before, after))
-        labels.append(f"{before['prompt']}   {scores}")
-    return contact_sheet(pairs, labels, columns=2)
 
 
 def framed(image: np.ndarray, *, scale: int = 2, margin: int = 3) -> np.ndarray:
@@ -89,25 +88,30 @@ def ends(run: Path) -> tuple[Path, Path]:
     return stored[0][1], stored[-1][1]
 
 
-def sheet_of(evaluation: Path) -> Image.Image:
-    """A contact sheet of an evaluation's pictures, with their scores."""
-    rows = json.loads((evaluation / "rows.json").read_text())
-    images = [np.asarray(Image.open(evaluation / row["file"]).convert("RGB")) for row in rows]
-    return contact_sheet(images, [score_label(row["reward"], row["details"]) for row in rows])
+def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | None = None) -> None:
+    """Write an SVG of held-out scores and training reward over the steps.
 
-
-def curve(run: Path, path: Path, other: Path | None = None) -> None:
-    """Write an SVG of held-out score and training reward over the steps; the other run lies below, wide and pale."""
+    seeds: further runs, of whose held-out scores and the run's there is a band. other: a run that lies below, wide and
+    pale.
+    """
     figure = Figure(figsize=(6.4, 3), layout="constrained")
-    axes = figure.add_subplot(ylim=(0, 1), xlabel="training steps")
-    if other:
-        for name, (_, color) in CURVES.items():
+    axes = figure.add_subplot(ylim=(0, 1.05), xlabel="training steps")
+    shown = [name for name in CURVES if points(run, name)[0]]
+    if "eval/ocr" in shown:
+        shown.remove("eval/reward")  # which is the mean of both parts
+    for name in shown:
+        label, color = CURVES[name]
+        if other:
             axes.plot(*points(other, name), color, linewidth=6, alpha=0.25)
-    for name, (label, color) in CURVES.items():
-        axes.plot(*points(run, name), color, linewidth=1, label=label)
-    for step, score in zip(*points(run, "eval/reward"), strict=True):
-        axes.annotate(f"{score:.2f}", (step, score), (0, 6), textcoords="offset points", ha="center")
-    axes.legend(loc="upper left", frameon=False, ncols=2)
+        steps, values = points(run, name)
+        axes.plot(steps, values, color, linewidth=1, label=label)
+        if seeds and name.startswith("eval/"):
+            table = [values, *(points(seed, name)[1] for seed in seeds)]
+            axes.fill_between(steps, np.min(table, axis=0), np.max(table, axis=0), color=color, alpha=0.3, linewidth=0)
+        if name in ("eval/ocr", "eval/reward"):
+            for step, score in zip(steps, values, strict=True):
+                axes.annotate(f"{score:.2f}", (step, score), (0, -12), textcoords="offset points", ha="center")
+    axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -121,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("run", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--seeds", type=Path, nargs="+", default=())
     parser.add_argument("--other", type=Path)
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--references", type=Path)
@@ -130,7 +135,7 @@ def main() -> None:
         if args.references:
             name, picture = "edits", edits(args.run, args.references)
         elif args.videos:
-            name, picture = "videos", videos(args.run)
+            name, picture = "videos", before_and_after(args.run, count=8, columns=2, videos=True)
         else:
             name, picture = "before_after", before_and_after(args.run)
     except ValueError as exc:
@@ -139,9 +144,9 @@ def main() -> None:
     picture.save(args.out / f"{name}.png", optimize=True)
     if name != "before_after":
         return
-    curve(args.run, args.out / "curve.svg")
+    curve(args.run, args.out / "curve.svg", seeds=args.seeds)
     if args.other:
-        curve(args.run, args.out / "engines.svg", args.other)
+        curve(args.run, args.out / "engines.svg", other=args.other)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Prints the mean OCR score of a model's signs, drawn without injected noise, and its standard error.
+"""Prints the mean OCR score of a model's signs, its standard error, and the share of boards in the right color.
 
     python scripts/score.py
     python scripts/score.py --weights runs/tiny-signs/weights
 
-The words of data/tiny-signs/test.txt occur neither in training nor in the evaluations that a run logs.
+Signs are drawn without injected noise. The words of data/tiny-signs/test.txt occur neither in training nor in the
+evaluations that a run logs.
 """
 
 import argparse
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from omni_reward import Score
+from omni_reward.scorers.color import load_color
 from omni_reward.scorers.ocr import load_ocr
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -34,20 +36,26 @@ def main() -> None:
     parts = model.load(device="cpu", dtype=torch.float32)
     if args.weights:
         load_weights(parts.net, args.weights)
-    engine, score = DiffusersEngine(model, parts), load_ocr()
+    engine, ocr, color = DiffusersEngine(model, parts), load_ocr(), load_color()
     records = load_prompts(args.prompts)
     prompts = [
         Prompt(r.text, group=i, index=i, seed=sample_seed(args.seed, -1, r.index, 0)) for i, r in enumerate(records)
     ]
     values: list[float] = []
+    colors: list[bool] = []
     for i in range(0, len(prompts), BATCH):
         batch = engine.generate(prompts[i : i + BATCH], Params(10, height=32, width=96))
         images = batch.media["image"].numpy()
         texts = [prompt.text for prompt in batch.prompts]
-        scores = [s for s in score({"image": images}, texts, [{}] * len(texts)) if isinstance(s, Score)]
-        values += [s.value for s in scores if s.value is not None]
+        words, boards = (
+            [s for s in score({"image": images}, texts, [{}] * len(texts)) if isinstance(s, Score)]
+            for score in (ocr, color)
+        )
+        values += [s.value for s in words if s.value is not None]
+        colors += [s.details["most"] == s.details["named"] for s in boards if s.value is not None]
     error = np.std(values) / len(values) ** 0.5
     print(f"score {np.mean(values):.3f} standard error {error:.3f} over {len(values)} images")
+    print(f"{np.mean(colors):.3f} of {len(colors)} boards in the right color")
 
 
 if __name__ == "__main__":

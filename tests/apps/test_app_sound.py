@@ -48,6 +48,7 @@ def test_trainers_take_frames_and_sound_apart_and_nothing_of_a_frozen_sound_move
     model, args = open_model(ROW.checkpoint()), settings(app, url, **APART, sound_weight=0.5, freeze_audio=True, **lora)
     line = train(app, args)[1]
     assert line["policy/grad_norm"] > 0
+    assert line["eval/reward"] == pytest.approx(line["eval/bright"] + line["eval/loud"])
     if app is train_flowgrpo:
         assert line["policy/first_ratio_max_dev"] == 0
     net, weights = model.load_net(device="cpu", dtype=torch.float32), here / "runs" / args.name / "weights"

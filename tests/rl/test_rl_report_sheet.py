@@ -72,10 +72,10 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     run = write_run(tmp_path / "run")
     monkeypatch.setattr(sys, "argv", ["picture.py", str(run), str(tmp_path / "out")])
     runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-    drawn = np.asarray(Image.open(tmp_path / "out" / "before_after.png"))
-    for seed, y in ((0, 28), (12, drawn.shape[0] // 2 + 28)):
+    drawn, x = np.asarray(Image.open(tmp_path / "out" / "before_after.png")), MARGIN + 3
+    for seed, y in ((0, MARGIN + 3), (12, MARGIN + 3 + 64 + 2 * 3)):
         picture = images(3, seed=seed)[0].repeat(2, axis=0).repeat(2, axis=1)
-        np.testing.assert_array_equal(drawn[y + MARGIN : y + MARGIN + 64, MARGIN : MARGIN + 192], picture)
+        np.testing.assert_array_equal(drawn[y : y + 64, x : x + 192], picture)
     write_eval(tmp_path / "new", 0, images(1), [Sample("a cat", 0.5)])
     monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path / "new"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="2"):

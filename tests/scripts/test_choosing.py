@@ -62,3 +62,8 @@ def test_the_arithmetic_of_the_example_holds():
     seconds = (rollout + update) / 400
     assert f"a step would take {seconds:.0f} s" in PAGE.replace("\n", " ")
     assert f"{steps} steps {seconds * steps / 3600:.0f} hours" in PAGE.replace("\n", " ")
+    (rows,) = [rows for names, rows in tables(PAGE) if names[0] == "predicted for"]
+    for _, ranks, memory, seconds, hours in rows:
+        of_plan = rf"\| {ranks} \|.* {re.escape(memory)} \| [\d.]+ \| ([\d,]+), ([\d,]+) \|"
+        assert round(sum(int(n.replace(",", "")) for n in re.search(of_plan, plan).groups()) / 400) == int(seconds)
+        assert round(int(seconds) * 300 / 3600) == int(hours)

@@ -20,6 +20,7 @@ Letters: N samples, R scorers.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -156,10 +157,15 @@ def score_in_batches(
 
 
 def _join(recipe: Recipe, scores: Mapping[str, Score]) -> Score:
-    """Score of one sample, from its score by each scorer."""
+    """Score of one sample, from its score by each scorer; details that several give have the scorer's name before."""
     values = {name: score.value for name, score in scores.items() if score.value is not None}
     parts = values | {f"{name}.{part}": value for name, score in scores.items() for part, value in score.parts.items()}
-    details = {name: score.details for name, score in scores.items() if score.details}
+    givers = Counter(key for score in scores.values() for key in score.details)
+    details = {
+        key if givers[key] == 1 else f"{name}.{key}": value
+        for name, score in scores.items()
+        for key, value in score.details.items()
+    }
     if len(values) < len(scores):
         reasons = [f"{name}: {score.abstained}" for name, score in scores.items() if score.abstained]
         return Score(None, abstained="; ".join(reasons), parts=parts, details=details)

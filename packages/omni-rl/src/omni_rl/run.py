@@ -524,11 +524,8 @@ class Run(AnyRun[MediaT]):
     """One rank of a run that draws pictures, videos or sound.
 
     base_params, eval_params: what training and evaluations sample with, without any stochastic step. teachers: folders
-    of the teachers' weights by name and expert. teacher_nets: the teachers that are no adapters. eval_parts: of the
-    scores, which evaluations log one by one.
+    of the teachers' weights by name and expert. teacher_nets: the teachers that are no adapters.
     """
-
-    eval_parts: tuple[str, ...] = ()
 
     model: Model
     engine: Engine

@@ -13,7 +13,7 @@ from omni_reward import Score
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_train.data import PromptRecord, sample_seed
-from omni_train.dist import Dist
+from omni_train.dist import Dist, gather_json
 from omni_train.shard import gathered
 
 from omni_rl.args import MediaArgs
@@ -119,9 +119,10 @@ def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
     if run.watch:
         seen = collect(run.dist, watched)
         rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
-    if run.eval_parts:
-        parts = gather_parts(run.dist, batches, scores, run.eval_parts, whole)
-        rewards |= {f"eval/{name}": parts[: len(prompts), i] for i, name in enumerate(run.eval_parts)}
+    own_names = sorted({name for score in scores for name in score.parts})
+    if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
+        parts = gather_parts(run.dist, batches, scores, names, whole)
+        rewards = {f"eval/{name}": parts[: len(prompts), i] for i, name in enumerate(names)} | rewards
     if run.report:
         run.report.show_eval(step, *_shown(batches, scores))
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}

@@ -72,7 +72,10 @@ def _add(drawn: Score, said: Score) -> Score:
 
 
 class ThinkingRun(Run[MediaT]):
-    """One rank of a run that thinks and draws. base_params, eval_params: as `omni_rollout.thoughts.ThinkingParams`."""
+    """One rank of a run that thinks and draws.
+
+    base_params, eval_params: as `omni_rollout.thoughts.ThinkingParams`. parts: of the scores, which steps log.
+    """
 
     model: ThinkingModel
     engine: ThinkingEngine
@@ -93,7 +96,7 @@ class ThinkingRun(Run[MediaT]):
         super().__init__(args, algorithm, dist, reference=reference)
         rule = f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"
         require((not ENGINES[args.engine].library, rule))
-        self.rules, self.eval_parts = rules, ("image", "thought") if rules else ()
+        self.rules, self.parts = rules, ("image", "thought") if rules else ()
         self.base_params = ThinkingParams(**vars(self.base_params), thought=thought)
         self.eval_params = ThinkingParams(**vars(self.eval_params), thought=eval_thought)
 
