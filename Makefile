@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints wheels site
+.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints wheels test-wheels site
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -42,6 +42,9 @@ constraints: ## Write constraints/cpu-py311.txt anew
 
 wheels: ## Build a wheel of each package into dist/; ARGS="--repository URL" has their READMEs and metadata name the sources
 	UV_NO_DEV=1 scripts/env python scripts/wheels.py $(ARGS)
+
+test-wheels: ## Install each wheel with plain pip in a clean environment, and run its README's examples there
+	UV_NO_DEV=1 scripts/env python scripts/try_wheels.py
 
 site: ## Build the documentation site into build/site, in an environment of its own
 	ONLY_GROUP=site scripts/env python scripts/site_pages.py
