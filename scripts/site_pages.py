@@ -5,6 +5,7 @@ the top. What they link to outside of docs/ becomes a page too: a document as it
 folder as its README or the list of its files. Each package gets a page that mkdocstrings fills from docstrings.
 """
 
+import json
 import posixpath
 import re
 import shutil
@@ -43,6 +44,10 @@ def gather(out: Path) -> int:
             text, linked = moved((ROOT / name).read_text("utf-8"), name)
             page.write_text(text, "utf-8")
             waiting += linked
+        elif name.endswith(".ipynb"):
+            text, linked = moved(notebook(ROOT / name), name)
+            page.write_text(text, "utf-8")
+            waiting += linked
         elif name.startswith("docs/images/"):
             shutil.copy(ROOT / name, page)
         else:
@@ -52,6 +57,13 @@ def gather(out: Path) -> int:
         page.parent.mkdir(exist_ok=True)
         page.write_text(f"# {package}\n\nFrom the docstrings of `{module}`.\n\n::: {module}\n", "utf-8")
     return len(done) + len(PACKAGES)
+
+
+def notebook(path: Path) -> str:
+    """A notebook's cells as one document."""
+    cells = json.loads(path.read_text("utf-8"))["cells"]
+    texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
+    return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"
 
 
 def place(name: str) -> str:

@@ -1,8 +1,8 @@
 """Try what a user of plain pip gets: `make test-wheels`.
 
 Builds the wheels, installs them from the lowest package up into clean environments, and runs the examples of each
-package's README right after it is installed, so that an example has only what its package brings. Then a trainer,
-copied out of apps/, takes two steps there.
+package's README right after it is installed, so that an example has only what its package brings. Then
+`omni-rl train` takes two steps there.
 """
 
 import os
@@ -44,7 +44,7 @@ def main() -> None:
             assert not has(python, absent), f"{package} brings {absent}"
             for code in examples(package):
                 run(python, code, place)
-        try_trainer(place, python)
+        try_command(place, python)
     print("all wheels install, and their READMEs' examples run")
 
 
@@ -55,7 +55,7 @@ def environment(folder: Path) -> Path:
 
 
 def install(python: Path, what: str) -> None:
-    """Install a wheel with plain pip, at the versions that the tests run with where this Python is the one they name."""
+    """Install a wheel with plain pip; under Python 3.11, at the versions that the other tests have."""
     pins = ["-c", str(ROOT / "constraints" / "cpu-py311.txt")] if sys.version_info[:2] == (3, 11) else ["torch==2.13.0"]
     subprocess.run([str(python), "-m", "pip", "install", "--quiet", what, *pins], check=True)
     print("installed", Path(what).name, flush=True)
@@ -64,7 +64,7 @@ def install(python: Path, what: str) -> None:
 def has(python: Path, module: str) -> bool:
     """Whether the environment has a module."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
-    return subprocess.run([str(python), "-c", code]).returncode == 0
+    return subprocess.run([str(python), "-c", code], env=clean()).returncode == 0
 
 
 def examples(package: str) -> list[str]:
@@ -131,12 +131,23 @@ def wait_for(port: str) -> None:
             time.sleep(0.2)
 
 
-def try_trainer(place: Path, python: Path) -> None:
-    """Take two training steps with a trainer that stands alone beside its recipe's model and prompts."""
-    (place / "train_flowgrpo.py").write_bytes((ROOT / "apps" / "train_flowgrpo.py").read_bytes())
-    trainer = [str(python), "train_flowgrpo.py", "--preset", "tiny-signs", "--name", "tried"]
-    little = ["--train-steps", "2", "--eval-every", "2", "--groups-per-step", "1", "--group-size", "2"]
-    command = [str(python), "-m", "omni_reward.testing", "ocr", "--", *trainer, *little]
+def try_command(place: Path, python: Path) -> None:
+    """Take two training steps with the trainer in the wheel, beside its recipe's model and prompts."""
+    (place / "few.txt").write_text('a pink sign that says "K7QX"\na blue sign that says "AB12"\n', "utf-8")
+    train = [str(python.parent / "omni-rl"), "train", "flowgrpo", "--preset", "tiny-signs", "--name", "tried"]
+    little = [
+        "--train-steps",
+        "2",
+        "--prompts-per-step",
+        "2",
+        "--group-size",
+        "2",
+        "--batch-size",
+        "4",
+        "--eval-prompts",
+        "few.txt",
+    ]
+    command = [str(python), "-m", "omni_reward.testing", "ocr", "--", *train, *little]
     subprocess.run(command, cwd=place, env=clean(), check=True)
     assert (place / "runs" / "tried" / "report.html").exists()
 

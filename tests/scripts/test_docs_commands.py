@@ -190,6 +190,16 @@ def check_activate(words, place):
     assert "environment=.venv\n" in (REPO / "scripts" / "env").read_text("utf-8")
 
 
+def check_docker(words, place):
+    """The file is there; tests/scripts/test_docker.py reads it, and nothing here has a daemon to build it."""
+    (image,) = (word for word in words if word.startswith("omni-rl:"))
+    file = f"docker/{image.partition(':')[2]}.Dockerfile"
+    assert (REPO / file).is_file()
+    assert "build" not in words or file in words
+    if "make" in words:
+        check_make(words[words.index("make") :], place)
+
+
 def check_elsewhere(words, place):
     """Programs of others, which need a network: nothing of ours runs."""
 
@@ -205,6 +215,7 @@ RULES = {  # how a command begins -> what runs it
     r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
     r"source ": check_activate,
+    r"docker (build|run) ": check_docker,
     r"(git clone|vllm serve) ": check_elsewhere,
 }
 
