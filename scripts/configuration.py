@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni_rl import args, token_args
+from omni_rl import args, eval_sets, token_args
 from omni_rl.cli import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
@@ -36,12 +36,34 @@ without URLs and token files.
 
 Where a setting must be one of some words, the others follow its default.
 """
-SHARED = [inspect.getsource(module) for module in (args, token_args)]
+SHARED = [inspect.getsource(module) for module in (args, token_args, eval_sets)]
 CLASSES = {
     "RunArgs": "All trainers",
     "MediaArgs": "All trainers on pictures, videos and sound",
     "TokenArgs": "All trainers of policies over tokens",
 }
+SETS = {
+    "EvalSet": "all trainers",
+    "MediaEvalSet": "all trainers on pictures, videos and sound",
+    "TokenEvalSet": "all trainers of policies over tokens",
+}
+SETS_HEAD = """
+## [[eval]]
+
+A file of settings may end with evaluation sets beside `eval_prompts`, a table each:
+
+```toml
+[[eval]]
+name = "long"
+prompts = "data/tiny-signs/long.txt"
+num_inference_steps = 20
+samples_per_prompt = 4
+pass_threshold = 0.9
+```
+
+Their metrics are `eval/long/reward` and so on. Messages count them from 1: `eval[2].prompts must be given`. The copy of
+the settings in `runs/NAME/config.toml` has `scorer_url = "..."` where a set has a scorer of its own.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +113,7 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
 
 def words_of(annotation: ast.expr) -> list[str]:
     """The words that a setting must be one of, in code quotes; empty where it takes others."""
-    if not isinstance(annotation, ast.Subscript):  # no Literal
+    if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Literal":
         return []
     words = ast.literal_eval(annotation.slice)
     return [f"`{word}`" for word in ([words] if isinstance(words, str) else words)]
@@ -105,7 +127,7 @@ def default_of(value: ast.expr | None) -> str:
     default = ast.literal_eval(value) if value is not None else None
     if isinstance(default, bool) or default is None:
         return {True: "on", False: "off", None: "none"}[default]
-    return f"`{default}`" if default != "" else ""
+    return f"`{default}`" if default not in ("", ()) else ""
 
 
 def table(rows: list[Setting]) -> str:
@@ -123,6 +145,10 @@ def page() -> str:
         for group in dict.fromkeys(setting.group for setting in own):
             parts += [f"\n### {group}\n", table([setting for setting in own if setting.group == group])]
         shared += own
+    parts.append(SETS_HEAD)
+    for cls, title in SETS.items():
+        base = [] if cls == "EvalSet" else list(fields_of("EvalSet", SHARED).values())
+        parts += [f"Of {title}:\n", table([row for row in fields_of(cls, SHARED).values() if row not in base]), ""]
     for name, source in sources.items():
         title = (ast.get_docstring(ast.parse(source)) or "").splitlines()[0]
         own = [setting for setting in settings(source) if setting not in shared]

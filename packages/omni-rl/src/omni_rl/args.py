@@ -11,12 +11,12 @@ from dataclasses import dataclass, fields, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypeVar
-from urllib.parse import urlsplit
 
 from omni_train.data import PromptRecord, PromptSampler, RecordCheck, load_prompts
 
 from omni_rl.cli import check_finite, check_least, check_most, flag, require
 from omni_rl.engines import ENGINES
+from omni_rl.eval_sets import EvalSet, MediaEvalSet, check_sets, check_urls
 from omni_rl.pictures import AllOrNone, reference_sizes
 from omni_rl.sinks import check_tracker
 
@@ -42,6 +42,7 @@ class RunArgs:
     keep_checkpoints: int = 2  # Number of newest checkpoints to keep
     async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
     eval_every: int = 50  # Training steps between two evaluations
+    eval_only: bool = False  # Evaluate the weights as they are on all sets, into runs/NAME/eval-STEP, and stop
     track: str = "none"  # Trackers that get metrics and images too: tensorboard, wandb, trackio, with commas between
     project: str = "omni-rl"  # Project name in the trackers
     profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
@@ -68,6 +69,9 @@ class RunArgs:
     # Data
     prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
     eval_prompts: str = ""  # File of evaluation prompts, .txt, .jsonl or .parquet (required, here or in a preset)
+    eval: tuple[EvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+    eval_samples_per_prompt: int = 1  # Samples of each evaluation prompt, for eval/best@n and pass@k
+    pass_threshold: float | None = None  # Score from which on an evaluation's sample passes, for eval/pass@k
     prompts_per_step: int = 32  # Prompts in a training step, over all ranks
     group_size: int = 16  # Samples of each prompt
     batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike
@@ -99,6 +103,9 @@ class MediaArgs(RunArgs):
     # Run
     eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
     device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
+
+    # Data
+    eval: tuple[MediaEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
 
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
@@ -157,17 +164,20 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
+    "eval", "eval_only", "eval_samples_per_prompt", "pass_threshold",
     "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb",
     "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload", "decode_batch_size",
 )  # fmt: skip
 LEAST = {  # setting -> least value
-    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1, "hang_timeout_s": 1.0,
+    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1,
+    "eval_samples_per_prompt": 1, "hang_timeout_s": 1.0,
     "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
     "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
     "keep_products_gb": 0.0, "profile": 0, "shard_size": 0, "scorer_timeout_s": 1e-3, "score_batch_size": 0,
 }  # fmt: skip
 MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
-    "hang_timeout_s": 1e6, "group_size": 65_536, "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
+    "hang_timeout_s": 1e6, "group_size": 65_536, "eval_samples_per_prompt": 65_536,
+    "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
     "weight_decay": 1e3, "scorer_timeout_s": 1e6,
 }  # fmt: skip
 MEDIA_LEAST = {
@@ -210,6 +220,7 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (not args.eval_only or not args.profile, "--profile traces a training step, and --eval-only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
@@ -238,6 +249,8 @@ def check_media(args: MediaArgs, world_size: int) -> None:
     engine = ENGINES.get(args.engine)
     require(
         (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
+        (not args.eval_only or not args.device_memory_gb,
+         "--device-memory-gb plans a training step, and --eval-only takes none"),
         (not (args.device_memory_gb and engine and engine.library),
          f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
@@ -256,6 +269,7 @@ def check_media(args: MediaArgs, world_size: int) -> None:
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=check)
     with flag("--eval-prompts: "):
         load_prompts(args.eval_prompts, check=AllOrNone())
+    check_sets(args.eval, AllOrNone)
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:
@@ -292,20 +306,6 @@ def check_scored(args: ScoredArgs, world_size: int) -> None:
     check_urls(args.scorer_url, "--scorer-url")
     check_least(args, {"group_size": 2})
     check_media(args, world_size)
-
-
-def check_urls(urls: str, name: str) -> None:
-    """Raises ValueError when one of the URLs, which commas separate, is not of the form `http(s)://host[:port][/path]`.
-
-    name: the flag that holds them, as --scorer-url.
-    """
-    for url in filter(None, urls.split(",")):
-        try:
-            parts = urlsplit(url)
-            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is no number
-            is_url = False
-        require((is_url, f"{name} must be http(s)://host[:port][/path], got {url!r}"))
 
 
 def num_ranks() -> int:
@@ -409,4 +409,7 @@ def parse_numbers(text: str, name: str) -> dict[str, float]:
 def without_secrets(args: ArgsT) -> ArgsT:
     """The settings without those that are not for files others may read."""
     hidden: dict[str, Any] = {field.name: "" for field in fields(args) if field.name in SECRET}
-    return replace(args, **hidden)
+    sets = tuple(
+        replace(own, scorer_url=own.scorer_url and "...") for own in args.eval
+    )  # "..." is refused, not guessed
+    return replace(args, **hidden, eval=sets)

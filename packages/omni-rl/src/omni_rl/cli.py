@@ -14,7 +14,6 @@ import textwrap
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
@@ -34,7 +33,7 @@ OTHER_NAMES = {  # names that users bring from other projects, and what to use h
     "resolution": "--height and --width", "image-size": "--height and --width",
     "resume": "the same command again, which continues the run",
     "resume-from-checkpoint": "the same command again, which continues the run",
-    "output-dir": "--name, as the run writes to runs/NAME", "run-name": "--name",
+    "weights": "--init-weights", "output-dir": "--name, as the run writes to runs/NAME", "run-name": "--name",
     "report-to": "--track", "wandb": "--track wandb", "tensorboard": "--track tensorboard",
     "steps": "--train-steps", "max-steps": "--train-steps", "max-train-steps": "--train-steps",
     "epochs": "--train-steps", "num-steps": "--num-inference-steps", "eval-num-steps": "--eval-num-inference-steps",
@@ -134,7 +133,8 @@ def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> d
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
-        known = [*map(flag_of, kinds), *(f"--no-{flag_of(k)[2:]}" for k, kind in kinds.items() if kind is bool)]
+        flags = [name for name, kind in kinds.items() if get_origin(kind) is not tuple]
+        known = [*map(flag_of, flags), *(f"--no-{flag_of(k)[2:]}" for k, kind in kinds.items() if kind is bool)]
         raise ValueError(f"unknown flag {name}{suggest(name, [*known, '--preset', '--config'])}")
     return {
         name: fitting(kinds[name], from_text(kinds[name], value), flag_of(name)) if name in kinds else value
@@ -158,6 +158,8 @@ def build_parser(
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     groups = {}
     for name, kind in get_type_hints(cls).items():
+        if get_origin(kind) is tuple:  # tables of a TOML file
+            continue
         note = (notes or {}).get(name, Note("Settings", ""))
         if note.group not in groups:
             groups[note.group] = parser.add_argument_group(note.group)
@@ -324,8 +326,15 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def to_toml(config: Any) -> str:
     """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
-    values = {key: json.dumps(value, ensure_ascii=False) for key, value in asdict(config).items() if value is not None}
+    tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
+    values = {
+        key: json.dumps(value, ensure_ascii=False)
+        for key, value in vars(config).items()
+        if value is not None and key not in tables
+    }
     text = "".join(f"{key} = {value}\n" for key, value in values.items())
+    for name, rows in tables.items():
+        text += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in rows)
     return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
 
 
@@ -341,8 +350,27 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
             raise ValueError(f"{place}: [{key}] is a table, but settings stand side by side, as lr = 1e-4")
         if key not in kinds:
             raise ValueError(f"{place}: unknown key {key!r}{suggest(key, kinds)}")
-        values[key] = fitting(kinds[key], value, f"{place}: {key}")
+        is_table = get_origin(kinds[key]) is tuple
+        values[key] = (read_tables if is_table else fitting)(kinds[key], value, f"{place}: {key}")
     return values
+
+
+def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
+    """The tables [[key]] as dataclasses of the wanted kind. place: what the messages call them.
+
+    Raises:
+        ValueError: the value is no list of tables, or one has an unknown key or a value of another type.
+    """
+    cls, kinds = get_args(wanted)[0], get_type_hints(get_args(wanted)[0])
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ValueError(f"{place} must be tables, each below a line of its own with two brackets, got {value!r:.80}")
+    for number, row in enumerate(value, start=1):
+        for key in row.keys() - kinds.keys():
+            raise ValueError(f"{place}[{number}]: unknown key {key!r}{suggest(key, kinds)}")
+    return tuple(
+        cls(**{key: fitting(kinds[key], own, f"{place}[{number}].{key}") for key, own in row.items()})
+        for number, row in enumerate(value, start=1)
+    )
 
 
 def from_text(wanted: Any, text: str) -> object:

@@ -9,7 +9,7 @@ saves what there is and says what broke.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
@@ -37,14 +37,14 @@ class Loop:
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
-        self._scores: list[float] = []  # held-out, in step order
+        self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
         self._peak_tflops = None if run.dist.is_planned else peak_tflops(run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
-            self._scores += [line["eval/reward"]] if "eval/reward" in line else []
+            self._evals += [line] if "eval/reward" in line else []
         self._stop = self._open.enter_context(catch_stop())
         self._open.enter_context(self.run.log)
         return self
@@ -66,6 +66,8 @@ class Loop:
         run, args = self.run, self.run.args
         if plan := current_plan.get():
             return (yield from plan.steps(run))
+        if args.eval_only:
+            return self._evaluate_alone()
         stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:
@@ -87,10 +89,27 @@ class Loop:
                 step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
             step.metrics |= run.load.metrics() if run.load else {}
             stopping = self._finish(step)
-        if run.dist.is_main and self._done == args.train_steps:
-            scores = self._scores
-            told = f"held-out score {scores[0]:.3f} -> {scores[-1]:.3f}" if scores else "no held-out score"
-            print(f"{told}; report, weights and metrics in {run.folder}", flush=True)
+        if self._done == args.train_steps:
+            self._conclude("report, weights and metrics")
+
+    def _evaluate_alone(self) -> None:
+        """Evaluate and log, and change nothing."""
+        done = max(self._done, 0)
+        with self.run.phase("eval"):
+            metrics = hold_out(self.run, done, self._evals)
+        self.run.log.log(done, metrics)
+        self._conclude("report and metrics")
+
+    def _conclude(self, written: str) -> None:
+        """Print the held-out scores of each set, and where there is more of them."""
+        told = []
+        for held in self.run.held_out:
+            scores = [line[held.metric("reward")] for line in self._evals if held.metric("reward") in line]
+            if scores:
+                ends = scores[:: max(1, len(scores) - 1)]  # first and last
+                told.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
+        if self.run.dist.is_main:
+            print(f"{', '.join(told) or 'no held-out score'}; {written} in {self.run.folder}", flush=True)
 
     def _save(self) -> None:
         """Begin a checkpoint of the finished steps, unless there is one."""
@@ -107,7 +126,7 @@ class Loop:
         flops = run.flops.total(run.calls) if run.flops else {}
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
-                step.metrics |= hold_out(run, done, self._scores)
+                step.metrics |= hold_out(run, done, self._evals)
         run.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
@@ -127,30 +146,33 @@ class Loop:
         return stopping
 
 
-def hold_out(run: AnyRun[RunArgs], done: int, scores: list[float]) -> dict[str, float]:
-    """Metrics of the held-out prompts under the averaged weights, which it exports to runs/NAME/weights.
+def hold_out(run: AnyRun[RunArgs], done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of the held-out prompts under the averaged weights, which a run that trains exports to runs/NAME/weights.
 
-    scores: of the evaluations so far, to which it adds its own.
+    evals: metrics of the evaluations so far, to which it adds its own.
     """
     with run.ema.applied():
         run.sync_weights(done)
         metrics = run.evaluate(done)
-        scores += [metrics["eval/reward"]] if "eval/reward" in metrics else []
-        if done:
-            card = _model_card(run, scores) if "eval/reward" in metrics else None
+        evals += [metrics] if "eval/reward" in metrics else []
+        if done and not run.args.eval_only:
+            card = _model_card(run, evals) if "eval/reward" in metrics else None
             run.export(card)
     run.sync_weights(done)
     return metrics
 
 
-def _model_card(run: AnyRun[RunArgs], scores: Sequence[float]) -> dict[str, object]:
-    """The facts of the model card beside the weights, whose held-out score is the last one."""
-    first = {"held-out, base": scores[0]} if len(scores) > 1 else {}
+def _model_card(run: AnyRun[RunArgs], evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """The facts of the model card beside the weights, whose held-out scores are the last ones."""
+    first = {"held-out, base": evals[0]["eval/reward"]} if len(evals) > 1 else {}
+    more = {
+        f"held-out, {h.name}": evals[-1][h.metric("reward")] for h in run.eval_more if h.metric("reward") in evals[-1]
+    }
     return {
         "base": run.base,
         "algorithm": run.algorithm,
         "settings": asdict(without_secrets(run.args)),
-        "scores": {"held-out": scores[-1], **first},
+        "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
         "command": command_line(sys.argv, hide=HIDDEN),
     }
 

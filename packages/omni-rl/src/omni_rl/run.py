@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
 from omni_rollout.routes import ExpertLoad, replay_routes, routing_of
 from omni_rollout.sampler import TextCache, check_images
-from omni_rollout.tokens import TokenModel
+from omni_rollout.tokens import TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.attention import BACKENDS, check_attention, choose_attention
@@ -70,6 +70,8 @@ from torch import Tensor, nn
 from omni_rl.args import MAY_CHANGE, SECRET, MediaArgs, RunArgs, offloaded, parse_numbers, sharding, without_secrets
 from omni_rl.cli import flag, require, to_toml
 from omni_rl.engines import ENGINES
+from omni_rl.eval_sets import EvalSet
+from omni_rl.held_out import HeldOut, params_of
 from omni_rl.pictures import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
@@ -95,12 +97,13 @@ class AnyRun(ABC, Generic[ArgsT]):
     counts: samples that were `drawn`. calls: those that have passed the nets. version: of the weights that the engine
     has. unshard: the phases in which sharded weights are gathered once. report: what rank 0 shows its pictures to.
     backward: adds the gradient of a loss, `of` of which come before each optimizer step. load: of the engine's experts,
-    if its net is a mixture of such.
+    if its net is a mixture of such. eval_records, eval_params: of --eval-prompts; eval_more: the tables [[eval]].
     """
 
     model: Model | TokenModel
     engine: WeightedEngine
     scorer: AnyScorer
+    eval_params: Params | TokenParams
 
     def __init__(
         self, args: ArgsT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
@@ -125,6 +128,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         self.reference_net: nn.Module | None = None
         self.report: ReportProcess | None = None
         self.load: ExpertLoad | None = None
+        self.eval_more: list[HeldOut[Any, Any]] = []
         self._start_files: dict[str, list[Path]] = {}  # full weights in --init-weights, by expert
         self._adapters: dict[str, Path] = {}  # folders of adapters there, by expert
         self._wants = (["old"] if old_policy else []) + (["reference"] if reference else [])  # policies to keep
@@ -215,7 +219,8 @@ class AnyRun(ABC, Generic[ArgsT]):
 
     def close(self) -> None:
         """Free what samples and scores."""
-        self.scorer.close()
+        for scorer in (self.scorer, *(held.scorer for held in self.eval_more if held.scorer)):
+            scorer.close()
         self.engine.close()
         self.lock.release()
 
@@ -257,10 +262,11 @@ class AnyRun(ABC, Generic[ArgsT]):
                 check_compiler(self.dist.device)
         with flag("--prompts: "):
             self.prompts = PromptSampler(
-                args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_record
+                args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_graded
             )
         with flag("--eval-prompts: "):
-            self.eval_records = load_prompts(args.eval_prompts, check=self._check_record)
+            self.eval_records = load_prompts(args.eval_prompts, check=self._check_graded)
+        self.eval_more = [self._read_set(own, f"eval[{number}]") for number, own in enumerate(args.eval, start=1)]
         if args.init_weights:
             with flag("--init-weights: "):
                 self._read_start(args.init_weights)
@@ -271,6 +277,27 @@ class AnyRun(ABC, Generic[ArgsT]):
         digest = probe_digest([*sorted(model.folder.rglob("*.safetensors")), *start])
         self.config: dict[str, object] = asdict(without_secrets(args))
         self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
+
+    def _read_set(self, own: EvalSet, at: str) -> HeldOut[Any, Any]:
+        """An evaluation set, whose scorer is opened later. at: what messages call it."""
+        check = self._check_record if own.scorer_url else self._check_graded
+        with flag(f"{at}.prompts: "):
+            records = load_prompts(own.prompts, check=check)[: own.num_prompts or None]
+        with flag(f"{at}: "):
+            params = params_of(own, self.eval_params)
+            self._check_params(params)
+        samples = own.samples_per_prompt or self.args.eval_samples_per_prompt
+        threshold = self.args.pass_threshold if own.pass_threshold is None else own.pass_threshold
+        return HeldOut(own.name, records, params, own.seed, samples, threshold)
+
+    @property
+    def held_out(self) -> list[HeldOut[Any, Any]]:
+        """The sets of an evaluation; that of --eval-prompts is the first."""
+        samples, threshold = self.args.eval_samples_per_prompt, self.args.pass_threshold
+        first: HeldOut[Any, Any] = HeldOut(
+            "", self.eval_records, self.eval_params, samples=samples, threshold=threshold
+        )
+        return [first, *self.eval_more]
 
     def _read_start(self, folder: str) -> None:
         """Check the weights to start from, which are full ones or an adapter; of either of two experts, or of both."""
@@ -306,6 +333,8 @@ class AnyRun(ABC, Generic[ArgsT]):
             may_change = MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "train_steps")  # a falling rate depends on it
             check_config(self.saved, self.config, ignore=(*may_change, "scorer"))
             self.checkpoints.verify(self.saved, self._add_adapters(self.model.empty_net(), *self.frozen))
+        if args.eval_only:
+            self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
 
     def _plan(self) -> str:
         """A rank's part of a training step and the memory of its weights, from the model's configuration alone."""
@@ -342,6 +371,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         claim_folder(dist, self.folder, has_checkpoint=saved is not None)
         if dist.is_main:
             start = f"continues after step {saved.step}" if saved else "begins"
+            start = f"evaluates step {saved.step if saved else 0}" if args.eval_only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             place = f"report in {self.folder}/report.html; loading {args.model}"
             print(f"{self.folder} {start}: {ranks}, weights {self.mode}; {place}", flush=True)
@@ -471,8 +501,8 @@ class AnyRun(ABC, Generic[ArgsT]):
             total_steps=args.train_steps,
             eval_every=args.eval_every,
             tty=None if dist.mesh is None else False,
-            columns=COLUMNS,
-            resume_step=self.first_step - 1,
+            columns=[*COLUMNS[:2], *(held.metric("reward") for held in self.eval_more), *COLUMNS[2:]],
+            resume_step=-1 if args.eval_only else self.first_step - 1,
             sinks=[self.report] if self.report else [],
         )
 
@@ -484,8 +514,15 @@ class AnyRun(ABC, Generic[ArgsT]):
         """
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version:
+        if was != version and not self.args.eval_only:
             raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+
+    def _open_set_scorers(self, connect: Callable[[str, str], AnyScorer]) -> None:
+        """Open what grades an evaluation set alone. connect: a function of its URL and the setting's name."""
+        for place, own in enumerate(self.args.eval):
+            if own.scorer_url:
+                scorer = connect(own.scorer_url, f"eval[{place + 1}].scorer_url")
+                self.eval_more[place] = replace(self.eval_more[place], scorer=scorer)
 
     # What depends on what is drawn
 
@@ -496,6 +533,13 @@ class AnyRun(ABC, Generic[ArgsT]):
     @abstractmethod
     def _check_record(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt that the model does not take."""
+
+    def _check_graded(self, record: PromptRecord) -> None:
+        """Raise ValueError for a prompt that the model, or what grades the run, does not take."""
+        self._check_record(record)
+
+    def _check_params(self, params: Any) -> None:
+        """Raise ValueError for settings of an evaluation set that the model does not take."""
 
     @abstractmethod
     def _describe(self) -> str:
@@ -530,6 +574,7 @@ class Run(AnyRun[MediaT]):
     model: Model
     engine: Engine
     scorer: Scorer
+    eval_params: Params
 
     def __init__(
         self, args: MediaT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
@@ -779,6 +824,10 @@ class Run(AnyRun[MediaT]):
         else:
             self.scorer = scorer(self.dist)
         self._name_scorer(version)
+        self._open_set_scorers(lambda url, name: ask(url, name=name)[0])
+
+    def _check_params(self, params: Params) -> None:
+        self.model.check(params)
 
     def _open_engine(self, net: nn.Module | None) -> tuple[Engine, nn.Module]:
         args, model = self.args, self.model

@@ -17,10 +17,11 @@ from omni_train.dist import Dist, gather_json
 from omni_train.shard import gathered
 
 from omni_rl.args import MediaArgs
+from omni_rl.held_out import HeldOut, Shown, describe, mixed
 from omni_rl.pictures import read_picture
 from omni_rl.report import Sample
 from omni_rl.run import Run, Step
-from omni_rl.scoring import Pending, collect, gather_parts, gather_rewards, submit
+from omni_rl.scoring import Pending, Scorer, collect, gather_parts, gather_rewards, submit
 
 
 def expand_groups(
@@ -106,27 +107,38 @@ def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
 
     step: number of finished training steps.
     """
-    prompts = expand_groups(run.eval_records, 1, seed=0, step=-1)  # the same for every run
+    metrics, shown = dict[str, float](), []
+    for held in run.held_out:
+        found, own = evaluate_set(run, held)
+        metrics |= found
+        shown.append((held.name, own))
+    if run.report:
+        run.report.show_eval(step, *mixed(shown))
+    return metrics
+
+
+def evaluate_set(run: Run[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
+    """Metrics of a set's samples, and this rank's samples for the report."""
+    prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
     with gathered(run.net) if "rollout" in run.unshard else nullcontext():
-        batches, pending = draw(run, filled, run.eval_params)
+        batches, pending = draw(run, filled, held.params, graded=not held.scorer)
+    if held.scorer:
+        pending = [submit(held.scorer, batch) for batch in batches]
     watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
     scores = collect(run.dist, pending)
     groups = torch.arange(len(filled))
     whole = gather_rewards(run.dist, batches, scores, groups)
-    rewards = {"eval/reward": whole[: len(prompts)]}
-    if run.watch:
-        seen = collect(run.dist, watched)
-        rewards["eval/watch"] = gather_rewards(run.dist, batches, seen, groups)[: len(prompts)]
+    others = dict[str, torch.Tensor]()
     own_names = sorted({name for score in scores for name in score.parts})
     if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
-        parts = gather_parts(run.dist, batches, scores, names, whole)
-        rewards = {f"eval/{name}": parts[: len(prompts), i] for i, name in enumerate(names)} | rewards
-    if run.report:
-        run.report.show_eval(step, *_shown(batches, scores))
+        others |= dict(zip(names, gather_parts(run.dist, batches, scores, names, whole).T, strict=True))
+    if run.watch:
+        others["watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
+    rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
     means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
-    return means | {"eval/abstained_ratio": rewards["eval/reward"].isnan().float().mean().item()}
+    return means | describe(held, whole[: len(prompts)]), _shown(batches, scores)
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
@@ -150,7 +162,7 @@ def _thoughts(batch: Samples) -> Sequence[str | None]:
     return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
-def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> tuple[list[dict[str, torch.Tensor]], list[Sample]]:
+def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
     """The media of each of this rank's samples, by kind, and what the report says of them."""
     drawn = [
         (prompt, batch.rates, said)

@@ -133,9 +133,12 @@ class ThinkingRun(Run[MediaT]):
         if self.mode == "fsdp2" and self.args.unshard == "none":
             check_gathered(self.model.empty_net(), self.dtype, self.args.engine)
 
+    def _check_graded(self, record: PromptRecord) -> None:
+        check_meta(self.rules, record.meta, flag=FLAG)
+        super()._check_graded(record)
+
     def _check_record(self, record: PromptRecord) -> None:
         super()._check_record(record)
-        check_meta(self.rules, record.meta, flag=FLAG)
         require(
             ("thought" not in record.meta, 'must not have the key "thought", under which scorers get the model\'s own')
         )

@@ -6,8 +6,9 @@ from typing import Literal
 from omni_reward.rules import SCORER, Term, open_rules
 from omni_train.data import PromptSampler, load_prompts
 
-from omni_rl.args import RunArgs, check_run, check_urls
+from omni_rl.args import RunArgs, check_run
 from omni_rl.cli import check_least, check_most, flag, require
+from omni_rl.eval_sets import TokenEvalSet, check_sets, check_urls
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class TokenArgs(RunArgs):
     temperature: float = 1.0  # Temperature of the rollout, and of the log-probs that are trained
     eval_temperature: float = 1.0  # Temperature of an evaluation
     eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+
+    # Data
+    eval: tuple[TokenEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
 
     # Engine
     engine: Literal["transformers"] = "transformers"  # Engine that samples, in the trainer's process
@@ -72,3 +76,4 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
     with flag("--eval-prompts: "):
         load_prompts(args.eval_prompts)
+    check_sets(args.eval)

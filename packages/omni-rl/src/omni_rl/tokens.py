@@ -17,7 +17,7 @@ import torch
 from omni_losses.sequence import TokenMean, token_weights
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.media import TEXT
-from omni_reward.rules import SCORER, Term, check_meta, grade, version_of
+from omni_reward.rules import SCORER, Term, check_meta, grade, open_rules, version_of
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
@@ -33,6 +33,7 @@ from omni_train.weights import PEFT_FILE, PEFT_PART, check_adapter, named_weight
 from torch import Tensor, nn
 
 from omni_rl.cli import flag, require
+from omni_rl.held_out import HeldOut, Shown, describe, mixed
 from omni_rl.prompt_media import media_files, with_media
 from omni_rl.report import Sample
 from omni_rl.run import AnyRun, Step, join_ranks
@@ -136,6 +137,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     model: TokenModel
     engine: TokenEngine
     scorer: TextScorer
+    eval_params: TokenParams
 
     def __init__(self, args: TokenT, algorithm: str, dist: Dist, *, reference: bool = False) -> None:
         super().__init__(args, algorithm, dist, reference=reference)
@@ -164,19 +166,27 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         return run
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of one answer to each held-out prompt, as `AnyRun.evaluate`; rank 0 adds them to the report."""
-        prompts = prompts_of(self.eval_records, 1, seed=0, step=-1)  # the same for every run
+        """Metrics of answers to the held-out prompts, as `AnyRun.evaluate`; rank 0 adds them to the report."""
+        metrics, shown = dict[str, float](), []
+        for held in self.held_out:
+            found, own = self._evaluate_set(held)
+            metrics |= found
+            shown.append((held.name, own))
+        if self.report:
+            self.report.show_eval(step, *mixed(shown))
+        return metrics
+
+    def _evaluate_set(self, held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
+        """Metrics of a set's answers, and this rank's answers for the report."""
+        prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
         unit = self.args.batch_size * self.dist.world_size
         places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
         filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
         with gathered(self.net) if "rollout" in self.unshard else nullcontext():
-            batches, pending = draw_answers(self, filled, self.eval_params)
+            batches, pending = draw_answers(self, filled, held.params, held.scorer)
         scores, groups = collect(self.dist, pending), torch.arange(len(filled))
         rewards = gather_rewards(self.dist, batches, scores, groups)[: len(prompts)]
-        if self.report:
-            self.report.show_eval(step, *_shown(batches, scores))
-        metrics = {"eval/abstained_ratio": rewards.isnan().float().mean().item()}
-        return metrics | ({} if rewards.isnan().all() else {"eval/reward": rewards.nanmean().item()})
+        return describe(held, rewards), _shown(batches, scores)
 
     def export(self, card: Mapping[str, object] | None) -> None:
         """Write an adapter as peft has it, or full weights as transformers has them, as `AnyRun.export`."""
@@ -221,15 +231,22 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
             client, version = connect(args.scorer_url, args, self.dist, self.canary, (TEXT,))
         self.scorer = RuleScorer(args.terms, client, args.score_batch_size)
         self._name_scorer(version)
+        ask = partial(connect, args=args, dist=self.dist, canary=self.canary, kinds=(TEXT,))
+        only = open_rules(SCORER, remote=True)
+        self._open_set_scorers(lambda url, name: RuleScorer(only, ask(url, name=name)[0], args.score_batch_size))
+
+    def _check_graded(self, record: PromptRecord) -> None:
+        """Raise ValueError for a prompt without what the rules ask for, too."""
+        check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
+        super()._check_graded(record)
 
     def _check_record(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt without what the rules ask for, with media that are missing, or too long.
+        """Raise ValueError for a prompt with media that are missing, or too long.
 
         Each rank checks its share, as media are read for it.
         """
         if record.index % self.dist.world_size != self.dist.rank:
             return
-        check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
         most = self.args.max_prompt_tokens
         if most or self.model.MEDIA or media_files(record) or "messages" in record.meta:
             (prompt,) = prompts_of([record], 1, seed=0, step=0)
@@ -313,9 +330,9 @@ def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, s
 
 
 def draw_answers(
-    run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams
+    run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams, scorer: TextScorer | None = None
 ) -> tuple[list[TokenTrajectory], list[Pending]]:
-    """This rank's batches of `prompts`, and their scores to come.
+    """This rank's batches of `prompts`, and their scores to come, of the run's scorer or another one.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
@@ -328,7 +345,7 @@ def draw_answers(
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
         run.counts["drawn"] += len(batch)
-        pending += run.scorer.submit(batch.answers, own)
+        pending += (scorer or run.scorer).submit(batch.answers, own)
     return batches, pending
 
 
@@ -340,7 +357,7 @@ def show_answers(
         run.report.show_samples(step.number + 1, *_shown(batches, scores))
 
 
-def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> tuple[list[dict[str, Tensor]], list[Sample]]:
+def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
     """The media of each of this rank's prompts, by kind, and what the report says of the answers."""
     media, rows = [], []
     drawn = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]

@@ -6,11 +6,12 @@ Everything here is read from files, hence from outside: it stays data until the 
 import base64
 import json
 import math
+import re
 import reprlib
 import tomllib
 import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from types import UnionType
@@ -78,6 +79,13 @@ CHARTS = (
     Chart("speed", "Scoring", "Seconds that the scorer worked, and those left to wait for when all was drawn.",
           {"reward/busy_s": "worked", "time/reward_wait_s": "waited for"}, smooth=True),
 )  # fmt: skip
+
+
+def charts(runs: Sequence[Mapping[str, Any]]) -> list[Chart]:
+    """The charts of these runs: CHARTS, the first with the held-out scores of the runs' own evaluation sets."""
+    names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
+    sets = {name: f"held-out, {name.split('/')[1]}" for name in names}
+    return [replace(CHARTS[0], lines={**CHARTS[0].lines, **sets}), *CHARTS[1:]]
 
 
 def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None) -> dict[str, Any]:

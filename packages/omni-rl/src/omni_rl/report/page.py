@@ -18,7 +18,7 @@ from typing import Any
 
 from omni_train.files import write_atomically
 
-from omni_rl.report.data import CHARTS, Steps, run_data
+from omni_rl.report.data import Steps, charts, run_data
 
 
 def write_report(folder: str | Path, steps: Steps | None = None) -> Path:
@@ -58,7 +58,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
         f"script-src '{_hash(script)}'",
         "title": html.escape(" and ".join(run["name"] for run in runs)),
         "style": style,
-        "data": embed({"runs": runs, "charts": [asdict(chart) for chart in CHARTS]}),
+        "data": embed({"runs": runs, "charts": [asdict(chart) for chart in charts(runs)]}),
         "script": script,
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")

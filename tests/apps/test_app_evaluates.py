@@ -1,0 +1,111 @@
+"""Evaluations on several sets, each with its settings and scorer, and evaluations alone, which train nothing."""
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import build_tiny_models
+import pytest
+from helpers import REPO
+from omni_reward import Scorer
+from omni_reward.testing import serving_here
+from omni_rl.eval_sets import MediaEvalSet, TokenEvalSet
+from omni_rl.report.data import charts, run_data
+from omni_train.files import load_metrics
+from trainer_runs import recipe, tiny, train
+
+import train_flowgrpo as app
+import train_gspo
+
+TINY = tiny(
+    recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
+    group_size=4, batch_size=4, lr=1e-3, lr_decay=False, save_every=1, lora_rank=4, lora_alpha=8,
+)  # fmt: skip
+
+
+def scores_of(line):
+    return {name: value for name, value in line.items() if name.startswith("eval/")}
+
+
+def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, capfd):
+    with serving_here(lambda media, prompts, meta: [-1.0 for _ in prompts], name="minus") as minus:
+        sets = (
+            MediaEvalSet("same", "eval.txt"),
+            MediaEvalSet("few", "eval.txt", num_prompts=2, samples_per_prompt=3, pass_threshold=0.5, seed=7),
+            MediaEvalSet("minus", "eval.txt", num_inference_steps=3, height=64, width=64, scorer_url=minus),
+        )
+        args = replace(TINY, scorer_url=bright_url, eval=sets, name="first")
+        lines = train(app, args)
+        for line in (lines[0], lines[-1]):
+            assert line["eval/same/reward"] == line["eval/reward"]
+            assert line["eval/few/best@3"] > line["eval/few/reward"]
+            assert {"eval/few/pass@1", "eval/few/pass@2", "eval/few/pass@3"} < line.keys()
+            assert line["eval/minus/reward"] == -1.0
+        printed = capfd.readouterr().out
+        assert "eval/minus/reward=-1" in printed
+        assert "minus -1.000 -> -1.000; report, weights and metrics in runs/first" in printed
+        data = run_data(Path("runs/first"))
+        assert list(charts([data])[0].lines)[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
+        prompts = [prompt["text"] for prompt in data["prompts"]]
+        assert {text.partition(":")[0] for text in prompts} >= {"same", "few", "minus"}
+        assert "held-out, minus" in Path("runs/first/weights/README.md").read_text()
+        assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"][2]["scorer_url"] == "..."
+
+        alone = replace(args, eval_only=True)
+        train(app, alone)
+        (line,) = load_metrics(Path("runs/first/eval-000002/metrics.jsonl"))
+        assert scores_of(line) == scores_of(lines[-1])
+        assert Path("runs/first/eval-000002/report.html").is_file()
+        assert "held-out score" in capfd.readouterr().out
+    assert load_metrics(Path("runs/first/metrics.jsonl")) == lines
+    goes_on = train(app, replace(args, eval=(), train_steps=3))
+    assert len(goes_on) == 4
+
+
+def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_url):
+    lines = train(app, replace(TINY, scorer_url=bright_url, name="first"))
+    for name, start, step in (("base", "", 0), ("given", "runs/first/weights", -1)):
+        args = replace(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
+        app.check_args(args)
+        for _ in range(2):  # the second time in place of the first
+            app.main(args)
+            (line,) = load_metrics(Path(f"runs/{name}/eval-000000/metrics.jsonl"))
+            assert line["eval/reward"] == pytest.approx(lines[step]["eval/reward"], abs=1e-6)
+        assert sorted(path.name for path in Path(f"runs/{name}").iterdir()) == ["eval-000000"]
+        assert not Path(f"runs/{name}/eval-000000/weights").exists()
+
+
+def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
+    for change, flag in (
+        ({"profile": 1}, "--profile"),
+        ({"dry_run": True, "device_memory_gb": 8.0}, "--device-memory-gb"),
+    ):
+        with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval-only takes none"):
+            app.check_args(replace(TINY, scorer_url="http://a:1", eval_only=True, **change))
+
+
+def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("".join(f'{{"prompt": "say {i}", "pattern": "[a-zA-Z]"}}\n' for i in range(4)))
+    Path("bare.jsonl").write_text('{"prompt": "say 0"}\n')
+    length = Scorer(lambda media, prompts, meta: [float(len(text)) for text in media["text"]], media=("text",))
+    with serving_here(length, name="length") as url:
+        sets = (
+            TokenEvalSet("more", "a.jsonl", samples_per_prompt=4, temperature=1.5, top_p=1.0),
+            TokenEvalSet("length", "bare.jsonl", scorer_url=url),
+        )
+        args = train_gspo.Args(
+            model=str(build_tiny_models.tiny_checkpoint("qwen3", REPO / ".pytest_cache" / "tiny-models")),
+            prompts="a.jsonl", eval_prompts="a.jsonl", prompts_per_step=2, group_size=4, batch_size=4,
+            max_new_tokens=5, reward="regex", pass_threshold=1.0, eval=sets, eval_only=True,
+        )  # fmt: skip
+        train_gspo.check_args(args)
+        train_gspo.main(args)
+        (line,) = load_metrics(Path("runs/run/eval-000000/metrics.jsonl"))
+        assert line["eval/pass@1"] == line["eval/reward"]
+        assert line["eval/more/best@4"] >= line["eval/more/pass@1"]
+        assert line["eval/length/reward"] >= 0.0
+        Path("b.jsonl").write_text('{"prompt": "no pattern"}\n')
+        bad = replace(args, eval=(TokenEvalSet("bad", "b.jsonl"),))
+        with pytest.raises(ValueError, match=r"^eval\[1\].prompts: b.jsonl, line 1: .*pattern"):
+            train_gspo.main(bad)

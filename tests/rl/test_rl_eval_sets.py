@@ -1,0 +1,133 @@
+"""Evaluation sets: tables of a TOML file, refused by their numbers; the best of several samples and pass@k."""
+
+import math
+import tomllib
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from omni_rl.args import MediaArgs, without_secrets
+from omni_rl.cli import from_toml, to_toml
+from omni_rl.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
+from omni_rl.held_out import HeldOut, describe, mixed, params_of, pass_at_k
+from omni_rl.report import Sample
+from omni_rl.token_args import TokenArgs
+from omni_rollout import Params
+from omni_rollout.tokens import TokenParams
+
+TEXT = """
+lr = 1e-4
+
+[[eval]]
+name = "long"
+prompts = "a.txt"
+num_inference_steps = 20
+guidance_scale = 2
+
+[[eval]]
+name = "other"
+prompts = "b.txt"
+scorer_url = "http://a:1"
+"""
+
+
+def test_sets_are_tables_that_come_back_from_toml():
+    args = MediaArgs(**from_toml(TEXT, MediaArgs, "mine"))
+    assert args.eval[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
+    assert args.eval[1].scorer_url == "http://a:1"
+    assert MediaArgs(**from_toml(to_toml(args), MediaArgs, "mine")) == args
+    assert tomllib.loads(to_toml(args))["eval"][0]["name"] == "long"
+    assert [own.scorer_url for own in without_secrets(args).eval] == ["", "..."]
+    assert to_toml(MediaArgs()).count("eval =") == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "[[eval]]\nname = 'a'\n[[eval]]\npromts = 'b'",
+            r"mine: eval\[2\]: unknown key 'promts'; did you mean 'prompts'",
+        ),
+        ("[[eval]]\nheight = 'x'", r"mine: eval\[1\].height must be a whole number, got 'x'"),
+        ("eval = 'x'", "mine: eval must be tables, each below a line of its own with two brackets, got 'x'"),
+        ("[[eval]]\ntop_p = 0.5", r"mine: eval\[1\]: unknown key 'top_p'"),
+    ],
+)
+def test_a_mistake_in_a_table_names_its_number(text, words):
+    with pytest.raises(ValueError, match=words):
+        from_toml(text, MediaArgs, "mine")
+    if "top_p" in text:
+        assert from_toml(text, TokenArgs, "mine")["eval"][0].top_p == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"name": "1"}, r"eval\[2\].name must be a letter, then letters, digits, _ and -, got '1'"),
+        ({"name": "a"}, r"eval\[1\].name must be that of no other set, got 'a'"),
+        ({"prompts": ""}, r"eval\[2\].prompts must be given"),
+        ({"prompts": "a.csv"}, r"eval\[2\].prompts: path must end in"),
+        ({"samples_per_prompt": 0}, r"eval\[2\].samples_per_prompt must be between 1 and 65536, got 0"),
+        ({"pass_threshold": math.nan}, r"eval\[2\].pass_threshold must be between .* got nan"),
+        ({"guidance_scale": -1.0}, r"eval\[2\].guidance_scale must be between 0 and 1000, got -1.0"),
+        ({"scorer_url": "..."}, r"eval\[2\].scorer_url must be http"),
+    ],
+)
+def test_a_set_that_cannot_be_evaluated_is_refused_by_its_number(change, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a cat\n")
+    good = MediaEvalSet("a", "a.txt")
+    check_sets([good, replace(good, name="b")])
+    with pytest.raises(ValueError, match=f"^{words}"):
+        check_sets([good, replace(good, **({"name": "b"} | change))])
+
+
+def test_a_set_changes_what_it_names_and_no_more():
+    run = Params(num_inference_steps=10, height=64, width=32, guidance={"true_cfg_scale": 4.0, "audio": 2.0})
+    own = MediaEvalSet(num_inference_steps=20, height=32, true_cfg_scale=1.0, guidance="audio=3")
+    assert params_of(own, run) == replace(run, num_inference_steps=20, height=32, guidance={"audio": 3.0})
+    assert params_of(MediaEvalSet(), run) == run
+    assert params_of(TokenEvalSet(top_p=0.5), TokenParams(8, 0.9)) == TokenParams(8, 0.9, 0.5)
+
+
+def test_pass_at_k_is_the_share_of_subsets_in_which_one_passes():
+    for n in range(1, 8):
+        for c in range(n + 1):
+            for k in range(1, n + 1):
+                subsets = list(combinations([True] * c + [False] * (n - c), k))
+                assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+    for wrong in ((4, 5, 1), (4, -1, 1), (4, 2, 5), (4, 2, 0)):
+        with pytest.raises(ValueError, match="must be in"):
+            pass_at_k(*wrong)
+
+
+def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
+    nan = math.nan
+    rewards = torch.tensor([0.0, 1.0, 0.5, 0.0, nan, nan, 1.0, nan, nan, nan, nan, nan])
+    held = HeldOut("long", [], Params(num_inference_steps=2, height=1, width=1), samples=4, threshold=1.0)
+    found = describe(held, rewards)
+    assert found == pytest.approx(
+        {
+            "eval/long/abstained_ratio": 7 / 12,
+            "eval/long/reward": 2.5 / 5,
+            "eval/long/best@4": 1.0,
+            "eval/long/pass@1": (1 / 4 + 1) / 2,
+            "eval/long/pass@2": 1 / 2,  # of the one prompt with so many scores
+            "eval/long/pass@4": 1.0,
+        }
+    )
+    assert list(describe(replace(held, name="", samples=1, threshold=None), rewards)) == [
+        "eval/abstained_ratio",
+        "eval/reward",
+    ]
+    assert describe(replace(held, samples=1), torch.tensor([nan])) == {"eval/long/abstained_ratio": 1.0}
+
+
+def test_the_report_shows_the_first_samples_of_every_set():
+    sets = [(name, ([{}] * count, [Sample(f"p{i}", 0.5) for i in range(count)])) for name, count in (("", 3), ("b", 1))]
+    media, rows = mixed(sets)
+    assert [row.prompt for row in rows] == ["p0", "b: p0", "p1", "p2"]
+    assert len(media) == 4
+    assert EvalSet().name == ""
