@@ -36,7 +36,7 @@ def test_settings_are_those_of_the_dataclass(trainer):
     read = configuration.settings((REPO / "apps" / f"{trainer}.py").read_text())
     assert [setting.name for setting in read] == [field.name for field in fields(args)]
     for setting, field in zip(read, fields(args), strict=True):
-        words = {True: "on", False: "off", "None": "none", "": ""}
+        words = {True: "on", False: "off", "None": "none", "": "", (): ""}
         told = str(field.default).removeprefix(f"{REPO}/")
         assert setting.default in (words.get(field.default), words.get(told), f"`{told}`"), setting
         assert len(setting.meaning) > 3, setting

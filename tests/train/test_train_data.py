@@ -7,13 +7,14 @@ from collections import Counter
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
 import omni_train.data
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omni_train import data
 from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_seed
 
 
@@ -350,16 +351,15 @@ class Table:
     def __init__(self, rows):
         self.rows = rows
 
-    def read_table(self, path, *, partitioning):
-        assert partitioning is None  # a folder called a=1 is no column
+    def open(self, path):
         if not path.exists():
             raise FileNotFoundError(path)
         if path.name == "strange.parquet":
             raise NotImplementedArrowError("Unhandled type")
         return self
 
-    def to_pylist(self):
-        return self.rows
+    def iter_batches(self, batch_size):
+        return [SimpleNamespace(to_pylist=partial(list, self.rows[i : i + 2])) for i in range(0, len(self.rows), 2)]
 
 
 class ArrowError(Exception):
@@ -373,7 +373,7 @@ class NotImplementedArrowError(NotImplementedError, ArrowError):
 def parquet_of(rows, folder, monkeypatch):
     (folder / "a.parquet").touch()
     package = ModuleType("pyarrow")
-    package.parquet, package.ArrowException = Table(rows), ArrowError
+    package.parquet, package.ArrowException = SimpleNamespace(ParquetFile=Table(rows).open), ArrowError
     monkeypatch.setitem(sys.modules, "pyarrow", package)
     return folder / "a.parquet"
 
@@ -397,14 +397,40 @@ def test_a_row_of_parquet_is_what_a_line_is(tmp_path, monkeypatch):
     ("row", "message"),
     [
         ({"prompt": ""}, 'row 2: "prompt" must not be empty'),
-        ({"prompt": "b", "images": [b"PNG"]}, 'row 2: "images" must hold text, .* paths in place of files, got .*PNG'),
+        ({"prompt": "b", "image": b"\x89PNG"}, 'row 2: "image" must hold text, .* files only as images, .*, got .*PNG'),
+        ({"prompt": "b", "images": [b"MZ\x90"]}, r'row 2: "images" must .* of the kinds .png, .* got 3: .*MZ'),
+        ({"prompt": "b", "video": {"bytes": b"GIF89a" + bytes(2**10), "path": None}}, "row 2: .* at most 1024 bytes"),
         ({"prompt": "b", "n": float("nan")}, 'row 2: "n" must hold text, finite numbers, .* got nan'),
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, monkeypatch, row, message):
+    monkeypatch.setattr(data, "MAX_MEDIA_BYTES", 2**10)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = parquet_of([{"prompt": "a"}, row], tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=f"a.parquet, {message}"):
         load_prompts(path)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_bytes_in_parquet_are_files_named_by_what_they_hold(tmp_path, monkeypatch):
+    """As the datasets library has them: structs of bytes and a path, of which the path is not trusted."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    picture, sound = b"\x89PNG\r\n\x1a\n\0", b"RIFF\n\0\0\0WAVEfmt "
+    struct = {"bytes": picture, "path": "/etc/../evil.sh"}
+    chat = [{"role": "user", "content": [{"type": "audio", "audio": {"bytes": sound, "path": None}}]}]
+    rows = [
+        {"prompt": "a", "images": [struct, {"bytes": None, "path": "b.png"}]},
+        {"prompt": "b", "images": picture, "video": None},
+        {"messages": chat},
+    ]
+    both, one, said = load_prompts(parquet_of(rows, tmp_path, monkeypatch))
+    kept = tmp_path / "cache/omni-rl/media"
+    path = kept / f"{hashlib.sha256(picture).hexdigest()}.png"
+    assert both.images == (path, tmp_path / "b.png")
+    assert one.images == (path,)
+    assert path.read_bytes() == picture
+    assert said.audio.read_bytes() == sound
+    assert sorted(file.suffix for file in kept.iterdir()) == [".png", ".wav"]
 
 
 def test_parquet_says_what_to_install_and_which_file_cannot_be_read(tmp_path, monkeypatch):

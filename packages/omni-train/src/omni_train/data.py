@@ -8,17 +8,25 @@ their hashes; of more each place is worked out when it is asked for, so that a m
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
+from omni_train.files import write_atomically
+
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
 MAX_SIDE = 16_384  # pixels
 ROLES = ("system", "user", "assistant")
 FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> where a line has files
+MAX_MEDIA_BYTES = 2**28  # of a file in a row of parquet
+SIGNS = {  # with which files begin -> the suffix that readers know them by
+    rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
+    rb"RIFF....WAVE": ".wav",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +57,7 @@ class PromptSampler:
     "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,
     maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. In
     place of "prompt" it may hold "messages", a chat whose last message is the user's. `.parquet` holds such an object a
-    row.
+    row, in which files may also be bytes, as the datasets library has them: see `media_folder`.
     check: called with every prompt.
 
     Raises:
@@ -204,20 +212,61 @@ def _table_lines(path: Path) -> list[str]:
         from pyarrow import ArrowException, parquet
     except ImportError as exc:
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
+    lines: list[str] = []
     try:
-        rows = parquet.read_table(path, partitioning=None).to_pylist()
-    except (OSError, ValueError, ArrowException) as exc:  # such as of a type that it does not know
+        for batch in parquet.ParquetFile(path).iter_batches(batch_size=16):  # few, as rows may hold files
+            lines += [
+                _row_line(row, f"{path}, row {len(lines) + i}") for i, row in enumerate(batch.to_pylist(), start=1)
+            ]
+    except (OSError, NotImplementedError, ArrowException) as exc:  # such as of a type that it does not know
         raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
-    lines = []
-    for number, row in enumerate(rows, start=1):
-        for key, value in row.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError) as exc:
-                rule = f'"{key}" must hold text, finite numbers, lists and structs, and paths in place of files'
-                raise ValueError(f"{path}, row {number}: {rule}, got {value!r:.80}") from exc
-        lines.append(json.dumps(_without_null(row), ensure_ascii=False))
     return lines
+
+
+def _row_line(row: dict[str, object], place: str) -> str:
+    for key, value in row.items():
+        try:
+            if key in (*FILES.values(), "messages"):
+                row[key] = _with_paths(value)
+            json.dumps(row[key], allow_nan=False)
+        except (TypeError, ValueError) as exc:
+            rule = "must hold text, finite numbers, lists and structs, and files only as images, audio or video"
+            told = exc if isinstance(exc, _NoFileError) else f"got {value!r:.80}"
+            raise ValueError(f'{place}: "{key}" {rule}, {told}') from exc
+    return json.dumps(_without_null(row), ensure_ascii=False)
+
+
+class _NoFileError(ValueError):
+    """Bytes that are no file that a prompt may have."""
+
+
+def _with_paths(value: object) -> object:
+    """A value of a row with paths in place of bytes, and of structs of bytes and a path."""
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        value = value["path"] if value["bytes"] is None else value["bytes"]
+    if isinstance(value, bytes):
+        return str(_kept_file(value))
+    if isinstance(value, dict):
+        return {key: _with_paths(own) for key, own in value.items()}
+    return [_with_paths(own) for own in value] if isinstance(value, list) else value
+
+
+def _kept_file(data: bytes) -> Path:
+    """The file of these bytes in `media_folder`, whose name is their SHA-256: whoever writes it writes the same."""
+    suffix = next((suffix for sign, suffix in SIGNS.items() if re.match(sign, data, re.DOTALL)), None)
+    if suffix is None or len(data) > MAX_MEDIA_BYTES:
+        kinds = ", ".join(SIGNS.values())
+        raise _NoFileError(f"of the kinds {kinds} and at most {MAX_MEDIA_BYTES} bytes, got {len(data)}: {data[:16]!r}")
+    path = media_folder() / f"{hashlib.sha256(data).hexdigest()}{suffix}"
+    if not (path.is_file() and path.stat().st_size == len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+    return path
+
+
+def media_folder() -> Path:
+    """Where files that stand as bytes in parquet are kept: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl" / "media"
 
 
 def _without_null(value: object) -> object:
