@@ -56,6 +56,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/testing.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
     "omni_train/data.py": {"pyarrow"},
+    "omni_train/hub.py": {"huggingface_hub"},
     "omni_train/log.py": {"rich"},
     "omni_rl/direct_rewards.py": {"transformers"},
     "omni_rl/sinks.py": {"wandb", "trackio"},

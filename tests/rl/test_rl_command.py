@@ -23,6 +23,7 @@ RUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
         ("sample --model m", [str(APPS / "sample.py"), "--model", "m"]),
         ("serve --scorer ocr", ["-m", "omni_reward.server", "--scorer", "ocr"]),
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
+        ("push runs/a o/n", ["-m", "omni_rl.hub", "runs/a", "o/n"]),
     ],
 )  # fmt: skip
 def test_a_sub_command_is_a_program_with_its_own_flags(words: str, started: list[str]):

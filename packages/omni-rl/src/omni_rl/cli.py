@@ -20,6 +20,8 @@ from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
+from omni_train.hub import local_file
+
 ConfigT = TypeVar("ConfigT")
 
 FLOAT32_MAX = 3.4028234663852886e38
@@ -102,8 +104,10 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
             raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
         values |= from_toml(presets[preset], cls, f"--preset {preset}")
     if path is not None:
+        with flag("--config: "):
+            file = local_file(path)
         try:
-            values |= from_toml(Path(path).read_text(encoding="utf-8"), cls, path)
+            values |= from_toml(file.read_text(encoding="utf-8"), cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
     config = cls(**values | given)
@@ -327,12 +331,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
 def to_toml(config: Any) -> str:
     """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
     tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
-    values = {
-        key: json.dumps(value, ensure_ascii=False)
-        for key, value in vars(config).items()
-        if value is not None and key not in tables
-    }
-    text = "".join(f"{key} = {value}\n" for key, value in values.items())
+    values = {key: value for key, value in vars(config).items() if value is not None and key not in tables}
+    text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
     for name, rows in tables.items():
         text += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in rows)
     return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL

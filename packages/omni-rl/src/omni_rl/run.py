@@ -46,6 +46,7 @@ from omni_train.dist import (
 )
 from omni_train.files import file_digest, probe_digest, write_atomically
 from omni_train.flops import Calls, FlopTable
+from omni_train.hub import FETCHED, local_file, pinned
 from omni_train.load import load_sharded
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
@@ -276,7 +277,8 @@ class AnyRun(ABC, Generic[ArgsT]):
         start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
         digest = probe_digest([*sorted(model.folder.rglob("*.safetensors")), *start])
         self.config: dict[str, object] = asdict(without_secrets(args))
-        self.config |= {"prompts_digest": file_digest(args.prompts), "weights_digest": digest}
+        self.config |= {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
+        self.config["weights_digest"] = digest
 
     def _read_set(self, own: EvalSet, at: str) -> HeldOut[Any, Any]:
         """An evaluation set, whose scorer is opened later. at: what messages call it."""
@@ -490,6 +492,7 @@ class AnyRun(ABC, Generic[ArgsT]):
             facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
             facts["attention"] = ", ".join(backend.name for backend in BACKENDS[self.attention])
             facts |= {"gathered": "once in " + " and ".join(self.unshard)} if self.unshard else {}
+            facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)

@@ -96,15 +96,9 @@ def wandb(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
     folder.mkdir(parents=True, exist_ok=True)
-    run = library.init(
-        project=project,
-        name=folder.name,
-        id=_tracked(folder, "wandb")[0],
-        resume=None if mode == "offline" else "allow",
-        dir=folder,
-        config=_config(folder),
-        mode=mode,
-    )
+    which = {"project": project, "name": folder.name, "id": _tracked(folder, "wandb")[0], "dir": folder}
+    resume = None if mode == "offline" else "allow"
+    run = library.init(**which, resume=resume, config=_config(folder), mode=mode)
     return _run_sink(run, library.Image, folder)
 
 

@@ -16,6 +16,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 from omni_train.files import write_atomically
+from omni_train.hub import local_file
 
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
@@ -66,7 +67,7 @@ class PromptSampler:
     """
 
     def __init__(self, path: str | Path, *, prompts_per_step: int, seed: int, check: RecordCheck | None = None) -> None:
-        self._lines, self._split = _read_lines(Path(path), check)
+        self._lines, self._split = _read_lines(local_file(path), check)
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
@@ -166,7 +167,7 @@ def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[
         ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what `check` raises
             (named with the number of the line or row), or pyarrow is not installed.
     """
-    lines, split = _read_lines(Path(path), check)
+    lines, split = _read_lines(local_file(path), check)
     return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
 
 

@@ -18,6 +18,7 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
     "train": ("Train a model: omni-rl train flowgrpo --preset tiny-signs", []),
     "sample": ("Draw from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
     "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
+    "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.hub"]),
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
 }
 

@@ -1,0 +1,90 @@
+"""Files on the hub: prompts and recipes fetched by their address, weights of a run pushed. Needs huggingface_hub.
+
+hf://datasets/OWNER/NAME/FILE               of a data set; of a model without datasets/
+hf://datasets/OWNER/NAME@REVISION/FILE      at a branch, tag or commit
+"""
+
+import re
+from pathlib import Path
+
+ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
+FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays where it was
+
+
+def local_file(place: str | Path) -> Path:
+    """The path itself, or for an address the file in the hub's cache, fetched where it is missing.
+
+    Raises:
+        ValueError: an address of another form, or a file that cannot be fetched and is not in the cache.
+    """
+    text = str(place)
+    if not text.startswith("hf:/"):
+        return Path(place)
+    if text not in FETCHED:
+        FETCHED[text] = _fetch(text)
+    return FETCHED[text]
+
+
+def _fetch(address: str) -> Path:
+    found = ADDRESS.fullmatch(address)
+    if found is None:
+        rule = "path must be hf://datasets/OWNER/NAME/FILE, maybe with @REVISION after NAME"
+        raise ValueError(f"{rule}, or without datasets/ for a model, got {address}")
+    is_data, repo, revision, file = found.groups()
+    kind = "dataset" if is_data else "model"
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repo, file, repo_type=kind, revision=revision))
+    except (ImportError, OSError, ValueError) as exc:
+        pin = f" --revision {revision}" if revision else ""
+        raise ValueError(
+            f"path must be a file that can be fetched from the hub, got {address}: {exc}. Fetch it where there is a "
+            f"network, with `hf download {repo} {file} --repo-type {kind}{pin}`, or give a file"
+        ) from exc
+
+
+def pinned(place: str) -> str:
+    """The place itself, or an address that was fetched with the commit that it stood for."""
+    found = ADDRESS.fullmatch(place)
+    if found is None:
+        return place
+    is_data, repo, _, file = found.groups()
+    parts = local_file(place).parts
+    return f"hf://{is_data or ''}{repo}@{parts[parts.index('snapshots') + 1]}/{file}"
+
+
+def files_to_push(run: str | Path) -> dict[str, Path]:
+    """The files that `push_to_hub` uploads, by their names there: weights, their card, settings as recipe.toml.
+
+    Raises:
+        ValueError: the run has no weights.
+    """
+    weights, settings = Path(run) / "weights", Path(run) / "config.toml"
+    files = {file.relative_to(weights).as_posix(): file for file in sorted(weights.rglob("*")) if file.is_file()}
+    if not any(name.endswith(".safetensors") for name in files):
+        raise ValueError(f"run must be a folder with weights, which an evaluation writes, found none in {weights}")
+    return files | ({"recipe.toml": settings} if settings.is_file() else {})
+
+
+def push_to_hub(run: str | Path, repo_id: str, *, private: bool = False) -> str:
+    """Upload a run's weights, model card and settings in one commit, and return its URL.
+
+    Args:
+        run: the run folder.
+        repo_id: of the model on the hub, OWNER/NAME, made where it is missing.
+        private: whether it is private then.
+
+    Raises:
+        ValueError: the run has no weights, or the hub does not take them.
+    """
+    files = files_to_push(run)
+    try:
+        from huggingface_hub import CommitOperationAdd, HfApi
+
+        api, adds = HfApi(), [CommitOperationAdd(name, file) for name, file in files.items()]
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        return str(api.create_commit(repo_id, adds, commit_message=f"Add {Path(run).name}").commit_url)
+    except Exception as exc:  # of whichever client the library has
+        rule = "repo_id must be OWNER/NAME on the hub, where you may write after `hf auth login`"
+        raise ValueError(f"{rule}, got {repo_id}: {type(exc).__name__}: {exc}") from exc

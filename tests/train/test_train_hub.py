@@ -1,0 +1,89 @@
+"""Files on the hub, without a network: stand-ins have the signatures of the installed huggingface_hub."""
+
+from unittest.mock import create_autospec
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+from omni_rl import hub as program
+from omni_rl.cli import read_settings
+from omni_train import hub
+from omni_train.data import load_prompts
+
+ADDRESS = "hf://datasets/owner/name@v1/some/prompts.txt"
+
+
+@pytest.fixture
+def download(tmp_path, monkeypatch):
+    """The hub's download, which finds one file."""
+    monkeypatch.setattr(hub, "FETCHED", {})
+    path = tmp_path / "datasets--owner--name/snapshots/abc123/some/prompts.txt"
+    path.parent.mkdir(parents=True)
+    path.write_text("a cat\na dog\n")
+    stand_in = create_autospec(huggingface_hub.hf_hub_download, return_value=str(path))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", stand_in)
+    return stand_in
+
+
+def test_prompts_are_fetched_once_at_their_revision(download):
+    assert [record.text for record in load_prompts(ADDRESS)] == ["a cat", "a dog"]
+    load_prompts(ADDRESS)
+    download.assert_called_once_with("owner/name", "some/prompts.txt", repo_type="dataset", revision="v1")
+    assert hub.pinned(ADDRESS) == "hf://datasets/owner/name@abc123/some/prompts.txt"
+    assert hub.pinned("data/prompts.txt") == "data/prompts.txt"
+
+
+def test_settings_come_from_a_model_on_the_hub(download):
+    from omni_rl.args import MediaArgs
+
+    path = hub.local_file("hf://owner/name/recipe.toml")
+    path.write_text("lr = 0.5\n")
+    assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.5
+    download.assert_called_once_with("owner/name", "recipe.toml", repo_type="model", revision=None)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["hf://a.txt", "hf://datasets/owner/name", "hf://owner/name/../../x", "hf:/owner/name/x"]
+)
+def test_another_address_is_refused(wrong, download):
+    with pytest.raises(ValueError, match="path must be hf://datasets/OWNER/NAME/FILE, maybe with @REVISION after NAME"):
+        hub.local_file(wrong)
+    download.assert_not_called()
+
+
+def test_without_a_network_the_command_that_fetches_the_file_is_told(download):
+    from omni_rl.args import MediaArgs
+
+    download.side_effect = LocalEntryNotFoundError("no connection")
+    told = r"no connection. Fetch it .* `hf download owner/name some/prompts.txt --repo-type dataset --revision v1`"
+    with pytest.raises(ValueError, match=told):
+        load_prompts(ADDRESS)
+    with pytest.raises(
+        ValueError, match=r"^--config: path must be .* `hf download owner/name a.toml --repo-type model`"
+    ):
+        read_settings(MediaArgs, ["--config", "hf://owner/name/a.toml"], {}, "")
+
+
+def test_weights_are_pushed_with_card_and_settings_in_one_commit(tmp_path, monkeypatch, capsys):
+    run = tmp_path / "first"
+    (run / "weights/high").mkdir(parents=True)
+    for name in ("weights/README.md", "weights/high/model.safetensors", "config.toml", "metrics.jsonl"):
+        (run / name).write_text(name)
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    api.create_commit.return_value.commit_url = "https://hub/commit"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    program.main([str(run), "owner/name", "--dry-run"])
+    assert api.mock_calls == []
+    program.main([str(run), "owner/name", "--private"])
+    assert capsys.readouterr().out.splitlines()[-1] == "https://hub/commit"
+    api.create_repo.assert_called_once_with("owner/name", private=True, exist_ok=True)
+    (_, adds), _ = api.create_commit.call_args
+    assert [add.path_in_repo for add in adds] == ["README.md", "high/model.safetensors", "recipe.toml"]
+    api.create_repo.side_effect = RuntimeError("401")
+    with pytest.raises(SystemExit, match="2"):
+        program.main([str(run), "owner/name"])
+    assert "where you may write after `hf auth login`, got owner/name: RuntimeError: 401" in capsys.readouterr().err
+    with pytest.raises(
+        ValueError, match="run must be a folder with weights, which an evaluation writes, found none in"
+    ):
+        hub.files_to_push(tmp_path)
