@@ -40,6 +40,9 @@ def test_settings_come_from_a_model_on_the_hub(download):
     path.write_text("lr = 0.5\n")
     assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.5
     download.assert_called_once_with("owner/name", "recipe.toml", repo_type="model", revision=None)
+    path.write_text("scorer_token_file = '/etc/passwd'\n")
+    with pytest.raises(ValueError, match=r"recipe\.toml must not name a scorer_token_file: give the flag"):
+        read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
 
 
 @pytest.mark.parametrize(

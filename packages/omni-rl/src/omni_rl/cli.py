@@ -107,9 +107,14 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         with flag("--config: "):
             file = local_file(path)
         try:
-            values |= from_toml(file.read_text(encoding="utf-8"), cls, path)
+            found = from_toml(file.read_text(encoding="utf-8"), cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
+        is_safe = not path.startswith("hf:") or "scorer_token_file" not in found
+        require(
+            (is_safe, f"--config {path} must not name a scorer_token_file: give the flag, so that you choose the file")
+        )
+        values |= found
     config = cls(**values | given)
     if wants_help:
         print_help(config, presets, description)
