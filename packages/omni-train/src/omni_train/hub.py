@@ -37,9 +37,10 @@ def _fetch(address: str) -> Path:
 
         return Path(hf_hub_download(repo, file, repo_type=kind, revision=revision))
     except (ImportError, OSError, ValueError) as exc:
+        told = " ".join(str(exc).split()).rstrip(".")
         pin = f" --revision {revision}" if revision else ""
         raise ValueError(
-            f"path must be a file that can be fetched from the hub, got {address}: {exc}. Fetch it where there is a "
+            f"path must be a file that can be fetched from the hub, got {address}: {told}. Fetch it where there is a "
             f"network, with `hf download {repo} {file} --repo-type {kind}{pin}`, or give a file"
         ) from exc
 

@@ -418,8 +418,9 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
         wanted = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"]))
     except (OSError, ValueError) as exc:
+        told = " ".join(str(exc).split()).rstrip(".")
         how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
-        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {exc}. {how}") from exc
+        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {told}. {how}") from exc
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
