@@ -1,12 +1,15 @@
 """Short runs of the trainers on the CPU and on the emulated accelerator."""
 
+import gc
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emulated.npu import load
+import torch
+from emulated.npu import Event, load, watch
+from omni_rollout.models.hunyuan_image_moe import Mixture
 from records import record
 
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
@@ -66,9 +69,20 @@ def peaks(variant: str) -> tuple[float, float]:
     return step.peak, gpu_check.plan_of(size, variant)
 
 
+def waits_of_experts() -> int:
+    """How often the host waits in a layer of HunyuanImage-3.0's experts."""
+    load()
+    mixture, states = Mixture(8, 4, shared=4, num_experts=4, top_k=2).to("npu"), torch.ones(1, 5, 8, device="npu")
+    told: list[Event] = []
+    with torch.no_grad(), watch(told):
+        mixture(states, None)
+    return sum(each.waits for each in told)
+
+
 def check(folder: Path, parts: list[str]) -> int:
     """The exit code of scripts/gpu_check.py on little, with all parts in this process on the emulated accelerator."""
     load()
     import gpu_check
 
+    gc.freeze()  # a collection looks at what parts have made, and at no library
     return gpu_check.main(["--small", "--folder", str(folder), "--only", *parts], launch=gpu_check.run_part)

@@ -6,7 +6,7 @@ One step of rank 0 of 2: two batches of 4 pictures, LoRA, DDP. FlowGRPO and NFT 
 from collections import Counter
 
 import pytest
-from emulated import count_waits
+from emulated import count_waits, emulated_runs
 from helpers import sampled
 
 NEEDED = {"sampling.py draw": count_waits.BATCHES, "optim.py _norms": 1, "run.py policy_metrics": 1}
@@ -41,3 +41,7 @@ def test_only_gradients_go_from_device_to_device_and_ranks_talk_little(counted):
 def test_copies_to_the_device_are_few(counted):
     name, phases = counted
     assert sum(phase.count("to device") for phase in phases) <= COPIES[name]
+
+
+def test_a_mixture_of_experts_waits_once(fresh):
+    assert fresh(emulated_runs.waits_of_experts) == 1

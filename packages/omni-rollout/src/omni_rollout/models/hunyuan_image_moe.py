@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("omni_rollout::mm_experts", mutates_args=())
 def mm_experts(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Rows [S, in] times the weight [out, in] of their expert, [S, out]; expert e has those up to ends[e]."""
+    """Rows [S, in] times the weight [out, in] of their expert, [S, out]; ends [E], on the host: of each one's rows."""
     out, start = rows.new_empty(len(rows), len(weights[0])), 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
         torch.mm(rows[start:end], weight.t(), out=out[start:end])
@@ -124,7 +124,7 @@ class Mixture(nn.Module):
         experts, shares = self.gate(flat, None if routes is None else routes.flatten(0, 1))
         chosen, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(self.experts), device=flat.device)
-        ends = torch.searchsorted(chosen, every, right=True)
+        ends = torch.searchsorted(chosen, every, right=True).cpu()  # the only wait, with its backward pass
         rows = flat[order // experts.shape[1]]
         up, down = (
             [getattr(each, name)["weight"] for each in self.experts] for name in ("gate_and_up_proj", "down_proj")
