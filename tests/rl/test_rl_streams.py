@@ -1,5 +1,6 @@
 """Frames and sound of a sample apart: worked examples, and the limits in which they are one."""
 
+import math
 from functools import partial
 from types import SimpleNamespace
 
@@ -54,7 +55,9 @@ def test_each_advantage_moves_its_own_stream_by_its_share():
 
 def test_a_ratio_is_clipped_stream_by_stream():
     now = torch.tensor([[1.0, 0.0], [0.0, 0.0]]).requires_grad_()  # the frames of the first are far past the bound
-    over_streams(CLIP, (0.5, 0.5))(now, torch.zeros(2, 2), torch.ones(2), weights=None).loss.backward()
+    out = over_streams(CLIP, (0.5, 0.5))(now, torch.zeros(2, 2), torch.ones(2), weights=None)
+    assert out.metrics["ratio_max_dev"].item() == pytest.approx(math.e - 1)  # of the frames, whatever their share
+    out.loss.backward()
     assert now.grad.tolist() == [[0.0, -0.25], [-0.25, -0.25]]
 
 

@@ -66,12 +66,13 @@ def of_stream(values: Tensor, m: int) -> Tensor:
 
 
 def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
-    """The losses of the streams, and their metrics, in these shares."""
+    """The losses of the streams, and their metrics, in these shares; of a largest deviation the largest."""
 
     def added(values: Sequence[Tensor]) -> Tensor:
         return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
 
-    metrics = {name: added([each.metrics[name] for each in losses]) for name in losses[0].metrics}
+    metrics = {name: torch.stack([each.metrics[name] for each in losses]) for name in losses[0].metrics}
+    metrics = {name: values.max() if name.endswith("max_dev") else added([*values]) for name, values in metrics.items()}
     return LossOutput(added([each.loss for each in losses]), metrics)
 
 
