@@ -17,9 +17,12 @@ from omni_rollout import Prompt, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.weights import homes, load_weights
+from omni_train.dist import init_distributed
+from omni_train.lora import adapter_params, add_lora
+from omni_train.weights import homes, load_weights, save_weights
 from trainer_runs import recipe, tiny, train, train_on_ranks
 
+import train_distill
 import train_dpo
 import train_flowgrpo
 import train_nft
@@ -36,6 +39,7 @@ def settings(app, urls, **changes):
         train_flowgrpo: {"window_low": 0, "window_high": None, "noise_level": 0.7},
         train_nft: {"train_levels": 1},
         train_dpo: {},
+        train_distill: {},
     }[app]
     places = {"model": str(ROW.checkpoint()), "scorer_url": urls["video"], "weight_decay": 0.0}
     return tiny(recipe(app, "tiny-signs"), **(SIZES | own | places | changes))
@@ -195,6 +199,22 @@ def test_steps_of_an_expert_that_is_not_trained_are_refused(here, bright_urls):
         single = str(ROWS["wan21"].checkpoint())
         with pytest.raises(ValueError, match=said):
             train(train_flowgrpo, settings(train_flowgrpo, bright_urls, **changes, model=single))
+
+
+def test_a_teacher_of_both_experts_teaches_the_one_that_is_trained(here):
+    model = open_model(ROW.checkpoint())
+    net = model.load_net(device="cpu", dtype=torch.float32)
+    add_lora(net, model.LORA_TARGETS, rank=4, alpha=8, seed=1)
+    with torch.no_grad():
+        for p in adapter_params(net, "default"):
+            p.add_(0.03)
+    for expert, part in model.nets.items():
+        for folder in ("both", f"only-{expert}"):
+            save_weights(net.get_submodule(expert), here / folder / expert, init_distributed(), into=part)
+    args = settings(train_distill, {"video": ""}, **LORA, train_steps=1, train_experts="low", train_low=1)
+    assert train(train_distill, replace(args, teachers=f"one={here / 'both'}"))[1]["policy/loss"] > 0
+    with pytest.raises(ValueError, match=r"--teachers: one: .*only-high must have weights of low, which is trained"):
+        train(train_distill, replace(args, name="other", teachers=f"one={here / 'only-high'}"))
 
 
 def test_a_plan_of_a_step_runs_both_experts(here):

@@ -751,8 +751,10 @@ class Run(AnyRun[MediaT]):
         net = self._add_adapters(self.model.empty_net())
         for name, folder in teachers.items():
             with flag(f"--teachers: {name}: "):
-                self.teachers[name] = homes(folder, self.model.nets)
-                for expert, home in self.teachers[name].items():
+                self.teachers[name] = found = homes(folder, self.model.nets)
+                trained = " or ".join(self.trained)
+                require((self.trained.keys() & found, f"{folder} must have weights of {trained}, which is trained"))
+                for expert, home in found.items():
                     full = saved_files(home)
                     require((rank or full, f"{home} holds a LoRA adapter, which needs --lora-rank > 0"))
                     (check_adapter if rank else check_weights)(net.get_submodule(expert), home)
