@@ -71,6 +71,15 @@ def test_the_command_line_counts_more_than_the_file_and_that_more_than_the_prese
     assert read(*words) == Args(lr=0.125, steps_per_day=7)
 
 
+def test_check_prints_the_settings_and_ends_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse_cli(Args, check_finite, ["--check", "--lr", "0.5"], app="none")
+    assert tomllib.loads(capsys.readouterr().out)["lr"] == 0.5
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse_cli(Args, check_finite, ["--lr", "inf", "--check"], app="none")
+    assert "error: --lr must be finite" in capsys.readouterr().err
+
+
 def test_a_flag_is_taken_with_hyphens_and_underscores():
     assert read("--steps_per_day=5", "--lr_decay") == read("--steps-per-day", "5", "--lr-decay")
     assert read("--name=a_b", "--size", "None").name == "a_b"

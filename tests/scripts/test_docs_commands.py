@@ -5,6 +5,7 @@ whoever adds one says here who runs it.
 """
 
 import importlib
+import math
 import re
 import shlex
 import subprocess
@@ -23,6 +24,7 @@ from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
 from omni_rl.cli import parse_cli
+from omni_rl.command import sweep
 from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
 from omni_rollout.models import open_model
@@ -158,6 +160,15 @@ def check_command(words, place):
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
 
 
+def check_sweep(words, place):
+    """The trainer accepts the settings of every run."""
+    (place.folder / "recipes").symlink_to(REPO / "recipes")
+    end = words.index("--scorer-url")
+    vary = sweep.parse_vary(words[words.index("--vary") + 1 : end])
+    members = sweep.plan(words[2], vary, ["--scorer-url", place.url], trainer=None, name="")
+    assert len(members) == math.prod(map(len, vary.values()))
+
+
 def check_report(words, place):
     """The page is written, of runs that a test makes."""
     for name in ("a", "b", "first", "tiny-signs"):
@@ -209,6 +220,7 @@ RULES = {  # how a command begins -> what runs it
     r"python -m omni_reward\.server ": check_server,
     r"python -m omni_reward\.testing .+ -- ": check_beside,
     r"omni-rl (train|sample|serve|report) ": check_command,
+    r"omni-rl sweep ": check_sweep,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,

@@ -65,6 +65,8 @@ def parse_cli(
 ) -> ConfigT:
     """The settings that the command line asks for. A mistake in them ends the program with one line and exit code 2.
 
+    With --check it prints the settings as TOML and, when they have been checked, ends with exit code 0.
+
     cls: a flat frozen dataclass whose fields all have defaults; see `field_notes` for its help. check: raises
     ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
@@ -73,9 +75,13 @@ def parse_cli(
     os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of other libraries, which read it as they are imported
     try:
         config = read_settings(cls, argv, recipes(app), description or "")
+        if "--check" in argv:
+            print(to_toml(config), end="", flush=True)
         check(config)
     except ValueError as exc:
         refuse(exc)
+    if "--check" in argv:
+        sys.exit(0)
     return config
 
 
@@ -99,6 +105,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     values: dict[str, Any] = {}
     given = parse_flags(cls, argv, presets)
     wants_help, preset, path = given.pop("help", False), given.pop("preset", None), given.pop("config", None)
+    given.pop("check", None)
     if preset is not None:
         if preset not in presets:
             raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
@@ -123,7 +130,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
 
 
 def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> dict[str, Any]:
-    """The values of the flags in `argv` by the names of their settings; help, preset and config are among them.
+    """The values of the flags in `argv` by the names of their settings; help, check, preset and config are among them.
 
     Raises:
         ValueError: as `read_settings`.
@@ -144,7 +151,7 @@ def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> d
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
         flags = [name for name, kind in kinds.items() if get_origin(kind) is not tuple]
         known = [*map(flag_of, flags), *(f"--no-{flag_of(k)[2:]}" for k, kind in kinds.items() if kind is bool)]
-        raise ValueError(f"unknown flag {name}{suggest(name, [*known, '--preset', '--config'])}")
+        raise ValueError(f"unknown flag {name}{suggest(name, [*known, '--preset', '--config', '--check'])}")
     return {
         name: fitting(kinds[name], from_text(kinds[name], value), flag_of(name)) if name in kinds else value
         for name, value in vars(found).items()
@@ -165,6 +172,8 @@ def build_parser(
         parser.add_argument("--preset", metavar="NAME", default=argparse.SUPPRESS, help=text)
     text = "TOML file of settings, which goes before the preset"
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
+    text = "Check the settings and print them, all without torch, and exit"
+    parser.add_argument("--check", action="store_true", default=argparse.SUPPRESS, help=text)
     groups = {}
     for name, kind in get_type_hints(cls).items():
         if get_origin(kind) is tuple:  # tables of a TOML file
