@@ -24,7 +24,7 @@ from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
 from omni_rl.cli import parse_cli
-from omni_rl.command import sweep
+from omni_rl.command import new_recipe, sweep
 from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
 from omni_rollout.models import open_model
@@ -155,6 +155,8 @@ def check_sample(words, place):
 
 def check_command(words, place):
     """The program that it stands for can start so."""
+    if "mine.toml" in words:
+        new_recipe.main(["mine", "--from", "tiny-signs", "--trainer", "flowgrpo"])
     started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
     start = ["torchrun", *started[2:]] if "torch.distributed.run" in started else ["python", *started]
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
@@ -167,6 +169,12 @@ def check_sweep(words, place):
     vary = sweep.parse_vary(words[words.index("--vary") + 1 : end])
     members = sweep.plan(words[2], vary, ["--scorer-url", place.url], trainer=None, name="")
     assert len(members) == math.prod(map(len, vary.values()))
+
+
+def check_new_recipe(words, place):
+    """The recipe is written."""
+    new_recipe.main(words[2:])
+    assert Path(f"{words[2]}.toml").is_file()
 
 
 def check_report(words, place):
@@ -221,6 +229,7 @@ RULES = {  # how a command begins -> what runs it
     r"python -m omni_reward\.testing .+ -- ": check_beside,
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"omni-rl sweep ": check_sweep,
+    r"omni-rl new-recipe ": check_new_recipe,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,

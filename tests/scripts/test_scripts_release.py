@@ -1,5 +1,6 @@
 """Wheels hold all of a package and stand alone; a release is refused where the tree is not ready for one."""
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -43,6 +44,31 @@ def test_a_wheel_holds_every_file_of_its_package_and_the_license(built):
         assert f"{package.replace('-', '_')}/py.typed" in names
         (license_text,) = (wheel.read(name).decode() for name in names if name.endswith("/licenses/LICENSE"))
         assert license_text == (REPO / "LICENSE").read_text("utf-8")
+
+
+def test_the_wheel_trains_without_a_clone(built, tmp_path):
+    built[1]["omni-rl"].extractall(tmp_path / "site")
+    for name in ("checkpoints", "data"):
+        (tmp_path / name).symlink_to(REPO / name)
+    command = [
+        sys.executable,
+        "-m",
+        "omni_rl.command",
+        "train",
+        "flowgrpo",
+        "--preset",
+        "tiny-signs",
+        "--dry-run",
+        "--check",
+    ]
+    env = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.stderr == ""
+    assert tomllib.loads(result.stdout)["algo"] == "flowgrpo-cps"
+    asked = [sys.executable, "-c", "from omni_rl.command.__main__ import trainers; print(*trainers().values())"]
+    places = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True).stdout.split()
+    assert all(place.startswith(str(tmp_path / "site")) for place in places)
+    assert len(places) == len(list((REPO / "apps").glob("train_*.py")))
 
 
 def test_metadata_says_what_an_index_shows(built):

@@ -105,6 +105,8 @@ def main(argv: list[str] | None = None) -> None:
         csv.writer(text, lineterminator="\n").writerows(rows)
         write_atomically(folder / "sweep.csv", text.getvalue())
         write_atomically(folder / "sweep.svg", picture(members))
+    except KeyboardInterrupt:  # before the first run
+        sys.exit(130)
     except (OSError, ValueError) as exc:
         parser.exit(2, f"{parser.prog}: error: {exc}\n")
     print("\n" + "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])))
@@ -203,8 +205,14 @@ def check(program: Path, flags: Sequence[str], ranks: str) -> dict[str, Any]:
     """
     answer = ask(program, flags, ranks)
     if answer.returncode:
-        raise ValueError(answer.stderr.strip().rpartition("\n")[2].partition(": error: ")[2] or answer.stderr)
+        raise ValueError(mistake_of(answer))
     return tomllib.loads(answer.stdout)
+
+
+def mistake_of(answer: subprocess.CompletedProcess[str]) -> str:
+    """What the trainer says is wrong; "" where nothing is."""
+    last = answer.stderr.strip().rpartition("\n")[2] if answer.returncode else ""
+    return last.partition(": error: ")[2] or last
 
 
 def as_flag(name: str, value: str) -> str:
@@ -220,7 +228,7 @@ def check_folder(member: Member) -> None:
     if not path.exists():
         return
     was = tomllib.loads(path.read_text("utf-8"))
-    free = [name for name in MAY_CHANGE if not name.startswith("eval")]  # scores are compared
+    free = [name for name in MAY_CHANGE if not name.startswith("eval_")]  # scores are compared
     free += [] if member.is_finished() else ["train_steps"]
     names = (was.keys() | member.settings.keys()) - set(free)
     other = sorted(name for name in names if was.get(name) != member.settings.get(name))
@@ -314,22 +322,19 @@ def picture(members: Sequence[Member]) -> str:
     def point(step: float, score: float) -> str:
         return f"{60 + 560 * step / max(steps):.1f},{260 - 230 * (score - low) / span:.1f}"
 
-    parts = []
+    parts = ['<text x="60" y="18">held-out score</text>']
+    parts.append(f'<text x="620" y="278" text-anchor="end">{max(steps):.0f} training steps</text>')
     for score in (low, low + span / 2, low + span):
         y = point(0, score).partition(",")[2]
-        parts += [
-            f'<path d="M60 {y}H620" stroke="#ddd"/><text x="52" y="{y}" dy="4" text-anchor="end">{score:.3f}</text>'
-        ]
+        parts.append(f'<path d="M60 {y}H620" stroke="#ddd"/>')
+        parts.append(f'<text x="52" y="{y}" dy="4" text-anchor="end">{score:.3f}</text>')
     for group, scores in curves:
         color = COLORS[groups.index(group) % len(COLORS)]
         line = " ".join(point(*pair) for pair in scores)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>')
     for place, group in enumerate(groups):
-        color, y = COLORS[place % len(COLORS)], 312 + 18 * place
-        parts.append(f'<rect x="60" y="{y - 8}" width="14" height="4" fill="{color}"/>')
-        parts.append(f'<text x="80" y="{y}">{escape(group)}</text>')
-    parts.append(f'<text x="620" y="278" text-anchor="end">{max(steps):.0f} training steps</text>')
-    parts.append('<text x="60" y="18">held-out score</text>')
+        color, below = COLORS[place % len(COLORS)], 312 + 18 * place
+        parts.append(f'<text x="60" y="{below}" fill="{color}" font-weight="bold">{escape(group)}</text>')
     height = 320 + 18 * len(groups)
     style = 'font-family="sans-serif" font-size="12"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" viewBox="0 0 640 {height}" {style}>'

@@ -1,0 +1,125 @@
+"""Say what is installed, which devices and engines there are, and how to get what is missing. Asks no network."""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from omni_rl import __version__
+from omni_rl.engines import ENGINES
+
+NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
+EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
+    "uvicorn": ("reward servers", "scorer"),
+    "rapidocr": ("the scorer ocr", "scorer"),
+    "av": (".mp4, .webm and .flac", "video"),
+    "pyarrow": ("prompts in .parquet", "parquet"),
+    "tensorboard": ("--track tensorboard", "tensorboard"),
+    "wandb": ("--track wandb", "wandb"),
+    "trackio": ("--track trackio", "trackio"),
+}
+CLONE = "clone the sources of omni-rl, and start in their folder"
+
+
+class Finding(NamedTuple):
+    """One line of the answer. get: how to get what is missing."""
+
+    name: str
+    state: Literal["ok", "missing", "note"]
+    text: str
+    get: str = ""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line: exit code 1 where nothing can train."""
+    parser = argparse.ArgumentParser(prog="omni-rl doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--network", action="store_true", help="also ask whether the hub of models can be reached")
+    args = parser.parse_args(argv)
+    found = [*machine(), *packages(), *engines(), *files(), hub(args.network)]
+    can_train = not any(finding.state == "missing" for finding in found if finding.name in NEEDED)
+    if args.json:
+        print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
+    else:
+        for finding in found:
+            get = f": {finding.get}" if finding.get else ""
+            print(f"{finding.state:<9}{finding.name:<20}{finding.text}{get}")
+        print("\nTrainers can run here." if can_train else '\nNo trainer can run here: pip install "omni-rl"')
+    sys.exit(0 if can_train else 1)
+
+
+def machine() -> Iterator[Finding]:
+    """Python, the threads, the memory and the disk; the devices, if torch is whole."""
+    yield Finding("omni-rl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.platform()}")
+    threads = os.environ.get("OMP_NUM_THREADS", "not set, so a rank on a CPU takes one")
+    yield Finding("threads", "note", f"{os.cpu_count()} CPUs; OMP_NUM_THREADS {threads}")
+    with suppress(ValueError, OSError):  # macOS does not tell what is free
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
+        yield Finding("memory", "note", f"{free:.1f} GB free")
+    yield Finding("disk", "note", f"{shutil.disk_usage('.').free / 1e9:.1f} GB free in {Path.cwd()}")
+    try:
+        import torch
+        from omni_train.dist import free_memory
+    except (ImportError, OSError) as exc:  # OSError: one of its libraries is missing
+        yield Finding("torch", "missing", str(exc), 'pip install "omni-rl"')
+        return
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
+        yield Finding("devices", "note", "the CPU alone")
+        return
+    count, free = torch.accelerator.device_count(), free_memory(torch.device(kind.type, 0)) / 1e9
+    yield Finding("devices", "ok", f"{count} of {kind.type}, the first with {free:.1f} GB free")
+
+
+def packages() -> Iterator[Finding]:
+    """The libraries that trainers need, and those of the extras."""
+    for name in (*NEEDED, *EXTRAS):
+        purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
+        if find_spec(name):
+            yield Finding(name, "ok", version(name))
+        else:
+            yield Finding(name, "missing", purpose, f'pip install "omni-rl{extra and f"[{extra}]"}"')
+
+
+def engines() -> Iterator[Finding]:
+    """The engines that --engine may name."""
+    for name, row in ENGINES.items():
+        if all(map(find_spec, (row.library,) if row.library else NEEDED)):
+            yield Finding(f"--engine {name}", "ok", "works")
+        else:
+            yield Finding(f"--engine {name}", "missing", "samples", row.install or 'pip install "omni-rl"')
+
+
+def files() -> Iterator[Finding]:
+    """What presets named tiny-... need of the folder that the command starts in."""
+    for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
+        names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
+        yield Finding(folder, "ok", ", ".join(names)) if names else Finding(folder, "missing", f"the {what}", CLONE)
+
+
+def hub(is_asked: bool) -> Finding:
+    """Whether the hub that models are loaded from answers, or that it was not asked."""
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    if not is_asked:
+        return Finding("hub", "note", f"{address} was not asked; --network asks")
+    try:
+        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=10).close()
+    except urllib.error.HTTPError as exc:
+        return Finding("hub", "ok", f"{address} answers with {exc.code}")
+    except (OSError, ValueError) as exc:
+        return Finding("hub", "missing", f"{address} does not answer ({exc})", "give --model a folder")
+    return Finding("hub", "ok", f"{address} answers")
+
+
+if __name__ == "__main__":
+    main()
