@@ -2,13 +2,15 @@
 
     python scripts/model_table.py              every model, in minutes
     python scripts/model_table.py z-image      this one; the other rows stay
+    python scripts/model_table.py --only distill      this algorithm; the other columns stay
 
 The runs are the tests of tests/apps/test_app_matrix.py; if one fails, the page stays as it is.
 """
 
+import argparse
 import subprocess
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -31,29 +33,42 @@ class Trained:
             self.cells += [str(cell) for name, cell in report.user_properties if name == "trained"]
 
 
-def table(cells: Collection[str], run: str, block: str) -> str:
-    """A row for each model and a column for each algorithm, and when it was run; rows of `block` that it lacks stay."""
+def table(cells: Collection[str], run: str, block: str, *, only: str = "") -> str:
+    """A row for each model and a column for each algorithm, and when it was run; what `block` has besides stays.
+
+    only: the one algorithm that was run; it comes last, and its run beside that of the others.
+    """
     models, algorithms = (list(dict.fromkeys(cell.split(": ")[side] for cell in cells)) for side in range(2))
-    rows = {line.split(" | ")[0]: line for line in block.splitlines()[2:]}
+    head, _, *lines = [line.strip("| ").split(" | ") for line in block.splitlines()] or [[], []]
+    before = {model: dict(zip(head[1:], [*told, when], strict=True)) for model, *told, when in lines}
+    if only:
+        algorithms = [*(name for name in head[1:-1] if name != only), only]
     for model in models:
-        words = ["yes" if f"{model}: {name}" in cells else "" for name in algorithms]
-        rows[f"| {model}"] = f"| {' | '.join([model, *words, run])} |"
-    head = f"| {' | '.join(['model', *algorithms, 'run'])} |"
-    return "\n".join([head, "|---" * (2 + len(algorithms)) + "|", *rows.values()]) + "\n"
+        own, old = {name: "yes" for name in algorithms if f"{model}: {name}" in cells}, before.get(model, {})
+        when = f"{old.get('run', '').partition(f'; {only} ')[0]}; {only} {run}" if only else run
+        before[model] = (old if only else {}) | own | {"run": when}
+    rows = [[model, *(told.get(name, "").strip() for name in (*algorithms, "run"))] for model, told in before.items()]
+    made = [f"| {' | '.join(row)} |" for row in [["model", *algorithms, "run"], *rows]]
+    return "\n".join([made[0], "|---" * (2 + len(algorithms)) + "|", *made[1:]]) + "\n"
 
 
-def main(models: Iterable[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """The exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*")
+    parser.add_argument("--only", default="", metavar="ALGORITHM")
+    args = parser.parse_args(words)
     trained, page = Trained(), PAGE.read_text("utf-8")
-    wanted = " or ".join(f"[{model}:" for model in models) or "trains_a_model"
-    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-k", wanted]
+    wanted = "trains_a_model and (" + (" or ".join(f"[{model}:" for model in args.models) or "trains") + ")"
+    wanted += f" and {args.only.split()[-1]}]" if args.only else ""
+    tests = [str(ROOT / "tests" / "apps" / "test_app_matrix.py"), "-m", "not gpu", "-k", wanted]
     if code := pytest.main(["-q", f"--rootdir={ROOT}", *tests], plugins=[trained]):
         return code
-    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    git = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     block = page.partition("<!-- trained -->")[2].partition("<!-- end -->")[0].strip()
     run = f"{datetime.now(UTC):%Y-%m-%d}, {commit}"
-    PAGE.write_text(fill(page, {"trained": table(trained.cells, run, block)}), "utf-8")
+    PAGE.write_text(fill(page, {"trained": table(trained.cells, run, block, only=args.only)}), "utf-8")
     return 0
 
 
