@@ -1,10 +1,12 @@
 """The rules that grade texts, on cases made by hand."""
 
+import random
+import re
 import sys
 from types import ModuleType
 
 import pytest
-from omni_reward.rules import check_meta, grade, open_rules, version_of
+from omni_reward.rules import _NUMBER, check_meta, grade, open_rules, version_of
 
 
 def value(reward, said, /, **meta):
@@ -168,6 +170,17 @@ def test_a_number_is_the_last_one(answer, right):
     assert value("number", answer, answer="3 apples #### 1234") == right
     with pytest.raises(ValueError, match='"answer" must hold a number, got'):
         check_meta(open_rules("number"), {"answer": "none"})
+
+
+def test_a_number_takes_no_longer_in_a_long_answer_than_its_length():
+    """A scan for each digit would take minutes; the numbers are those of the plain pattern."""
+    plain = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d,]*\d)")
+    rng = random.Random(0)
+    for _ in range(3000):
+        text = "".join(rng.choices("1,.-2 3", k=12))
+        assert _NUMBER.findall(text) == plain.findall(text), text
+    for text in ("1" * 300_000 + ",1", "1," * 150_000 + "7", "3." + "1" * 300_000 + ",7"):
+        assert value("number", text, answer="7") == (text[-1] == "7")
 
 
 def test_a_pattern_with_a_plus_is_one_term():

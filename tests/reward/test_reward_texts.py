@@ -6,6 +6,7 @@ import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -147,6 +148,15 @@ def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:
     assert not Path(f"/proc/{child.pid}").exists()  # nor is there a zombie
 
 
+def test_answers_that_are_left_when_a_request_has_taken_long_are_abstentions(monkeypatch) -> None:
+    scorer = load_scorer("rules:exact")
+    clock = iter([0.0, 1.0, 90.0, 100.0, 101.0])
+    monkeypatch.setattr("omni_reward.scorers.rules.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    scores = scorer({"text": ["a"] * 4}, ["p"] * 4, [{"answer": "a"}] * 4)
+    assert [score.value for score in scores] == [1, 1, None, None]
+    assert scores[2].abstained == "other answers took all of the request's 100 s"
+
+
 def test_a_file_of_rules_that_has_changed_under_the_server_grades_nothing(tmp_path) -> None:
     """The process reads it at the first answer, and once more after each that has cost a process."""
     file = tmp_path / "own.py"
@@ -175,6 +185,8 @@ def test_rules_that_are_none_are_refused_when_the_server_starts() -> None:
         load_scorer("rules:exact", options={"timeout_s": "0"})
     with pytest.raises(ValueError, match="timeout_s must be > 0 and finite, got inf"):
         load_scorer("rules:exact", options={"timeout_s": "inf"})
+    with pytest.raises(ValueError, match="request_timeout_s must be > 0 and finite, got -1"):
+        load_scorer("rules:exact", options={"request_timeout_s": "-1"})
     with pytest.raises(ValueError, match="options of rules:exact must fit it"):
         load_scorer("rules:exact", options={"mode": "x"})
     with RewardClient("http://127.0.0.1:9", timeout_s=0.2) as client, pytest.raises(RewardError):

@@ -21,7 +21,7 @@ Rule = Callable[[str, Mapping[str, object]], float]
 
 _WEIGHT = re.compile(r"(-?\d+(?:\.\d+)?)\s*\*\s*")
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?![\d,]*\d)")
+_NUMBER = re.compile(r"(?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d)")  # never tries fewer digits
 _LETTER_ALONE = re.compile(r"\W*([A-Za-z])\W*")
 _LETTER_STATED = re.compile(
     r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W*)"

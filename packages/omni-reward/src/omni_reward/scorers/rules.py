@@ -8,6 +8,7 @@ import faulthandler
 import json
 import math
 import signal
+import time
 from collections.abc import Mapping
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -21,40 +22,46 @@ PREFIX = "rules:"
 START_S = 60.0  # in which the process starts and a rule imports its library
 
 
-def load_rules(reward: str, timeout_s: float = 20.0) -> Scorer:
+def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 100.0) -> Scorer:
     """A scorer of texts by rules, with their version; a line that a rule cannot grade is an abstention.
 
     Args:
         reward: as a trainer's `--reward`.
         timeout_s: longest that the rules may take for an answer, which else is an abstention.
+        request_timeout_s: longest that they may take for all answers of a request, for which a trainer waits 120 s;
+            those that are left are abstentions.
 
     Raises:
         ValueError: an argument breaks its rule.
     """
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
+    for name, value in (("timeout_s", timeout_s), ("request_timeout_s", request_timeout_s)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} must be > 0 and finite, got {value}")
     try:
         version = version_of(open_rules(reward))
     except ValueError as exc:
         raise ValueError(f"scorer {PREFIX} {exc}") from exc
-    return Scorer(_Grader(reward, version, timeout_s), media=(TEXT,), version=version)
+    return Scorer(_Grader(reward, version, timeout_s, request_timeout_s), media=(TEXT,), version=version)
 
 
 class _Grader:
     """A process that grades, begun anew after an answer that took it too long or ended it."""
 
-    def __init__(self, reward: str, version: str, timeout_s: float) -> None:
+    def __init__(self, reward: str, version: str, timeout_s: float, request_timeout_s: float) -> None:
         self._reward, self._version, self._timeout_s = reward, version, timeout_s
+        self._request_timeout_s = request_timeout_s
         self._process: BaseProcess | None = None
         self._pipe: Connection
 
     def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
-        return [self._grade(text, line) for text, line in zip(media[TEXT], meta, strict=True)]
+        end = time.monotonic() + self._request_timeout_s
+        return [self._grade(text, line, end - time.monotonic()) for text, line in zip(media[TEXT], meta, strict=True)]
 
-    def _grade(self, text: str, line: Mapping[str, object]) -> Score:
-        limit_s = self._timeout_s
+    def _grade(self, text: str, line: Mapping[str, object], left_s: float) -> Score:
+        if left_s <= 0:
+            return Score(None, abstained=f"other answers took all of the request's {self._request_timeout_s:g} s")
+        limit_s = min(self._timeout_s + START_S * (self._process is None), left_s)
         if self._process is None:
-            limit_s += START_S
             context = get_context("spawn")
             self._pipe, theirs = context.Pipe()
             self._process = context.Process(target=_serve, args=(self._reward, self._version, theirs), daemon=True)
