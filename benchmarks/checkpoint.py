@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from omni_train.checkpoint import Checkpoint
 from omni_train.dist import Dist, init_distributed, synchronize
+from omni_train.parts import host_memory
 from torch import nn
 
 ROWS = 1024  # of each weight
@@ -71,8 +72,11 @@ def measure(gb: float, saves: int, place: str | None, dist: Dist) -> dict[str, f
     with folder(place) as home:
         waited, beside = Checkpoint(home / "waited", dist, keep=1), Checkpoint(home / "beside", dist, keep=1)
         blocking = [clock(lambda n=n: waited.save(n, net, optimizer, config={})) for n in range(saves)]
-        copies, complete, alone, while_written = [], [], 0.0, 0.0
+        copies, bare, complete, alone, while_written = [], [], [], 0.0, 0.0
+        flat = torch.ones(sum(3 * p.nbytes for p in net.parameters()), dtype=torch.uint8, device=dist.device)
+        memory = host_memory(len(flat), dist.device).fill_(0)
         for n in range(saves + 1):
+            bare.append(clock(lambda: memory.copy_(flat, non_blocking=True)))
             copies.append(clock(lambda n=n: beside.async_save(n, net, optimizer, config={})))
             complete.append(clock(beside.wait))
         alone = work(dist.device, 1.0)
@@ -83,6 +87,7 @@ def measure(gb: float, saves: int, place: str | None, dist: Dist) -> dict[str, f
         "save that training waits for, s": min(blocking),
         "copy, first time, s": copies[0],
         "copy, s": min(copies[1:]),
+        "copy / bare copy": min(copies[1:]) / min(bare[1:]),
         "copy / save that training waits for": min(copies[1:]) / min(blocking),
         "until complete, s": min(complete),
         "work while it is written / alone": while_written / alone,

@@ -22,6 +22,7 @@ import platform
 import shutil
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -311,9 +312,9 @@ class Checkpoint:
                 self._memory.append(host_memory(size, self.dist.device))
             elif len(self._memory[i]) < size:
                 self._memory[i] = host_memory(size, self.dist.device)
-        copies = [
-            PartFile(name, rows, memory) for (name, rows), memory in zip(files.items(), self._memory, strict=False)
-        ]
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies by itself
+            copies = list(each(PartFile, files, files.values(), self._memory))
         synchronize()  # before training changes what is copied
         return copies
 
