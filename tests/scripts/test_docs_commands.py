@@ -23,7 +23,7 @@ from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
-from omni_rl.cli import parse_cli
+from omni_rl.cli import from_toml, parse_cli
 from omni_rl.command import new_recipe, sweep
 from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
@@ -278,7 +278,14 @@ def test_code_is_run_by_a_test(page):
 
 def test_every_block_is_a_known_kind():
     kinds = {language for page in PAGES for language, _ in blocks(page)}
-    assert kinds <= {"", "sh", "bash", "text", "python", "json", "diff"}
+    assert kinds <= {"", "sh", "bash", "text", "python", "json", "diff", "toml"}
+
+
+def test_settings_of_the_docs_are_settings():
+    texts = [text for page in PAGES for language, text in blocks(page) if language == "toml"]
+    assert texts
+    for text in texts:
+        from_toml(text, settings.MediaArgs, "docs")
 
 
 def test_the_reward_of_the_quickstart_is_a_score_function():
