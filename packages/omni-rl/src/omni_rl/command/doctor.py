@@ -51,10 +51,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.json:
         print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
     else:
-        for finding in found:
-            get = f": {finding.get}" if finding.get else ""
-            print(f"{finding.state:<9}{finding.name:<20}{finding.text}{get}")
-        print("\nTrainers can run here." if can_train else '\nNo trainer can run here: pip install "omni-rl"')
+        lines = [f"{it.state:<9}{it.name:<20}{it.text}{it.get and f': {it.get}'}" for it in found]
+        ending = "Trainers can run here." if can_train else 'No trainer can run here: pip install "omni-rl"'
+        print("\n".join([*lines, "", ending]))
     sys.exit(0 if can_train else 1)
 
 
