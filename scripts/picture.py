@@ -52,7 +52,7 @@ def before_and_after(run: Path, *, count: int = 4, columns: int = 4, videos: boo
         files = [folder / row[kind] for folder, row in zip(ends(run), rows, strict=True)]
         images = [framed(np.asarray(Image.open(file).convert("RGB")), scale=scale) for file in files]
         pairs.append(np.concatenate(images))
-        before, after = (row["details"].get("read", score_label(row["reward"], {})) for row in rows)
+        before, after = (row["details"].get("read", score_label(row["reward"], {})) or "nothing" for row in rows)
         labels.append(f"{rows[0]['details'].get('target', rows[0]['prompt'])}:   {before} -> {after}")
     return contact_sheet(pairs, labels, columns=columns)
 
