@@ -6,6 +6,7 @@
 import json
 import os
 import subprocess
+import threading
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from omni_rl.report import (
     write_samples,
     write_versions,
 )
+from omni_rl.report.serve import LiveServer
 from playwright.sync_api import Page, sync_playwright
 from rl.report_runs import RATES, clips, images, metrics, samples, tone, write_metrics, write_run
 
@@ -234,6 +236,114 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert card.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
     page.get_by_role("slider", name="Evaluation").press("Home")
     assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
+
+
+def test_sections_are_a_click_away_and_later_pictures_say_how_far_they_are_from_the_first(show, tmp_path):
+    page = show(write_report(write_run(tmp_path / "run")))
+    links = page.get_by_role("navigation", name="Sections").locator("a")
+    assert links.all_inner_texts() == ["Top", *headings(page)]
+    links.get_by_text("Settings").click()
+    assert links.first.is_visible()
+    assert 0 <= page.locator("#settings").bounding_box()["y"] < 900
+    assert page.locator(".card").first.locator(".chip").all_inner_texts() == ["+0.24"]
+    title = page.locator("h3", has_text="Gradient norm")
+    assert title.get_attribute("title") == "policy/grad_norm"
+
+
+@pytest.fixture
+def live(browser, tmp_path):
+    """`live(path)` opens a page of the server of `tmp_path`; whatever it logs or throws fails the test."""
+    page: Page = browser.new_page()
+    wrong: list[str] = []
+    page.on("console", lambda message: wrong.append(message.text))
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    server = LiveServer(tmp_path)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+
+    def open_page(path="", *, width=1280, scheme="light") -> Page:
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        page.goto(server.url + path)
+        return page
+
+    yield open_page
+    page.close()
+    server.shutdown()
+    thread.join()
+    server.server_close()
+    assert wrong == []
+
+
+def test_the_list_follows_runs_and_leads_to_their_comparison(live, tmp_path):
+    folders = [write_run(tmp_path / "a"), write_run(tmp_path / "b", num_steps=8, total=40, lr=1e-3)]
+    (tmp_path / HOSTILE.replace("/", "")[:60]).mkdir()
+    (tmp_path / HOSTILE.replace("/", "")[:60] / "metrics.jsonl").write_text("[]\n[]\n")
+    page = live()
+    row = page.locator("tr", has=page.get_by_role("link", name="b", exact=True))
+    row.wait_for()
+    assert "running" in row.inner_text()
+    assert "step 8 of 40, about" in row.inner_text()
+    assert "0.00 \u2192 0.16" in row.inner_text()
+    page.get_by_label("Compare a", exact=True).check()
+    page.get_by_label("Compare b", exact=True).check()
+    with (folders[1] / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "eval/reward": 0.5}\n')
+    row.get_by_text("step 9 of 40").wait_for()
+    assert "0.0 \u2192 0.5" in row.inner_text()
+    assert page.get_by_label("Compare b", exact=True).is_checked()  # what was chosen stays
+    for width, scheme in ((390, "dark"), (1280, "light")):
+        page.set_viewport_size({"width": width, "height": 900})
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert page.evaluate(CONTRAST) == []
+    assert page.evaluate("window.hacked") is None
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.locator(".card img").nth(5).scroll_into_view_if_needed()
+    page.wait_for_function("() => [...document.images].every((image) => image.complete && image.naturalWidth === 96)")
+    assert page.locator(".card").first.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
+    assert legend(page, "Reward: held-out") == "a 0.24 b 0.50 at 9"
+    left, right = (page.locator(".card").first.locator(".pane").nth(i).bounding_box() for i in range(2))
+    assert left["y"] == right["y"]
+    assert left["x"] + left["width"] < right["x"]
+    assert page.get_by_label("reload every 10 s").is_checked()
+    page.get_by_role("link", name="all runs").click()
+    row.wait_for()
+
+
+def test_samples_are_chosen_by_prompt_and_score_and_stay_so(live, tmp_path):
+    folder = write_run(tmp_path / "a")
+    words = [Sample(f"a {color} sign", i / 10, i, i) for i, color in enumerate(["red", "green", "blue"] * 3 + ["red"])]
+    for step in (0, 12):
+        write_eval(folder, step, images(10, seed=step), words)
+    page = live("report?run=a")
+    cards, bar = page.locator("section[aria-labelledby=pictures] .card:visible"), page.get_by_role("search").first
+    assert cards.count() == 8
+    bar.get_by_placeholder("Prompt contains").fill("RED")
+    assert cards.locator("figcaption").all_inner_texts() == ["a red sign"] * 4
+    bar.get_by_label("Lowest score").fill("0.3")
+    bar.get_by_label("Highest score").fill("0.8")
+    assert cards.locator(".pane:nth-child(2) .pane-head strong").all_inner_texts() == [
+        "0.30",
+        "0.60",
+    ]
+    assert bar.locator("output").inner_text() == "2 of 10"
+    page.reload()
+    assert cards.count() == 2
+    bar.get_by_placeholder("Prompt contains").fill("nothing like it")
+    assert cards.count() == 0
+
+
+def test_videos_and_sounds_play_from_the_server(live, tmp_path):
+    folder = write_run(tmp_path / "a")
+    write_eval(folder, 12, clips(1, height=96, width=160), [Sample("a sign", 0.5, rates=RATES)])
+    page = live("report?run=a")
+    pane = page.locator(".card .pane", has=page.locator("audio")).first
+    pane.scroll_into_view_if_needed()
+    page.wait_for_function("(v) => v.currentTime > 0", arg=pane.locator("video").element_handle())
+    sound = pane.locator("audio")
+    sound.evaluate("(a) => { a.muted = true; return a.play(); }")
+    page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
 
 
 def test_a_picture_is_enlarged_by_mouse_and_keyboard_and_goes_back(show, tmp_path):

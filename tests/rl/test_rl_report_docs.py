@@ -22,7 +22,8 @@ def test_the_example_and_the_commands_run(tmp_path, monkeypatch):
     for name in ("a", "b"):
         found = {path.name for path in (tmp_path / "runs" / name).iterdir()}
         assert found == {"metrics.jsonl", "versions.jsonl", "eval", "samples", "report.html"}
-    (commands,) = blocks("sh")
+    commands, live = blocks("sh")
+    assert live == "omni-rl report --serve runs/\n"  # tests/rl/test_rl_report_serve.py runs it
     printed = []
     for line in commands.splitlines():
         python, *words = shlex.split(line)

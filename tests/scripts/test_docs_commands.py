@@ -27,6 +27,7 @@ from omni_rl.cli import from_toml, parse_cli
 from omni_rl.command import new_recipe, sweep
 from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
+from omni_rl.report.serve import LiveServer
 from omni_rollout.models import open_model
 from omni_train.weights import save_weights
 from PIL import Image
@@ -178,7 +179,8 @@ def check_new_recipe(words, place):
 
 
 def check_report(words, place):
-    """The page is written, of runs that a test makes."""
+    """The page is written, of runs that a test makes; or the server is bound, and asked by its own tests."""
+    place.monkeypatch.setattr(LiveServer, "serve_forever", lambda self: None)
     for name in ("a", "b", "first", "tiny-signs"):
         write_run(place.folder / "runs" / name)
     write_report(words[3:])

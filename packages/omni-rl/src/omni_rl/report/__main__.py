@@ -1,21 +1,31 @@
-"""Write the report of a run, or one page that compares several.
+"""Write the report of a run, or one page that compares several; or serve a folder of runs.
 
-python -m omni_rl.report runs/a            writes runs/a/report.html
-python -m omni_rl.report runs/a runs/b     writes runs/comparison.html
+omni-rl report runs/a            writes runs/a/report.html
+omni-rl report runs/a runs/b     writes runs/comparison.html
+omni-rl report --serve runs/     shows all runs of the folder in a browser while they go on
+
+`python -m omni_rl.report` is the same. Add --help to --serve for its flags.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
     """Run the command line. A folder that cannot be read ends it with one line and exit code 2."""
+    words = sys.argv[1:] if argv is None else argv
+    if "--serve" in words:
+        from omni_rl.report.serve import main as serve
+
+        serve([word for word in words if word != "--serve"])
+        return
     parser = argparse.ArgumentParser(
-        prog="python -m omni_rl.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="omni-rl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
     parser.add_argument("--out", type=Path, help="page to write for several runs")
-    args = parser.parse_args(argv)
+    args = parser.parse_args(words)
     if args.out and len(args.runs) == 1:
         parser.error("--out needs several runs; the report of one is its report.html")
 

@@ -93,7 +93,7 @@ function chartFigure(chart) {
   const legend = rows.map(({ line, value }) =>
     el("li", { class: line.color, title: line.name }, el("i", { "aria-hidden": "true" }), el("span", { class: "label" }, line.label), value));
   const figure = el("figure", { class: chart.tall ? "chart tall" : "chart" },
-    el("figcaption", {}, el("h3", {}, chart.title), when), plot, el("ul", { class: "legend" }, legend),
+    el("figcaption", {}, el("h3", { title: metrics(chart) }, chart.title), when), plot, el("ul", { class: "legend" }, legend),
     chart.note ? el("p", { class: "note" }, chart.note) : null);
   const steps = chart.bars ? chart.middles : [...new Set(chart.lines.flatMap((line) => line.x))].sort((a, b) => a - b);
   plot.setAttribute("aria-valuemin", steps[0]);
@@ -148,6 +148,11 @@ function chartFigure(chart) {
   return figure;
 }
 
+// The names of a chart's metrics, as metrics.jsonl and docs/metrics.md have them.
+function metrics(chart) {
+  return [...new Set((chart.lines || chart.bars).map((line) => line.name).filter(Boolean))].join(", ");
+}
+
 // A line that never moves needs no picture.
 function isSteady(line) {
   return line.x.length > 1 && [...line.y, ...(line.low || []), ...(line.high || [])].every((value) => value === line.y[0]);
@@ -157,7 +162,7 @@ function steadyFigure(chart) {
   const rows = chart.lines.map((line) => el("li", { class: line.color, title: line.name }, el("i", { "aria-hidden": "true" }),
     el("span", { class: "label" }, line.label), el("span", { class: "value" }, show(line.y[0]))));
   return el("figure", { class: "chart steady" },
-    el("figcaption", {}, el("h3", {}, chart.title), el("span", { class: "when" }, "the same at every step")),
+    el("figcaption", {}, el("h3", { title: metrics(chart) }, chart.title), el("span", { class: "when" }, "the same at every step")),
     el("ul", { class: "legend" }, rows), chart.note ? el("p", { class: "note" }, chart.note) : null);
 }
 

@@ -10,12 +10,14 @@ import re
 import reprlib
 import tomllib
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from types import UnionType
 from typing import Any
+from urllib.parse import quote
 
 from omni_train.files import load_metrics
 
@@ -44,6 +46,7 @@ REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
 START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
+Source = Callable[[Path], str]  # of a file, what the page loads it from
 Drawings = Sequence[tuple[Mapping[str, Path], Mapping[str, Any]]]  # files of samples, and what is known of them
 
 
@@ -88,10 +91,40 @@ def charts(runs: Sequence[Mapping[str, Any]]) -> list[Chart]:
     return [replace(CHARTS[0], lines={**CHARTS[0].lines, **sets}), *CHARTS[1:]]
 
 
-def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None) -> dict[str, Any]:
+def _inline(file: Path) -> str:
+    return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+
+
+def _linked(folder: Path, link: str, file: Path) -> str:
+    return f"{link}/{quote(file.relative_to(folder).as_posix())}"
+
+
+def outline(folder: Path, steps: Steps) -> dict[str, Any]:
+    """What is known of a run without its curves and pictures: how far it is, its settings, its starts.
+
+    Raises:
+        ValueError: a file of it cannot be read.
+    """
+    config = read_config(folder)
+    seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
+    recent = seconds[-20:]
+    return {
+        "name": folder.resolve().name,
+        "step": int(steps[-1]["step"]) if steps else 0,
+        "total": config["train_steps"] if isinstance(config.get("train_steps"), int) else None,
+        "seconds": sum(seconds),
+        "pace_s": sum(recent) / len(recent) if recent else None,  # with evaluations, for the time that is left
+        "logged_at": (folder / "metrics.jsonl").stat().st_mtime,
+        "config": config,
+        "starts": _entries(folder / "versions.jsonl", START),
+    }
+
+
+def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None, link: str | None = None) -> dict[str, Any]:
     """All that the page needs of a run. The pictures of `num_runs` such runs fit into one page.
 
     steps: the lines of its metrics, read if None.
+    link: address of the folder, from which the page is to load all its pictures; None puts them into the page.
 
     Raises:
         ValueError: `folder` has no metrics, or a file in it cannot be read.
@@ -100,26 +133,18 @@ def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None) -> 
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
     steps = load_metrics(path) if steps is None else steps
-    config, starts = read_config(folder), _entries(folder / "versions.jsonl", START)
-    seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
+    found = outline(folder, steps)
     trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
-    recent = seconds[-20:]
-    step = int(steps[-1]["step"]) if steps else 0
+    source = _inline if link is None else partial(_linked, folder, link)
+    of_evals, of_samples = (EVAL_BYTES // num_runs, SAMPLE_BYTES) if link is None else (math.inf, math.inf)
     return {
-        "name": folder.resolve().name,
-        "step": step,
-        "total": config["train_steps"] if isinstance(config.get("train_steps"), int) else None,
-        "seconds": sum(seconds),
+        **found,
         "step_s": median(trained) if trained else None,  # evaluations and saves, which few steps have, do not move it
-        "pace_s": sum(recent) / len(recent) if recent else None,  # with them, for the time that is left
-        "logged_at": path.stat().st_mtime,
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
         "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
-        **evaluations(folder, step, EVAL_BYTES // num_runs),
-        "groups": groups(folder, step, SAMPLE_BYTES) if num_runs == 1 else [],
-        "config": config,
-        "starts": starts,
+        **evaluations(folder, found["step"], of_evals, source),
+        "groups": groups(folder, found["step"], of_samples, source) if num_runs == 1 else [],
     }
 
 
@@ -169,7 +194,7 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
     }
 
 
-def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
+def evaluations(folder: Path, last: int, budget: float, source: Source = _inline) -> dict[str, Any]:
     """The prompts of the last evaluation and their pictures at each evaluation.
 
     Where all would exceed `budget` bytes, evaluations between the first and the last go, then prompts. What is of
@@ -184,17 +209,17 @@ def evaluations(folder: Path, last: int, budget: int) -> dict[str, Any]:
     kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
     kept, keys = _within(kept, keys, references, budget)
     evals = [
-        {"step": step, "pictures": [_picture(*rows[key]) if key in rows else None for key in keys]}
+        {"step": step, "pictures": [_picture(*rows[key], source) if key in rows else None for key in keys]}
         for step, rows in kept
     ]
     prompts = [
-        {"text": key[0][:MAX_TEXT], "seed": key[1], "references": [_drawing(*each) for each in references[key]]}
+        {"text": key[0][:MAX_TEXT], "seed": key[1], "references": [_drawing(*each, source) for each in references[key]]}
         for key in keys
     ]
     return {"prompts": prompts, "evals": evals}
 
 
-def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
+def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> list[dict[str, Any]]:
     """Best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
@@ -205,10 +230,10 @@ def groups(folder: Path, last: int, budget: int) -> list[dict[str, Any]]:
             budget -= sum(map(_size, [*files, *(own for own, _ in references)]))
             if budget < 0 or len(shown) == MAX_GROUPS:
                 return shown
-            pictures = [_picture(own, row) for own, row in zip(files, rows, strict=True)]
+            pictures = [_picture(own, row, source) for own, row in zip(files, rows, strict=True)]
             rewards = [_score(reward) for reward in group["rewards"]]
             entry = {"step": step, "prompt": group["prompt"][:MAX_TEXT], "rewards": rewards, "shown": pictures}
-            shown.append(entry | {"references": [_drawing(*each) for each in references]})
+            shown.append(entry | {"references": [_drawing(*each, source) for each in references]})
     return shown
 
 
@@ -222,7 +247,7 @@ def spread(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _within(
-    kept: list[Any], keys: list[Any], references: Mapping[Any, Drawings], budget: int
+    kept: list[Any], keys: list[Any], references: Mapping[Any, Drawings], budget: float
 ) -> tuple[list[Any], list[Any]]:
     """Evaluations and prompts whose pictures fit: at least eight evaluations while there are four prompts or more."""
     sizes = {(step, key): _size(files) for step, rows in kept for key, (files, _) in rows.items()}
@@ -251,11 +276,11 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
     return [part for part in parts if part]
 
 
-def _picture(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
+def _picture(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) -> dict[str, Any]:
     details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
     answer = {"answer": _text(row["answer"], MAX_ANSWER)} if row.get("answer") is not None else {}
     return (
-        _drawing(files, row)
+        _drawing(files, row, source)
         | answer
         | {
             "reward": _score(row["reward"]),
@@ -265,11 +290,8 @@ def _picture(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any
     )
 
 
-def _drawing(files: Mapping[str, Path], row: Mapping[str, Any]) -> dict[str, Any]:
-    sources = {
-        name: f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
-        for name, file in files.items()
-    }
+def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    sources = {name: source(file) for name, file in files.items()}
     return {"src": sources.pop("file", None), "size": row["size"], "details": {}, **sources}
 
 

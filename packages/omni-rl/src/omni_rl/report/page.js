@@ -8,28 +8,8 @@ const KEPT = history.state || {}; // survives a reload of the page
 
 // Words.
 
-function duration(seconds) {
-  const s = Math.round(seconds);
-  if (s < 60) return `${s} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${s % 60} s`;
-  return `${Math.floor(s / 3600)} h ${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} min`;
-}
-
-function plural(count, word) {
-  return `${count} ${word}${count === 1 ? "" : "s"}`;
-}
-
 function median(values) {
   return [...values].sort((a, b) => a - b)[Math.floor(values.length / 2)];
-}
-
-function last(items) {
-  return items[items.length - 1];
-}
-
-function isGoing(run) {
-  const patience = 120 + 10 * (run.pace_s || 0);
-  return run.total !== null && run.step < run.total && Date.now() / 1000 - run.logged_at < patience;
 }
 
 function section(title, note, ...children) {
@@ -39,21 +19,13 @@ function section(title, note, ...children) {
 
 // The head: what run this is, how far it is, and its few most telling numbers.
 
-function status(run) {
-  if (isGoing(run)) {
-    const left = run.pace_s ? `, about ${duration((run.total - run.step) * run.pace_s)} left` : "";
-    return { word: "running", text: `step ${run.step} of ${run.total}${left}` };
-  }
-  const done = run.total !== null && run.step >= run.total;
-  const of = run.total !== null && !done ? ` of ${run.total}` : "";
-  const word = done ? "finished" : run.total === null ? "logged" : "stopped";
-  return { word, text: `${run.step}${of} steps in ${duration(run.seconds)}` };
-}
-
 function head() {
   const title = MANY ? `${RUNS.length} runs` : RUNS[0].name;
-  const parts = [el("p", { class: "mark-line" }, "omni-rl"), el("h1", {}, title)];
-  if (!MANY) {
+  const home = DATA.live ? [" / ", el("a", { href: "./" }, "all runs")] : [];
+  const parts = [el("p", { class: "mark-line" }, "omni-rl", home), el("h1", {}, title)];
+  if (MANY) {
+    parts.push(el("p", { class: "status" }, RUNS.map((run) => run.name).join(", "), DATA.live ? reloader(RUNS.find(isGoing)) : null));
+  } else {
     const { word, text } = status(RUNS[0]);
     const start = last(RUNS[0].starts);
     const commit = start && start.commit ? ` \u00b7 commit ${start.commit.slice(0, 7)}` : "";
@@ -64,15 +36,17 @@ function head() {
 }
 
 function reloader(run) {
-  if (!isGoing(run)) return null;
+  if (!run || !isGoing(run)) return null;
+  const pause = DATA.live ? 10 : 30;
   const box = el("input", { type: "checkbox", checked: KEPT.reload !== false });
   box.addEventListener("change", () => keep({ reload: box.checked }));
   let touched = 0;
   for (const name of ["pointerdown", "pointermove", "keydown", "scroll"]) addEventListener(name, () => { touched = Date.now(); }, { passive: true });
   setInterval(() => {
-    if (box.checked && !document.hidden && Date.now() - touched > 10000) location.reload();
-  }, 30000);
-  return el("label", { class: "reload" }, box, "reload every 30 s");
+    const isUsed = document.querySelector("dialog") || [...document.querySelectorAll("audio")].some((sound) => !sound.paused);
+    if (box.checked && !isUsed && !document.hidden && Date.now() - touched > 10000) location.reload();
+  }, pause * 1000);
+  return el("label", { class: "reload" }, box, `reload every ${pause} s`);
 }
 
 function keep(state) {
@@ -82,15 +56,6 @@ function keep(state) {
 
 function tile(label, value, note) {
   return el("div", {}, el("dt", {}, label), el("dd", {}, el("strong", {}, value), note ? el("span", {}, note) : null));
-}
-
-function signed(value) {
-  return (value < 0 ? "\u2212" : "+") + show(Math.abs(Number(value.toPrecision(2))));
-}
-
-function fromTo(values) {
-  const [first, now] = alike([values[0], last(values)]);
-  return values.length > 1 ? `${first} \u2192 ${now}` : now;
 }
 
 function tiles(run) {
@@ -254,14 +219,23 @@ function said(picture) {
   return parts;
 }
 
-function pane(label, picture, prompt, mark = null) {
+// How far a score is from that of the picture it is compared with.
+function chip(picture, base) {
+  if (!base || base.reward === null || picture.reward === null) return null;
+  const change = Number(scoreText(picture.reward)) - Number(scoreText(base.reward));
+  if (!Number(scoreText(change))) return null;
+  const text = `${change < 0 ? "\u2212" : "+"}${scoreText(Math.abs(change))}`;
+  return el("span", { class: change > 0 ? "chip up" : "chip down", title: "against the first picture" }, text);
+}
+
+function pane(label, picture, prompt, mark = null, base = null) {
   const title = el("span", { class: "label", title: label }, mark, label);
   if (!picture) return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title), el("p", { class: "none" }, "no picture"));
   const [width, height] = picture.size;
   const src = (STILL && picture.strip) || picture.src;
-  const drawn = !src ? null : src.startsWith("data:video")
+  const drawn = !src ? null : /^data:video|\.webm$/.test(src)
     ? el("video", { src, width, height, "aria-label": `${label}: ${prompt}`, autoplay: true, loop: true, playsinline: true })
-    : el("img", { src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async" });
+    : el("img", { src, width, height, alt: `${label}: ${prompt}`, class: Math.max(width, height) <= 128 ? "exact" : null, decoding: "async", loading: DATA.live ? "lazy" : null });
   if (drawn) drawn.muted = true; // or a browser would not let a video begin by itself
   const text = picture.answer === undefined ? null : el("p", { class: "answer" }, picture.answer);
   const shown = [drawn && zoom(drawn, label, picture, prompt), frames(picture, label), sound(picture, label, prompt), text];
@@ -270,7 +244,7 @@ function pane(label, picture, prompt, mark = null) {
   const share = picture.reward === null ? 0 : scoreShare(picture.reward);
   bar.firstChild.style.width = `${(100 * share).toFixed(1)}%`;
   return el("div", { class: "pane" }, el("p", { class: "pane-head" }, title, el("strong", {}, picture.reward === null ? "no score" : scoreText(picture.reward))),
-    shown, bar, el("p", { class: "said" }, said(picture)));
+    shown, bar, el("p", { class: "said" }, chip(picture, base), said(picture)));
 }
 
 // Some frames of a video side by side, which show while its pane is pointed at or in focus.
@@ -353,32 +327,60 @@ function pictureSection() {
   const cards = source.prompts.map((prompt) => {
     const body = el("div", { class: "panes" });
     const past = el("div", {});
-    return { prompt, body, past, card: el("figure", { class: "card" }, caption(prompt.text), body, past) };
+    return { prompt, body, past, text: prompt.text, scores: [], card: el("figure", { class: MANY ? "card row" : "card" }, caption(prompt.text), body, past) };
   });
+  const grid = few(cards, MANY ? null : last(source.evals).pictures.find(Boolean), "pictures");
   const control = evaluationSlider(steps, (step) => {
-    for (const { prompt, body, past } of cards) {
+    for (const card of cards) {
+      const { prompt, body, past } = card;
       const panes = panesAt(prompt, step);
+      const [base, ...others] = panes.map((p) => p.picture);
+      card.scores = (MANY || !others.length ? [base, ...others] : others).filter(Boolean).map((picture) => picture.reward);
       body.className = shape((panes.find((p) => p.picture) || {}).picture);
-      body.replaceChildren(...referencePanes(prompt.references, prompt.text), ...panes.map((p) => pane(p.label, p.picture, prompt.text, p.mark)));
+      body.replaceChildren(...referencePanes(prompt.references, prompt.text), ...panes.map((p, i) => pane(p.label, p.picture, prompt.text, p.mark, i ? base : null)));
       past.replaceChildren(...[scoreHistory(prompt, step)].filter(Boolean));
     }
+    grid.update();
   });
   const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds: the first evaluation, and the one that the slider chooses.";
   const title = last(source.evals).pictures.some((picture) => picture && picture.answer !== undefined) ? "Answers" : "Pictures";
-  return section(title, note, control, few(cards.map(({ card }) => card), last(source.evals).pictures.find(Boolean)));
+  return section(title, note, control, grid.bar, grid.whole);
 }
 
-// Cards, of which a button shows those beyond the first eight.
-function few(cards, picture) {
-  const grid = el("div", { class: shape(picture).replace("panes", "cards") }, cards);
-  if (cards.length <= 8) return grid;
-  grid.classList.add("few");
-  const button = el("button", { type: "button" }, `Show all ${cards.length}`);
-  button.addEventListener("click", () => {
-    grid.classList.remove("few");
-    button.remove();
-  });
-  return el("div", {}, grid, button);
+// Cards {card, text, scores}, of which a button shows those beyond the first eight and a bar those that are asked for.
+function few(cards, picture, name) {
+  const grid = el("div", { class: MANY ? "rows" : shape(picture).replace("panes", "cards") }, cards.map(({ card }) => card));
+  const more = el("button", { type: "button" }, `Show all ${cards.length}`);
+  const kept = { text: "", low: "", high: "", ...KEPT[name] };
+  const told = el("output", { class: "none" });
+  let all = cards.length <= 8;
+  more.addEventListener("click", () => { all = true; update(); });
+  function update() {
+    const [low, high] = [kept.low, kept.high].map((value, i) => (value === "" || Number.isNaN(Number(value)) ? [-Infinity, Infinity][i] : Number(value)));
+    const asked = low > -Infinity || high < Infinity;
+    const found = cards.filter(({ text, scores }) => text.toLowerCase().includes(kept.text.toLowerCase())
+      && (!asked || scores.some((score) => score !== null && score >= low && score <= high)));
+    const isFull = all || found.length < cards.length;
+    for (const { card } of cards) card.hidden = true;
+    for (const { card } of isFull ? found : found.slice(0, 8)) card.hidden = false;
+    more.hidden = isFull;
+    told.textContent = found.length < cards.length ? `${found.length} of ${cards.length}` : "";
+  }
+  function field(key, label, attributes) {
+    const input = el("input", { value: kept[key], "aria-label": `${label} (${name})`, ...attributes });
+    input.addEventListener("input", () => {
+      kept[key] = input.value.trim();
+      keep({ [name]: { ...kept } });
+      update();
+    });
+    return input;
+  }
+  const score = { inputmode: "decimal", class: "number" };
+  const bar = cards.length < 4 ? null : el("p", { class: "filter", role: "search", "aria-label": `Filter ${name}` },
+    field("text", "Prompt contains", { type: "search", placeholder: "Prompt contains\u2026" }),
+    el("span", {}, "score ", field("low", "Lowest score", { ...score, placeholder: show(RANGE.low) }), " to ", field("high", "Highest score", { ...score, placeholder: show(RANGE.high) })), told);
+  update();
+  return { bar, whole: el("div", {}, grid, more), update };
 }
 
 function evaluationSlider(steps, showStep) {
@@ -388,7 +390,7 @@ function evaluationSlider(steps, showStep) {
     const step = steps[range.value];
     const held = MANY ? null : RUNS[0].curves["eval/reward"];
     const i = held ? held.x.indexOf(step) : -1;
-    const score = i < 0 ? "" : `held-out ${show(held.y[i])}`;
+    const score = i < 0 ? "" : `held-out ${alike(held.y)[i]}`;
     text.replaceChildren(el("strong", {}, `after ${plural(step, "step")}`), el("span", {}, score));
     range.setAttribute("aria-valuetext", `after ${plural(step, "step")} ${score}`);
     showStep(step);
@@ -412,10 +414,12 @@ function groupSection() {
     const known = group.rewards.filter((reward) => reward !== null).length;
     const names = group.shown.length > 1 ? ["best", "worst"] : [["first", "the only score"][known] || "all alike"];
     const panes = [...referencePanes(group.references, group.prompt), ...group.shown.map((picture, i) => pane(names[i], picture, group.prompt))];
-    return el("figure", { class: "card" }, caption(group.prompt), el("div", { class: shape(group.shown[0]) }, panes), strip(group),
+    const card = el("figure", { class: "card" }, caption(group.prompt), el("div", { class: shape(group.shown[0]) }, panes), strip(group),
       el("p", { class: "note" }, `group of ${group.rewards.length}, step ${show(group.step)}`));
+    return { card, text: group.prompt, scores: group.rewards };
   });
-  return section("Recent groups", "Best and worst sample of the latest groups, and the scores of all samples of each.", few(cards, RUNS[0].groups[0].shown[0]));
+  const grid = few(cards, RUNS[0].groups[0].shown[0], "groups");
+  return section("Recent groups", "Best and worst sample of the latest groups, and the scores of all samples of each.", grid.bar, grid.whole);
 }
 
 function strip(group) {
@@ -503,11 +507,20 @@ function rewardSection() {
 
 function foot() {
   const logged = new Date(Math.max(...RUNS.map((run) => run.logged_at)) * 1000);
-  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. This file needs no network. What a metric means stands in docs/metrics.md; its name shows where a chart's legend is pointed at.`);
+  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. ${DATA.live ? "" : "This file needs no network. "}What a metric means stands in docs/metrics.md; its name shows where a chart's title or legend is pointed at.`);
+}
+
+// Links to the sections, which stay in sight.
+function navigation(sections) {
+  const links = sections.filter((part) => part && part.tagName === "SECTION").map((part) => part.querySelector("h2"));
+  if (links.length < 3) return null;
+  const line = el("nav", { "aria-label": "Sections" }, [["page", "Top"], ...links.map((h2) => [h2.id, h2.textContent])].map(([id, text]) => el("a", { href: `#${id}` }, text)));
+  new ResizeObserver(() => document.documentElement.style.setProperty("--nav", `${line.offsetHeight}px`)).observe(line);
+  return line;
 }
 
 const EMPTY = RUNS.every((run) => !Object.keys(run.curves).length);
+const SECTIONS = [alarms(), rewardSection(), pictureSection(), groupSection(), policySection(), speedSection(), otherSection(), settingSection()];
 document.getElementById("page").replaceChildren(...[
-  head(), MANY ? runTable() : tiles(RUNS[0]), EMPTY ? el("p", { class: "lead" }, "No step is logged yet.") : null,
-  alarms(), rewardSection(), pictureSection(), groupSection(), policySection(), speedSection(), otherSection(), settingSection(), foot(),
+  head(), navigation(SECTIONS), MANY ? runTable() : tiles(RUNS[0]), EMPTY ? el("p", { class: "lead" }, "No step is logged yet.") : null, ...SECTIONS, foot(),
 ].filter(Boolean));

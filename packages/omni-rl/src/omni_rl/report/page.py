@@ -48,17 +48,32 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
     return Path(path)
 
 
-def page(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The HTML of a page over one run, or over several."""
+def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
+    """The HTML of a page over one run, or over several.
+
+    live: whether a server draws it anew each time, and has the pictures.
+    """
+    title = " and ".join(run["name"] for run in runs)
+    data = {"runs": runs, "charts": [asdict(chart) for chart in charts(runs)], "live": live}
+    return _document(title, data, "page.js", "'self' data:" if live else "data:")
+
+
+def list_page(title: str) -> str:
+    """The HTML of a page that asks its server for the runs that there are."""
+    return _document(title, {"title": title}, "list.js", "data:", connect="'self'")
+
+
+def _document(title: str, data: object, script_name: str, media: str, connect: str = "'none'") -> str:
     here = files("omni_rl.report")
     style = here.joinpath("page.css").read_text(encoding="utf-8")
-    script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in ("charts.js", "page.js"))
+    names = ("charts.js", "words.js", script_name)
+    script = "".join(here.joinpath(name).read_text(encoding="utf-8") for name in names)
     parts = {
-        "policy": f"default-src 'none'; img-src data:; media-src data:; style-src '{_hash(style)}'; "
-        f"script-src '{_hash(script)}'",
-        "title": html.escape(" and ".join(run["name"] for run in runs)),
+        "policy": f"default-src 'none'; img-src {media}; media-src {media}; connect-src {connect}; "
+        f"style-src '{_hash(style)}'; script-src '{_hash(script)}'",
+        "title": html.escape(title),
         "style": style,
-        "data": embed({"runs": runs, "charts": [asdict(chart) for chart in charts(runs)]}),
+        "data": embed(data),
         "script": script,
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")

@@ -1,0 +1,207 @@
+"""The server of a folder of runs: what it shows, and what it keeps to itself."""
+
+import http.client
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+import pytest
+from omni_rl.report import Sample, serve, write_eval
+from omni_rl.report.data import run_data
+from omni_rl.report.serve import LiveServer
+from rl.report_runs import RATES, clips, write_run
+
+
+@contextmanager
+def serving(root, **settings):
+    """The server of a folder, answering."""
+    with LiveServer(root, **settings) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(server, path, method="GET", **headers):
+    """Status, headers and body of an answer; the path goes out as it is."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=5)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    return answer.status, answer.headers, answer.read()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A folder of runs: two whole ones, one of them in a sweep, and two damaged ones; nothing changes it."""
+    root = tmp_path_factory.mktemp("runs")
+    write_run(root / "a")
+    write_run(root / "sweep" / "b c", num_steps=8, total=40)
+    (root / "bad").mkdir()
+    (root / "bad" / "metrics.jsonl").write_text('no json\n{"step": 1}\n')
+    (root / "huge").mkdir()
+    (root / "huge" / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1' + "0" * 400 + "}\n")
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root):
+    with serving(root) as server:
+        yield server
+
+
+def test_the_list_tells_of_every_run_and_why_one_cannot_be_read(server):
+    status, _, body = ask(server, "/runs.json")
+    a, bad, huge, b = json.loads(body)
+    assert status == 200
+    assert (a["id"], a["trainer"], a["algo"], a["step"], a["total"]) == ("a", "train", "flowgrpo", 12, 12)
+    assert a["held"] == {"x": [0, 4, 8, 12], "y": [0, 0.08, 0.16, 0.24]}
+    assert (b["id"], b["step"], b["total"], b["seconds"]) == ("sweep/b c", 8, 40, 18)
+    assert bad["error"].startswith("bad/metrics.jsonl, line 1")
+    assert "too large" in huge["error"]
+
+
+def test_a_step_that_is_logged_shows_at_the_next_question(tmp_path):
+    folder = write_run(tmp_path / "a", total=40)
+    with serving(tmp_path) as server:
+        assert json.loads(ask(server, "/runs.json")[2])[0]["step"] == 12
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 13, "eval/reward": 0.5}\n')
+        (run,) = json.loads(ask(server, "/runs.json")[2])
+    assert (run["step"], run["held"]["y"][-1]) == (13, 0.5)
+
+
+def test_a_report_asks_for_pictures_that_are_the_files(server, root):
+    _, headers, body = ask(server, "/report?run=a&run=sweep/b%20c")
+    assert headers["Content-Security-Policy"].startswith("frame-ancestors 'none'")
+    assert b"data:image" not in body
+    assert b'"files/sweep/b%20c/eval/000008/0001.png"' in body
+    status, headers, picture = ask(server, "/files/sweep/b%20c/eval/000008/0001.png")
+    assert (status, headers["Content-Type"], headers["X-Content-Type-Options"]) == (200, "image/png", "nosniff")
+    assert picture == (root / "sweep" / "b c" / "eval" / "000008" / "0001.png").read_bytes()
+    status, headers, part = ask(server, "/files/a/eval/000008/0001.png", Range="bytes=8-15")
+    assert (status, len(part), headers["Content-Range"].split("/")[0]) == (206, 8, "bytes 8-15")
+    assert (
+        ask(server, "/files/a/eval/000008/0001.png", Range="bytes=99999999-")[0] == 200
+    )  # the whole, as RFC 9110 lets
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/report?run=nothing", 404), ("/report", 404), ("/report?run=a&run=a", 400), ("/report?run=bad", 422),
+        ("/report?run=huge", 422),
+        ("/report?run=../a", 404), ("/files/a/config.toml", 404), ("/files/a/metrics.jsonl", 404),
+        ("/files/a/report.html", 404), ("/files/a/eval/000008/rows.json", 404), ("/files/a/eval", 404),
+        ("/files/../eval/secret.png", 404), ("/files/%2e%2e/eval/secret.png", 404), ("/files/a/eval/%00.png", 404),
+        ("/files//etc/eval/x.png", 404), ("//etc/passwd", 404), ("/elsewhere", 404), ("/runs.json/", 404),
+    ],
+)  # fmt: skip
+def test_what_is_no_picture_of_a_run_is_not_there(server, root, path, status):
+    (root.parent / "eval").mkdir(exist_ok=True)
+    (root.parent / "eval" / "secret.png").write_bytes(b"secret")
+    got, headers, body = ask(server, path)
+    assert (got, b"secret" in body) == (status, False)
+    assert headers["Content-Security-Policy"] == "default-src 'none'; sandbox"
+
+
+def test_links_out_of_the_folder_are_refused(tmp_path):
+    outside, runs = write_run(tmp_path / "outside"), tmp_path / "runs"
+    for name in ("metrics", "pictures", "settings", "rows"):
+        shutil.copytree(outside, runs / name)
+    (runs / "folder").symlink_to(outside)
+    (runs / "metrics" / "metrics.jsonl").unlink()
+    (runs / "metrics" / "metrics.jsonl").symlink_to(outside / "metrics.jsonl")
+    (runs / "settings" / "config.toml").unlink()
+    (runs / "settings" / "config.toml").symlink_to(outside / "config.toml")
+    (runs / "rows" / "eval" / "000008" / "rows.json").unlink()
+    (runs / "rows" / "eval" / "000008" / "rows.json").symlink_to(outside / "eval" / "000008" / "rows.json")
+    (runs / "pictures" / "eval" / "000008" / "0001.png").unlink()
+    (runs / "pictures" / "eval" / "000008" / "0001.png").symlink_to(outside / "eval" / "000008" / "0001.png")
+    with serving(runs) as server:
+        told = {run["id"]: run.get("error", "") for run in json.loads(ask(server, "/runs.json")[2])}
+        refused = {name for name, text in told.items() if "leads out of the folder" in text}
+        assert refused == {"metrics", "settings", "rows"}
+        assert set(told) == refused | {"pictures"}
+        assert ask(server, "/report?run=rows")[0] == 422
+        assert ask(server, "/files/pictures/eval/000008/0001.png")[0] == 404
+        assert ask(server, "/files/folder/eval/000008/0001.png")[0] == 404
+
+
+def test_nothing_is_written_and_no_other_site_can_read(server, root):
+    before = sorted(root.rglob("*"))
+    assert [ask(server, "/", method)[0] for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [501] * 4
+    status, headers, body = ask(server, "/", "HEAD")
+    assert (status, body, int(headers["Content-Length"]) > 1000) == (200, b"", True)
+    assert "Access-Control-Allow-Origin" not in headers
+    assert ask(server, "/runs.json", Host="evil.example:80")[0] == 403
+    assert ask(server, "/runs.json", Host="localhost:9")[0] == 200
+    assert sorted(root.rglob("*")) == before
+
+
+def test_other_machines_need_the_token(root):
+    with serving(root, host="0.0.0.0") as server:
+        token = urlsplit(server.url).path
+        assert len(token) > 30
+        for path in ("/", "/runs.json", f"{token[:-2]}/", "/report?run=a"):
+            assert ask(server, path)[0] == 404
+        assert ask(server, f"{token}runs.json", Host="cluster.example")[0] == 200
+        assert ask(server, f"{token}files/a/eval/000008/0001.png")[0] == 200
+
+
+def test_large_files_and_too_many_or_slow_connections_are_turned_away(root, monkeypatch):
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(serve, "CONNECTION_S", 0.3)
+    with serving(root) as server:
+        monkeypatch.setattr(serve, "MAX_FILE_MB", 0)
+        assert ask(server, "/files/a/eval/000008/0001.png")[0] == 413
+        assert "must be at most" in json.loads(ask(server, "/runs.json")[2])[0]["error"]
+        slow = [socket.create_connection(server.server_address, timeout=5) for _ in range(3)]
+        assert slow[2].recv(1) == b""  # one too many
+        for sock in slow[:2]:
+            sock.sendall(b"GET / HT")
+            assert sock.recv(1) == b""  # no whole request in time
+            sock.close()
+        slow[2].close()
+        assert ask(server, "/")[0] == 200
+
+
+def test_a_copy_of_what_a_report_is_drawn_from_is_a_run_of_its_own(tmp_path):
+    folder = write_run(tmp_path / "runs" / "a")
+    write_eval(folder, 12, clips(1), [Sample("a sign", 0.5, rates=RATES)])
+    copy = tmp_path / "elsewhere" / "a"
+    copy.mkdir(parents=True)
+    for name in ("metrics.jsonl", "config.toml", "versions.jsonl"):
+        shutil.copy2(folder / name, copy)
+    for name in ("eval", "samples"):
+        shutil.copytree(folder / name, copy / name)
+    assert run_data(copy) == run_data(folder)
+    with serving(copy) as server:  # the run itself, not a folder of runs
+        (run,) = json.loads(ask(server, "/runs.json")[2])
+        assert (run["id"], run["name"]) == (".", "a")
+        names = re.findall(r'"files/\./(eval/000012/[^"]+)"', ask(server, "/report?run=.")[2].decode())
+        assert len(names) == 3  # the video, its frames, its sound
+        assert [ask(server, f"/files/{name}")[0] for name in names] == [200] * 3
+
+
+def test_the_command_prints_an_address_that_answers_and_refuses_with_one_line(root, tmp_path):
+    command = [sys.executable, "-m", "omni_rl.report", "--serve"]
+    with subprocess.Popen([*command, str(root)], stdout=subprocess.PIPE, text=True) as process:
+        line = process.stdout.readline()
+        url = line.split()[3]
+        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        process.terminate()
+    assert line.startswith("4 runs at http://127.0.0.1:")
+    with pytest.raises(SystemExit) as stop:
+        serve.main([str(tmp_path / "nothing")])
+    assert stop.value.code == 2
