@@ -51,6 +51,7 @@ TEXT_WIDTH = 64
 LATENT_CHANNELS = 16
 MAX_LETTERS = 4
 EMPTY_PROMPT = " "
+SAMPLING = Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
 
 
 def build_tokenizer(template: str, template_tokens: int | None, words: str) -> Qwen2Tokenizer:
@@ -268,16 +269,21 @@ def train_flow(
     draw: Callable[[int], tuple[Tensor, Cond]],
     *,
     steps: int,
+    sampling: Params = SAMPLING,
     lr: float = 1e-3,
     batch: int = 64,
+    noisier: float = 0.0,
 ) -> None:
-    """Trains the transformer on what `draw` draws: that many clean latents [B, C, h, w], and their conditioning."""
-    params, sampling = list(transformer.parameters()), Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
+    """Trains the transformer on what `draw` draws: that many clean latents [B, C, ...], and their conditioning.
+
+    Noise levels are sigmoids of normal numbers of mean `noisier` (arXiv 2403.03206).
+    """
+    params = list(transformer.parameters())
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0)
     start = time.time()
     for step in range(steps):
         x0, cond = draw(batch)
-        noise, sigma = torch.randn_like(x0), torch.sigmoid(torch.randn(batch))
+        noise, sigma = torch.randn_like(x0), torch.sigmoid(torch.randn(batch) + noisier)
         velocity = model.predict_velocity(transformer, add_noise(x0, noise, sigma), sigma, cond, sampling)
         loss = (velocity - (noise - x0)).square().mean()
         descend(optimizer, params, loss, lr * cosine(step, steps))

@@ -63,6 +63,18 @@ def test_a_small_model_of_videos_with_sound_learns_to_draw_the_tone_that_it_is_a
     assert scores[-1] - scores[0] >= 0.1
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_small_video_model_learns_to_move_a_word_as_it_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with serving_here(load_scorer(f"python:{REPO}/scripts/moved.py:moved"), name="moved") as url:
+        args = recipe(train_nft, "tiny-moving")
+        places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+        lines = train(train_nft, replace(args, scorer_url=url, **places))
+    scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
+    assert scores[-1] - scores[0] >= 0.1
+
+
 def test_things_to_draw_are_trained_on_or_held_out_and_all_are_red():
     trained, held_out = (Path(path).read_text().splitlines() for path in PROMPTS.values())
     assert {prompt.split()[-1] for prompt in trained}.isdisjoint(prompt.split()[-1] for prompt in held_out)

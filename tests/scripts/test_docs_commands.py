@@ -76,7 +76,14 @@ COMMANDS = {" ".join(words): words for words in commands() if words}
 def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
-    tiny = ("data/tiny-signs", "data/tiny-edit", "data/tiny-beeps", "data/tiny-colors", "data/tiny-tones")
+    tiny = (
+        "data/tiny-signs",
+        "data/tiny-edit",
+        "data/tiny-beeps",
+        "data/tiny-colors",
+        "data/tiny-tones",
+        "data/tiny-moving",
+    )
     for name in (*tiny, "data/red", "checkpoints"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).symlink_to(REPO / name)
