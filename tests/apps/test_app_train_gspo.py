@@ -341,7 +341,7 @@ def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
         run = TokenRun(tiny(), "test", place(rank, 2))
         run._open_model()
         for index in range(5):
-            run._check_record(PromptRecord(index, "x", meta={"i": (rank, index)}))
+            run._check_graded(PromptRecord(index, "x", meta={"i": (rank, index)}))
     assert seen == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
 
 

@@ -237,7 +237,8 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _check_graded(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt without what the rules ask for, too."""
-        check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
+        if record.index % self.dist.world_size == self.dist.rank:
+            check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
         super()._check_graded(record)
 
     def _check_record(self, record: PromptRecord) -> None:
