@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from omni_rl.cli import (
     check_most,
     field_notes,
     from_toml,
+    hush,
     parse_cli,
     read_settings,
     to_toml,
@@ -347,3 +349,25 @@ def test_all_that_every_trainer_shares_is_in_one_class():
     assert issubclass(ScoredArgs, MediaArgs)
     assert issubclass(MediaArgs, RunArgs)
     assert len(fields(MediaArgs)) >= 45
+
+
+@pytest.mark.parametrize(
+    "module", ["torch.distributed.fsdp._fully_shard._fsdp_state", "transformers", "torchrun_of_mine"]
+)
+def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
+    for name in ("TQDM_DISABLE", "TRANSFORMERS_VERBOSITY", "DIFFUSERS_VERBOSITY"):
+        monkeypatch.setenv(name, "as it was")
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        hush()
+        warnings.warn_explicit("can cause backward to fail", UserWarning, "file.py", 1, module=module)
+    assert bool(shown) == (module == "torchrun_of_mine")
+    assert os.environ["TQDM_DISABLE"] == "as it was"
+
+
+@pytest.mark.parametrize("flags", [[], ["--verbose"]])
+def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
+    hushed = []
+    monkeypatch.setattr("omni_rl.cli.hush", lambda: hushed.append(True))
+    parse_cli(RunArgs, lambda args: None, flags, app="program")
+    assert bool(hushed) != bool(flags)

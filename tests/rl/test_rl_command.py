@@ -20,7 +20,7 @@ from omni_rl.command import __main__ as command
 from omni_rl.command import doctor, new_recipe
 
 APPS = REPO / "apps"
-RUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+RUN = ["-m", "omni_rl.ranks", "--nproc-per-node"]
 
 
 @pytest.mark.parametrize(

@@ -141,3 +141,12 @@ def test_the_counted_operations_are_those_of_a_real_pass(capfd):
         work = redundancy.measure(args, path)
     counted = sum(n * kernel[2] for name in ("rollout", "update") for kernel, n in kernels[name].items())
     assert counted == pytest.approx(work.computed, rel=0.05)  # a text of another length
+
+
+def test_startup_names_every_kind_of_start(capfd, monkeypatch):
+    import startup
+
+    monkeypatch.setattr(startup, "CASES", {"help": ["--help"]})
+    startup.main(["--rounds", "1"])
+    ((case, seconds),) = table(capfd.readouterr().out)
+    assert (case, float(seconds) > 0) == ("help", True)

@@ -166,7 +166,7 @@ def check_command(words, place):
     if "mine.toml" in words:
         new_recipe.main(["mine", "--from", "tiny-signs", "--trainer", "flowgrpo"])
     started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
-    start = ["torchrun", *started[2:]] if "torch.distributed.run" in started else ["python", *started]
+    start = ["torchrun", "--standalone", *started[2:]] if "omni_rl.ranks" in started else ["python", *started]
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
 
 

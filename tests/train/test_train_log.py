@@ -1,5 +1,6 @@
 """One JSON line a step that survives crashes, and progress a person can read."""
 
+import io
 import json
 import math
 import re
@@ -242,6 +243,39 @@ def test_a_terminal_gets_a_bar_with_the_columns(open_log, capsys):
     assert "2/4" in out
     assert "loss=0.25" in out
     assert "hidden" not in out
+
+
+def test_the_bar_shows_the_change_of_rewards_and_the_course_of_evaluations(open_log, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    columns = ["reward/mean", "eval/reward", "loss"]
+    with open_log(columns=columns) as log:
+        for step, score in enumerate([0.0, 0.25, 1.0]):
+            log.log(step, {"reward/mean": 0.5, "eval/reward": score, "loss": 1.0})
+    with open_log(tty=True, columns=columns, resume_step=2) as log:
+        log.log(3, {"reward/mean": 0.25, "loss": 2.0})
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert "reward/mean=0.25 (-0.25) loss=2 " in shown
+    with open_log(tty=True, columns=columns, resume_step=3) as log:
+        log.log(4, {"reward/mean": 0.75, "eval/reward": 0.5})
+    assert "reward/mean=0.75 (+0.25) eval/reward=0.5 ▁▃█▅ " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_terminal_that_cannot_show_blocks_gets_none(open_log, monkeypatch):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="strict")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with open_log(tty=True, columns=["eval/reward"]) as log:
+        log.log(0, {"eval/reward": 0.5})
+        log.log(1, {"eval/reward": 1.0})
+    terminal.flush()
+    assert b"1/4 eta 0:00:00 eval/reward=1" in terminal.buffer.getvalue()
+
+
+def test_a_command_above_the_bar_stays_one_line(open_log, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    with open_log(tty=True) as log:
+        log.log(1, {"loss": 0.5})
+        print("torchrun " + "--flag value " * 10)
+    assert "torchrun " + "--flag value " * 10 in capsys.readouterr().out
 
 
 def test_without_rich_a_terminal_gets_lines(open_log, capsys, monkeypatch):

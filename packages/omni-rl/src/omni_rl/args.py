@@ -47,6 +47,7 @@ class RunArgs:
     project: str = "omni-rl"  # Project name in the trackers
     profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
     hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
+    verbose: bool = False  # Show the warnings and progress bars of other libraries too
     dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
 
     # Model
@@ -165,8 +166,9 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
     "eval", "eval_only", "eval_samples_per_prompt", "pass_threshold",
-    "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "device_memory_gb", "text_cache", "text_cache_mb",
-    "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload", "decode_batch_size",
+    "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "verbose", "device_memory_gb", "text_cache",
+    "text_cache_mb", "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload",
+    "decode_batch_size",
 )  # fmt: skip
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1,

@@ -12,6 +12,7 @@ import re
 import sys
 import textwrap
 import tomllib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
@@ -72,17 +73,25 @@ def parse_cli(
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
     examples, and come after them.
     """
-    os.environ.setdefault("TQDM_DISABLE", "1")  # no bars of other libraries, which read it as they are imported
     try:
         config = read_settings(cls, argv, recipes(app), description or "")
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
+        if not getattr(config, "verbose", False):
+            hush()
         check(config)
     except ValueError as exc:
         refuse(exc)
     if "--check" in argv:
         sys.exit(0)
     return config
+
+
+def hush() -> None:
+    """Show no bars, notices and warnings of other libraries, which read their variables as they are imported."""
+    for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
+        os.environ.setdefault(name, value)
+    warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 
 
 def recipes(app: str) -> dict[str, str]:

@@ -84,7 +84,13 @@ if TYPE_CHECKING:
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=MediaArgs)
-COLUMNS = ("reward/mean", "eval/reward", "policy/first_ratio_max_dev", "policy/grad_norm")
+COLUMNS = (
+    "reward/mean",
+    "eval/reward",
+    "perf/images_per_s_per_device",
+    "policy/first_ratio_max_dev",
+    "policy/grad_norm",
+)
 current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=None)  # see `omni_rl.plan`
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
@@ -503,7 +509,6 @@ class AnyRun(ABC, Generic[ArgsT]):
             is_main=dist.is_main,
             total_steps=args.train_steps,
             eval_every=args.eval_every,
-            tty=None if dist.mesh is None else False,
             columns=[*COLUMNS[:2], *(held.metric("reward") for held in self.eval_more), *COLUMNS[2:]],
             resume_step=-1 if args.eval_only else self.first_step - 1,
             sinks=[self.report] if self.report else [],

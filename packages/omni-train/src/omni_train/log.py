@@ -81,7 +81,7 @@ class RunLog:
             self._show: _Lines | _Bar = _Lines(total_steps)
             if sys.stdout.isatty() if tty is None else tty:
                 with suppress(ModuleNotFoundError):  # rich draws the bar
-                    self._show = _Bar(total_steps)
+                    self._show = _Bar(total_steps, load_metrics(self._path))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -203,27 +203,47 @@ class _Lines:
 
 
 class _Bar:
-    """Progress as a bar with the same numbers behind it, the last of each that was logged; needs rich."""
+    """Progress as a bar with the same numbers behind it, the last of each that was logged; needs rich.
 
-    def __init__(self, total_steps: int) -> None:
+    Held-out metrics, `eval/...`, are drawn over the run, and those of samples, `reward/...`, have their change in it.
+    """
+
+    def __init__(self, total_steps: int, lines: Sequence[Mapping[str, float]]) -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
         from rich.table import Column
 
         text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
-        self._bar = Progress(BarColumn(bar_width=12), text, expand=True)
-        self._total_steps, self._values = total_steps, dict[str, float]()
+        self._bar = Progress(BarColumn(bar_width=12), text, expand=True, console=Console(soft_wrap=True))
+        self._total_steps, self._values, self._lines = total_steps, dict[str, float](), list(lines)
         self._task = self._bar.add_task("", total=total_steps)
         self._bar.start()
 
     def update(self, step: int, values: Mapping[str, float], seconds: float, left_s: float | None) -> None:
         self._values |= values
+        self._lines.append(values)
         eta = [] if left_s is None else [f"eta {_clock(left_s)}"]
-        shown = (f"{name}={value:.4g}" for name, value in self._values.items())
+        shown = (f"{name}={value:.4g}{self._past(name)}" for name, value in self._values.items())
         text = " ".join([f"{step}/{self._total_steps}", *eta, *shown])
         self._bar.update(self._task, completed=step, description=text)
 
     def close(self) -> None:
         self._bar.stop()
+
+    def _past(self, name: str) -> str:
+        past = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
+        if len(past) > 1 and name.startswith("reward/"):
+            return f" ({past[-1] - past[0]:+.2g})"
+        draws = len(past) > 1 and name.startswith("eval/") and not self._bar.console.options.ascii_only
+        return f" {_sparkline(past)}" if draws else ""
+
+
+def _sparkline(values: Sequence[float]) -> str:
+    """At most ten values as blocks of their heights: the first, the last and others evenly between."""
+    count = min(len(values), 10)
+    some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
+    low, span = min(some), max(some) - min(some)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (value - low) / span) if span else 0] for value in some)
 
 
 def _clock(seconds: float) -> str:

@@ -102,7 +102,7 @@ def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def launcher(ranks: str) -> list[str]:
     """The words for Python that start torchrun with so many ranks; none where the number is ""."""
-    return ["-m", "torch.distributed.run", "--standalone", RANKS, ranks] if ranks else []
+    return ["-m", "omni_rl.ranks", RANKS, ranks] if ranks else []
 
 
 def known(name: str, names: Collection[str], what: str) -> str:

@@ -1,0 +1,73 @@
+"""CPU seconds of a trainer's start: of its help, of a dry run, and until the first training step may begin.
+
+python benchmarks/startup.py
+python benchmarks/startup.py --against ../other-checkout --rounds 5
+
+Medians over rounds, in which the checkouts take turns, with the packages of this environment. The model is the shipped
+one; before the first step it draws held-out samples of two prompts, which a server beside it scores.
+"""
+
+import argparse
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+from omni_reward.testing import serving_here
+
+REPO = Path(__file__).parents[1]
+FLAGS = [
+    "--preset",
+    "tiny-signs",
+    "--eval-prompts",
+    "eval.txt",
+    "--train-steps",
+    "0",
+    "--eval-num-inference-steps",
+    "2",
+]
+CASES = {"help": ["--help"], "dry run": [*FLAGS, "--dry-run"], "first step": FLAGS}
+
+
+def cpu_s(checkout: Path, flags: Sequence[str]) -> float:
+    """CPU seconds of the trainer of a checkout and of the processes that it starts."""
+    sources = os.pathsep.join(map(str, sorted(checkout.glob("packages/*/src"))))
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "eval.txt").write_text('a blue sign that says "AB"\na red sign that says "CD"\n')
+        for name in ("checkpoints", "data"):
+            (Path(folder) / name).symlink_to(checkout / name)
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, str(checkout / "apps" / "train_flowgrpo.py"), *flags],
+            env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"},
+            cwd=folder, stdout=subprocess.DEVNULL, check=True,
+        )  # fmt: skip
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="another checkout, whose start is measured too")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each kind, after one that is not counted")
+    args = parser.parse_args(argv)
+    checkouts = [REPO, *([args.against.resolve()] if args.against else [])]
+    found: dict[tuple[Path, str], list[float]] = {}
+    with serving_here(lambda media, prompts, meta: [0.0] * len(prompts)) as url:
+        for _ in range(args.rounds + 1):
+            for checkout in checkouts:
+                for case, flags in CASES.items():
+                    found.setdefault((checkout, case), []).append(cpu_s(checkout, [*flags, "--scorer-url", url]))
+    print("| start |", " | ".join(map(str, checkouts)), "|")
+    print("| --- |", " | ".join("---" for _ in checkouts), "|")
+    for case in CASES:
+        print(f"| {case} |", " | ".join(f"{median(found[each, case][1:]):.2f}" for each in checkouts), "|")
+
+
+if __name__ == "__main__":
+    main()
