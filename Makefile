@@ -1,5 +1,5 @@
 # Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni check constraints wheels test-wheels site
+.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +33,12 @@ install-vllm-omni: ## Build .venv-vllm-omni with the vLLM-Omni engine, for a mac
 
 test-vllm-omni: ## The tests of the vLLM-Omni engine, in its own environment
 	ENGINE=vllm-omni scripts/env pytest -q -n 2 --dist loadfile tests/vllm_engine
+
+install-vllm: ## Build .venv-vllm with vLLM and its CPU kernels, for a machine without an accelerator
+	scripts/env scripts/install_vllm
+
+test-vllm: ## The tests of the vLLM engine of language models, in its own environment
+	ENGINE=vllm scripts/env pytest -q tests/vllm_tokens
 
 check: ## Lint, format, types, floor rules, and that constraints/ is up to date
 	scripts/env scripts/check

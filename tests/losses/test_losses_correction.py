@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_losses import grpo_loss, rollout_weights
+from omni_losses import grpo_loss, gspo_loss, rollout_weights, token_grpo_loss, token_rollout_weights
 from torch.distributions import Normal, kl_divergence
 
 torch.set_num_threads(1)
@@ -145,3 +145,50 @@ def test_errors_name_the_argument():
     for low, high in ((1.0, 2.0), (0.5, 1.0), (-0.1, 2.0), (math.nan, 2.0)):
         with pytest.raises(ValueError, match=f"0 <= low < 1 < high, got {low} and {high}"):
             rollout_weights(wide, wide, low=low, high=high)
+
+
+TOKENS = torch.tensor([[0.0, math.log(3), 9.0], [math.log(0.5), math.log(1.5), math.log(2.0)]])
+CHOSEN = torch.tensor([[True, True, False], [True, True, True]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_truncate", [[1, 2, 1], [0.5, 1.5, 2]]),
+        ("token_mask", [[1, 0, 1], [0.5, 1.5, 2]]),
+        ("sequence_truncate", [[2, 2, 1], [1.5, 1.5, 1.5]]),
+        ("sequence_mask", [[0, 0, 1], [1.5, 1.5, 1.5]]),
+    ],
+)
+def test_worked_weights_of_tokens(mode, expected):
+    junk = torch.where(CHOSEN, -1.0, math.nan)
+    weights, metrics = token_rollout_weights(junk + TOKENS, junk, CHOSEN, mode=mode, cap=2.0 + 1e-6)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32), atol=1e-5, rtol=0)
+    diff = TOKENS[CHOSEN]
+    assert metrics["abs_diff_mean"].item() == pytest.approx(diff.abs().mean().item(), rel=1e-5)
+    assert metrics["abs_diff_max"].item() == pytest.approx(math.log(3), rel=1e-5)
+    assert metrics["kl"].item() == pytest.approx(-diff.mean().item(), rel=1e-5)
+
+
+def test_weights_of_tokens_make_a_sampler_s_mean_the_trainer_s():
+    """The mean over what one distribution draws, weighted, is that over the other one, without a cap."""
+    trainer, sampler = torch.tensor([0.5, 0.3, 0.2]).log(), torch.tensor([0.2, 0.2, 0.6]).log()
+    tokens, values = torch.arange(3)[:, None], torch.tensor([1.0, -2.0, 5.0])
+    weights, _ = token_rollout_weights(trainer[tokens], sampler[tokens], tokens >= 0, mode="token_mask", cap=math.inf)
+    assert (sampler.exp() * weights[:, 0] * values).sum().item() == pytest.approx((trainer.exp() * values).sum().item())
+
+
+def test_weights_of_each_token_enter_a_loss_of_tokens():
+    log_prob = torch.randn(2, 3, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    weights = torch.arange(6.0).view(2, 3)
+    out = token_grpo_loss(log_prob, log_prob.detach(), torch.tensor([1.0, -2.0]), CHOSEN, weights=weights)
+    out.loss.backward()
+    torch.testing.assert_close(log_prob.grad, -weights * torch.tensor([[1.0], [-2.0]]) * CHOSEN)
+    with pytest.raises(ValueError, match="weights must be"):
+        gspo_loss(log_prob, log_prob, torch.zeros(2), CHOSEN, weights=weights)
+
+
+def test_errors_of_weights_of_tokens_name_the_argument():
+    for wrong in ({"mode": "token"}, {"cap": 0.5}, {"mask": CHOSEN & False}):
+        with pytest.raises(ValueError, match=r"mode must be one of .* cap >= 1, and mask must hold a token, got"):
+            token_rollout_weights(TOKENS, TOKENS, **({"mask": CHOSEN} | wrong))

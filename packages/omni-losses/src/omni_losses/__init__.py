@@ -9,6 +9,7 @@ from omni_losses.advantages import group_advantages as group_advantages
 from omni_losses.advantages import multi_reward_advantages as multi_reward_advantages
 from omni_losses.advantages import reward_metrics as reward_metrics
 from omni_losses.correction import rollout_weights as rollout_weights
+from omni_losses.correction import token_rollout_weights as token_rollout_weights
 from omni_losses.direct import direct_align as direct_align
 from omni_losses.direct import srpo_loss as srpo_loss
 from omni_losses.divergence import distill_kl_loss as distill_kl_loss

@@ -1,7 +1,8 @@
 """Importance weights for samples that another numerical stack drew, towards the trainer's own policy.
 
-Letters: B samples, K stochastic steps of each. Log-probabilities are in nats per latent element: a step's log-density
-over its number of elements. They must be those of densities: not the unnormalised ones of `cps_step`.
+Letters: B samples, K stochastic steps of each; N answers, T tokens of each. Log-probabilities of steps are in nats per
+latent element: a step's log-density over its number of elements. They must be those of densities: not the unnormalised
+ones of `cps_step`. Those of tokens are in nats per token.
 """
 
 from typing import Literal, get_args
@@ -12,6 +13,7 @@ from torch import Tensor
 from omni_losses.output import require_shape_of
 
 Level = Literal["trajectory", "step"]
+TokenMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 Mode = Literal["truncate", "mask"]
 
 
@@ -71,7 +73,54 @@ def rollout_weights(
     ratio = log_ratio.exp()
     inside = (ratio >= low) & (ratio <= high)
     weights = ratio.clamp(low, high) if mode == "truncate" else inside.float()
-    metrics = {
+    return weights, _metrics(diff, ratio, inside, weights)
+
+
+def token_rollout_weights(
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    mask: Tensor,
+    *,
+    mode: TokenMode = "token_truncate",
+    cap: float = 2.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Weights [N, T] for the losses of tokens, and metrics of the gap between engine and trainer.
+
+        d_it = old_log_prob_it - rollout_log_prob_it
+        r_it = exp(d_it) for modes of a token;  exp(sum over t of d_it), alike for all tokens, for those of a sequence
+        w_it = min(r_it, cap) for modes that truncate;  r_it if r_it <= cap, else 0, for those that mask
+
+    Args:
+        old_log_prob: [N, T], nats per token, of the trainer's weights before the update.
+        rollout_log_prob: [N, T], same unit, of the engine that drew the tokens.
+        mask: [N, T], boolean: the tokens that the policy chose. Values elsewhere, NaN too, change nothing.
+        mode: as above.
+        cap: upper bound, >= 1; infinity for none.
+
+    Returns:
+        The weights, float32, without gradient, 1 outside the mask, and the metrics of `rollout_weights` for the tokens
+        of the mask, in nats per token.
+
+    Raises:
+        ValueError: shapes do not fit, an unknown word, a cap below 1, or no token.
+
+    Source: truncated importance sampling, by the names of TRL's `vllm_importance_sampling_mode`; verl's `rollout_is`
+    of "token" and "sequence" are the modes that truncate, with its threshold of 2.
+    """
+    require_shape_of("old_log_prob", old_log_prob, rollout_log_prob=rollout_log_prob, mask=mask)
+    if mode not in get_args(TokenMode) or not cap >= 1 or not mask.any():
+        rule = f"mode must be one of {get_args(TokenMode)}, cap >= 1, and mask must hold a token"
+        raise ValueError(f"{rule}, got {mode!r}, {cap} and {int(mask.sum())} tokens")
+    chosen = mask.bool()
+    diff = torch.where(chosen, old_log_prob.detach().float() - rollout_log_prob.detach().float(), 0.0)
+    ratio = (diff if mode.startswith("token") else diff.sum(dim=1, keepdim=True).expand_as(diff)).exp()
+    inside = ratio <= cap
+    weights = (ratio.clamp(max=cap) if mode.endswith("truncate") else ratio.where(inside, 0.0)).where(chosen, 1.0)
+    return weights, _metrics(diff[chosen], ratio[chosen], inside[chosen], weights[chosen])
+
+
+def _metrics(diff: Tensor, ratio: Tensor, inside: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    return {
         "abs_diff_mean": diff.abs().mean(),
         "abs_diff_max": diff.abs().max(),
         "kl": -diff.mean(),
@@ -82,4 +131,3 @@ def rollout_weights(
         "weight_mean": weights.mean(),
         "effective_fraction": weights.mean().square() / weights.square().mean().clamp(min=1e-30),
     }
-    return weights, metrics

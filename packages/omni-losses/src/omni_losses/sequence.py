@@ -89,7 +89,7 @@ def token_grpo_loss(
 
     Args:
         log_prob, old_log_prob, advantages, mask, clip_low, clip_high: as in `gspo_loss`.
-        weights: [N], of each token of a sequence, as `token_weights` has them; None is 1/(N n_i).
+        weights: [N], of each token of a sequence, as `token_weights` has them, or [N, T]; None is 1/(N n_i).
 
     Returns:
         The loss, the metrics of `grpo_loss` for the ratios of the tokens that the policy chose, and `tokens_mean`.
@@ -200,14 +200,17 @@ def _token_ratios(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-ratios [N, T], 0 where the policy chose nothing; where it did; and the weights [N, T], 0 elsewhere."""
-    _check(log_prob, old_log_prob, advantages, mask, weights)
+    _check(log_prob, old_log_prob, advantages, mask, weights if weights is None or weights.ndim == 1 else None)
+    if weights is not None and weights.ndim == 1:
+        weights = weights[:, None].expand_as(log_prob)
+    require_shape_of("log_prob", log_prob, weights=weights)
     chosen = mask.bool()
     if not chosen.any():
         raise ValueError("mask must hold at least one token, got none")
     if weights is None:
-        weights = token_weights(chosen.sum(dim=1), mean="sequence")
+        weights = token_weights(chosen.sum(dim=1), mean="sequence")[:, None]
     log_ratio = torch.where(chosen, log_prob.float() - old_log_prob.detach().float(), 0.0)
-    return log_ratio, chosen, weights.detach().float()[:, None] * chosen
+    return log_ratio, chosen, weights.detach().float() * chosen
 
 
 def _token_metrics(log_ratio: Tensor, chosen: Tensor, low: float, high: float) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The settings that trainers of policies over tokens share. Imports no torch."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
 from omni_reward.rules import SCORER, Term, open_rules
@@ -28,7 +29,8 @@ class TokenArgs(RunArgs):
     eval: tuple[TokenEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
 
     # Engine
-    engine: Literal["transformers"] = "transformers"  # Engine that samples, in the trainer's process
+    engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
+    gpu_memory_utilization: float = 0.3  # Share of the device's memory that vllm takes while it samples
 
     # Scorer
     reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
@@ -45,8 +47,9 @@ class TokenArgs(RunArgs):
 
 
 LEAST = {"group_size": 2, "max_prompt_tokens": 0, "max_new_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3,
-         "eval_top_p": 1e-3, "tokens_per_batch": 0}  # fmt: skip
-MOST = {"max_new_tokens": 2**20, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0}
+         "eval_top_p": 1e-3, "tokens_per_batch": 0, "gpu_memory_utilization": 1e-3}  # fmt: skip
+MOST = {"max_new_tokens": 2**20, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0,
+        "gpu_memory_utilization": 1.0}  # fmt: skip
 
 
 def check_tokens(args: TokenArgs, world_size: int) -> None:
@@ -62,6 +65,15 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
+    require(
+        (args.engine != "vllm" or find_spec("vllm"),
+         "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
+        (args.engine != "vllm" or max(args.temperature, args.eval_temperature) <= 2,
+         f"--temperature and --eval-temperature must be <= 2 for vllm, got {args.temperature} and "
+         f"{args.eval_temperature}"),
+        (args.engine != "vllm" or args.base_dtype == "auto",
+         f"--base-dtype {args.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
+    )  # fmt: skip
     check_urls(args.scorer_url, "--scorer-url")
     with flag("--reward: "):
         asks = SCORER in [term.name for term in args.terms]

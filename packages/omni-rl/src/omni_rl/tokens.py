@@ -5,11 +5,12 @@ Letters: N samples of a step over all ranks, B samples of a batch. A sample's pl
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
@@ -265,7 +266,15 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         return f"{type(self.model).__name__}, answers of at most {self.args.max_new_tokens} tokens"
 
     def _open_engine(self, net: nn.Module | None) -> tuple[TokenEngine, nn.Module]:
-        net = self.model.load_net(device=self.dist.device, dtype=self.dtype) if net is None else net
+        args, device = self.args, self.dist.device
+        if args.engine == "vllm":
+            from omni_rollout.engines.vllm import VllmEngine
+
+            most = args.max_prompt_tokens and args.max_prompt_tokens + args.max_new_tokens
+            share = args.gpu_memory_utilization
+            engine = VllmEngine(self.model, device=device, dtype=self.dtype, memory_share=share, max_tokens=most)
+            return engine, self.model.load_net(device="cpu", dtype=self.dtype) if net is None else net
+        net = self.model.load_net(device=device, dtype=self.dtype) if net is None else net
         return TransformersEngine(self.model, net, synced=self.mode == "fsdp2"), net
 
     def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
@@ -308,7 +317,8 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _check_gathered(self, net: nn.Module) -> None:
         """Raise ValueError where a token would gather too much."""
-        check_gathered(net, self.dtype, self.args.engine)
+        if self.args.engine == "transformers":
+            check_gathered(net, self.dtype, self.args.engine)
 
     def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         self.calls[self.log.last_phase, torch.is_grad_enabled(), torch.Size()] += len(kwargs["input_ids"])
@@ -340,14 +350,24 @@ def draw_answers(
     """
     batches: list[TokenTrajectory] = []
     pending: list[Pending] = []
-    for own in deal(prompts, run.dist, run.args.batch_size):
-        batch = run.engine.generate(own, params)
+    dealt = list(deal(prompts, run.dist, run.args.batch_size))
+    for own, batch in zip(dealt, _generate(run.engine, dealt, params), strict=True):
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
         batches.append(batch)
         run.counts["drawn"] += len(batch)
         pending += (scorer or run.scorer).submit(batch.answers, own)
     return batches, pending
+
+
+def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: TokenParams) -> Iterator[TokenTrajectory]:
+    """The answers to batches of prompts, one by one, or all at once from an engine that cuts batches itself."""
+    if engine.shares_weights:
+        yield from (engine.generate(own, params) for own in dealt)
+        return
+    rows = torch.arange(sum(map(len, dealt))).split([len(own) for own in dealt])
+    whole = engine.generate([*chain(*dealt)], params)
+    yield from (whole.select(own) for own in rows)
 
 
 def show_answers(
@@ -372,11 +392,17 @@ def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Answers of one forward of an update. advantages: [B]. weights: [B], of each token of an answer; 0 fills up."""
+    """Answers of one forward of an update. advantages: [B]. weights: [B], of each token of an answer; 0 fills up.
+
+    by_answer, by_token: its answers and tokens over those of the mean forward of all ranks. A metric times one of them
+    is, in the mean over forwards and ranks, a mean over all answers or tokens.
+    """
 
     trajectory: TokenTrajectory
     advantages: Tensor
     weights: Tensor
+    by_answer: float
+    by_token: float
 
 
 def pack(
@@ -401,16 +427,20 @@ def pack(
     for share in shares:
         rows = torch.isin(drawn.indices, share).nonzero()[:, 0].tolist()
         own.append(_cut(rows, sizes, args.batch_size, args.tokens_per_batch))
-    counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0).tolist()
+    counts = torch.tensor(gather_json(dist, [len(cuts) for cuts in own])).amax(dim=0)
     chosen: list[list[TokenBatch]] = []
-    for share, cuts, count in zip(shares, own, counts, strict=True):
+    forwards = sum(max(1, count) for count in counts.tolist()) * dist.world_size
+    mean_answers, mean_tokens = int(keep.sum()) / forwards, lengths[keep].sum().item() / forwards
+    for share, cuts, count in zip(shares, own, counts.tolist(), strict=True):
         weights = torch.zeros(len(keep))
         weights[share] = token_weights(lengths[share], mean=mean, max_tokens=args.max_new_tokens)
         chosen.append([])
         for rows in [*cuts, *[[0]] * (max(1, count) - len(cuts))]:
             batch = drawn.select(rows).trim()
-            real = weights[batch.indices] * (len(chosen[-1]) < len(cuts))
-            chosen[-1].append(TokenBatch(batch, advantages[batch.indices].to(dist.device), real.to(dist.device)))
+            is_real = len(chosen[-1]) < len(cuts)
+            own_weights, own_advantages = weights[batch.indices] * is_real, advantages[batch.indices]
+            by = len(batch) * is_real / mean_answers, batch.lengths.sum().item() * is_real / mean_tokens
+            chosen[-1].append(TokenBatch(batch, own_advantages.to(dist.device), own_weights.to(dist.device), *by))
     return chosen
 
 

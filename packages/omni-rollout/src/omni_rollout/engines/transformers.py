@@ -39,7 +39,7 @@ class TransformersEngine:
         """
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
-        keys = [_said(prompt) for prompt in prompts]
+        keys = [said(prompt) for prompt in prompts]
         known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
         encoded = tuple(known[key] for key in keys)
         device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
@@ -89,7 +89,7 @@ class TransformersEngine:
         """Nothing: the net is whoever's who loaded it."""
 
 
-def _said(prompt: Prompt) -> tuple[object, ...]:
+def said(prompt: Prompt) -> tuple[object, ...]:
     """All that a model's `encode` reads of a prompt: chats may end alike, and begin otherwise."""
     chat = repr([prompt.meta.get(key) for key in ("system", "messages")])
     return prompt.text, chat, *map(id, (*prompt.images, prompt.audio, prompt.video))

@@ -1,21 +1,20 @@
 """One worker of vLLM-Omni inside a training rank, and the trainer's process as it was before.
 
-vLLM-Omni expects a process of its own. Its worker writes torchrun's environment variables anew, renames the process,
-prefixes every line of output, and takes the process group down when it ends. Here the worker joins the trainer's
-process group, or a private one of a single rank that is gone again once the worker stands, and everything else is put
-back. Sampling itself calls no collective, so ranks may draw different prompts, batches and numbers of steps.
+The worker is a guest of the process, see `omni_rollout.engines.guest`. Sampling itself calls no collective, so ranks
+may draw different prompts, batches and numbers of steps.
 """
 
 import importlib.metadata
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest.mock import patch
 
 import torch
 from torch import nn
 
+from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Parts
 
@@ -45,10 +44,6 @@ with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the
     from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
     from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
     from vllm_omni.platforms import current_omni_platform
-try:
-    import setproctitle
-except ModuleNotFoundError:  # then nobody can rename the process
-    setproctitle = None
 
 
 class RolloutPipeline:
@@ -112,7 +107,7 @@ def start_worker(
         raise RuntimeError("this process has an engine, and vLLM-Omni's groups allow one: close() it first")
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
-    with _undisturbed_process(), _some_process_group(), _kept_process_group():
+    with undisturbed_process(), some_process_group(current_omni_platform.dist_backend), kept_process_group():
         with together():
             config = OmniDiffusionConfig.from_kwargs(
                 model=model,
@@ -139,50 +134,5 @@ def start_worker(
 
 def stop_worker(worker: DiffusionWorker) -> None:
     """Ends the worker and its groups; the trainer's process group stays."""
-    with _kept_process_group():
+    with kept_process_group():
         worker.shutdown()
-
-
-@contextmanager
-def _kept_process_group() -> Iterator[None]:
-    """Whatever vLLM-Omni destroys in the block, the world's process group is not among it."""
-    destroy = torch.distributed.destroy_process_group
-
-    def destroy_own(group: Any = None) -> None:
-        if group not in (None, torch.distributed.GroupMember.WORLD) and torch.distributed.is_initialized():
-            destroy(group)
-
-    with patch.object(torch.distributed, "destroy_process_group", destroy_own):
-        yield
-
-
-@contextmanager
-def _some_process_group() -> Iterator[None]:
-    """A process group for the block's length: the trainer's, or one of this process alone."""
-    group = torch.distributed
-    if group.is_initialized():
-        yield
-        return
-    group.init_process_group(current_omni_platform.dist_backend, store=group.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        group.destroy_process_group()
-
-
-@contextmanager
-def _undisturbed_process() -> Iterator[None]:
-    """Keeps output as it is, and puts back the process title, torch's generator and all variables but vLLM's own."""
-    before, random = dict(os.environ), torch.get_rng_state()
-    title = setproctitle.getproctitle() if setproctitle else ""
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # or each line of output gets the worker's name in front
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before):
-            if not name.startswith("VLLM_") or name == "VLLM_CONFIGURE_LOGGING":
-                del os.environ[name]
-        os.environ.update(before)
-        torch.set_rng_state(random)
-        if setproctitle:
-            setproctitle.setproctitle(title)

