@@ -79,7 +79,7 @@ def test_it_is_served_alone_and_in_a_combination(serve: Callable[..., str], tmp_
     sizes = [each.value for each in jpeg if each.value is not None]
     assert score.parts["jpeg"] == pytest.approx(sum(sizes) / 3)
     assert score.parts["red"] == pytest.approx(CLIPS[0, -1, ..., 0].mean())
-    assert score.details["jpeg"] == {"frames": pytest.approx(sizes)}
+    assert score.details["jpeg.frames"] == pytest.approx(sizes)
     assert score.value == pytest.approx(0.5 * score.parts["jpeg"] + score.parts["video"] + score.parts["red"])
 
 

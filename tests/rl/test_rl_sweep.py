@@ -158,5 +158,5 @@ def test_a_switch_is_varied_and_ranks_are_told_to_the_check(place: Path):
         "my.toml", sweep.parse_vary(["lr-decay=true,false"]), ["--nproc-per-node", "2"], trainer=None, name=""
     )
     assert [member.settings["lr_decay"] for member in members] == [True, False]
-    assert members[0].command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    assert members[0].command[1:6] == ["-m", "omni_rl.ranks", "--nproc-per-node", "2", str(place / "train_stub.py")]
     assert members[1].command[-3:] == ["--no-lr-decay", "--name", "mine-sweep/lr_decay=false"]

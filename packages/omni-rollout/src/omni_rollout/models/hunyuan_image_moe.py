@@ -124,7 +124,8 @@ class Mixture(nn.Module):
         experts, shares = self.gate(flat, None if routes is None else routes.flatten(0, 1))
         chosen, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(self.experts), device=flat.device)
-        ends = torch.searchsorted(chosen, every, right=True).cpu()  # the only wait, with its backward pass
+        ends = torch.searchsorted(chosen, every, right=True)
+        ends = ends if ends.is_meta else ends.cpu()  # the only wait, with its backward pass
         rows = flat[order // experts.shape[1]]
         up, down = (
             [getattr(each, name)["weight"] for each in self.experts] for name in ("gate_and_up_proj", "down_proj")
