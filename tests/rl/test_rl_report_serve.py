@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -172,6 +173,24 @@ def test_large_files_and_too_many_or_slow_connections_are_turned_away(root, monk
             sock.close()
         slow[2].close()
         assert ask(server, "/")[0] == 200
+
+
+def test_an_answer_may_take_long_as_long_as_it_goes_on(tmp_path, monkeypatch):
+    """A large file over a slow connection; whoever asks for pieces of it does not have the server read all of it."""
+    monkeypatch.setattr(serve._Handler, "timeout", 0.6)
+    folder = write_run(tmp_path / "a") / "eval"
+    (folder / "large.webm").write_bytes(b"x" * (size := 24 * 2**20))
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: pytest.fail(f"{path} is read whole"))
+    with serving(tmp_path) as server, socket.create_connection(server.server_address, timeout=5) as sock:
+        sock.sendall(b"GET /files/a/eval/large.webm HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        got = 0
+        for i in range(10**6):
+            part = sock.recv(2**20)
+            if not part:
+                break
+            got += part.count(b"x")
+            time.sleep(0.04 if i < 25 else 0)
+    assert got >= size
 
 
 def test_a_copy_of_what_a_report_is_drawn_from_is_a_run_of_its_own(tmp_path):

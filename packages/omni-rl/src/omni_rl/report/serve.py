@@ -14,6 +14,7 @@ Where other machines can reach it, every address begins with a random token.
 
 import argparse
 import hmac
+import os
 import secrets
 import socket
 import sys
@@ -22,8 +23,9 @@ import time
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from omni_reward.cli import Parser, bind
@@ -38,7 +40,8 @@ MAX_RUNS = 1000  # of the list
 MAX_COMPARED = 8  # as many as there are colors
 MAX_FILE_MB = 256  # of a file of lines or settings, and of one that is played
 MAX_CONNECTIONS = 64
-HEAD_S = 10  # longest that a browser may say nothing
+HEAD_S = 10  # longest that a browser may say nothing, or take for a piece of an answer
+PIECE = 2**16  # bytes of an answer that are sent, and of a file that are in memory, at a time
 CONNECTION_S = 120  # longest that a request and its answer may take
 HEADERS = {
     "Cache-Control": "no-store",
@@ -168,8 +171,8 @@ class LiveServer(ThreadingHTTPServer):
             raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc)) from exc
         return page([run | {"name": self.title(name)} for name, run in zip(names, data, strict=True)], live=True)
 
-    def media(self, path: str) -> tuple[str, bytes]:
-        """Type and content of a file that a report shows, by its path below the root."""
+    def media(self, path: str) -> tuple[str, BinaryIO]:
+        """Type and content of a file that a report shows, by its path below the root; to be closed."""
         missing = Refusal(HTTPStatus.NOT_FOUND, "no such picture, video or sound")
         try:
             file = (self.root / path).resolve()
@@ -179,7 +182,7 @@ class LiveServer(ThreadingHTTPServer):
                 raise missing
             if file.stat().st_size > MAX_FILE_MB * 2**20:
                 raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_FILE_MB} MB")
-            return MEDIA_TYPES[file.suffix], file.read_bytes()
+            return MEDIA_TYPES[file.suffix], file.open("rb")
         except (OSError, ValueError) as exc:
             raise missing from exc
 
@@ -223,12 +226,19 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "omni-rl", ""
 
     def do_GET(self) -> None:
+        content: BinaryIO
         try:
-            kind, body = self._answer()
+            kind, content = self._answer()
             status, policy = HTTPStatus.OK, PAGE_POLICY if kind.startswith("text/html") else None
         except Refusal as exc:
-            status, kind, body, policy = exc.status, "text/plain; charset=utf-8", f"{exc}\n".encode(), None
-        total, first, last = len(body), 0, len(body) - 1
+            status, policy = exc.status, None
+            kind, content = "text/plain; charset=utf-8", BytesIO(f"{exc}\n".encode())
+        with content:
+            self._send(status, kind, content, policy)
+
+    def _send(self, status: HTTPStatus, kind: str, content: BinaryIO, policy: str | None) -> None:
+        total = content.seek(0, os.SEEK_END)
+        first, last = 0, total - 1
         if status is HTTPStatus.OK and (asked := self._range(total)):
             status, (first, last) = HTTPStatus.PARTIAL_CONTENT, asked
         self.send_response(status)
@@ -240,12 +250,15 @@ class _Handler(BaseHTTPRequestHandler):
         if status is HTTPStatus.PARTIAL_CONTENT:
             self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body[first : last + 1])
+        left = last - first + 1 if self.command == "GET" else 0
+        content.seek(first)
+        while piece := content.read(min(left, PIECE)):
+            left -= len(piece)
+            self.wfile.write(piece)  # the socket's timeout is for each of these calls
 
     do_HEAD = do_GET  # noqa: N815 - the name that the base class asks for
 
-    def _answer(self) -> tuple[str, bytes]:
+    def _answer(self) -> tuple[str, BinaryIO]:
         """Type and content of what the address names."""
         server = self.server
         if not server.is_open and not self._is_asked_as_loopback():
@@ -255,12 +268,12 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(HTTPStatus.NOT_FOUND, "the address must begin with the token that was printed at the start")
         match parts:
             case [""]:
-                return "text/html; charset=utf-8", list_page(server.root.name).encode()
+                return "text/html; charset=utf-8", BytesIO(list_page(server.root.name).encode())
             case ["runs.json"]:
-                return "application/json", embed(server.outlines()).encode()
+                return "application/json", BytesIO(embed(server.outlines()).encode())
             case ["report"]:
                 names = parse_qs(urlsplit(self.path).query).get("run", [])
-                return "text/html; charset=utf-8", server.report(names).encode()
+                return "text/html; charset=utf-8", BytesIO(server.report(names).encode())
             case ["files", *path]:
                 return server.media(unquote("/".join(path)))
         raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
