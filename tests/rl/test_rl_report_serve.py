@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -68,6 +69,18 @@ def test_the_list_tells_of_every_run_and_why_one_cannot_be_read(server):
     assert (b["id"], b["step"], b["total"], b["seconds"]) == ("sweep/b c", 8, 40, 18)
     assert bad["error"].startswith("bad/metrics.jsonl, line 1")
     assert "too large" in huge["error"]
+
+
+def test_a_folder_that_cannot_be_read_hides_no_run_beside_it(server, monkeypatch):
+    is_file = Path.is_file
+
+    def refuse(path):
+        if path.parent.name == "bad":
+            raise PermissionError(13, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    assert list(server.runs()) == ["a", "huge", "sweep/b c"]
 
 
 def test_a_step_that_is_logged_shows_at_the_next_question(tmp_path):

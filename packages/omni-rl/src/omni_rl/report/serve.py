@@ -104,10 +104,10 @@ class LiveServer(ThreadingHTTPServer):
         found: dict[str, Path] = {}
 
         def look(folder: Path, left: int) -> None:
-            if (folder / "metrics.jsonl").is_file():
-                found[folder.relative_to(self.root).as_posix()] = folder
-            elif left and len(found) < MAX_RUNS:
-                with suppress(OSError):
+            with suppress(OSError):  # a folder that cannot be read hides none beside it
+                if (folder / "metrics.jsonl").is_file():
+                    found[folder.relative_to(self.root).as_posix()] = folder
+                elif left and len(found) < MAX_RUNS:
                     for path in sorted(folder.iterdir()):
                         if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
                             look(path, left - 1)
