@@ -21,7 +21,10 @@ Rule = Callable[[str, Mapping[str, object]], float]
 
 _WEIGHT = re.compile(r"(-?\d+(?:\.\d+)?)\s*\*\s*")
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-_NUMBER = re.compile(r"(?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d)")  # never tries fewer digits
+_NUMBER = re.compile(  # never tries fewer digits; of groups that fail, all but the last are passed over at once
+    r"((?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d))"
+    r"|(?<![\w.])\d{1,3}(?:,\d{3}(?=,\d{3}))*+(?=,\d{3})"
+)
 _LETTER_ALONE = re.compile(r"\W*([A-Za-z])\W*")
 _LETTER_STATED = re.compile(
     r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W*)"
@@ -71,10 +74,15 @@ def choice(answer: str, meta: Mapping[str, object]) -> float:
 
 def number(answer: str, meta: Mapping[str, object]) -> float:
     """1 where the answer's last number equals that of the line's "answer", else 0; of either, that after "####"."""
-    right, said = (_NUMBER.findall(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
+    right, said = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
     if not right:
         raise ValueError(f'"answer" must hold a number, got {meta["answer"]!r:.80}')
     return float(bool(said) and float(said[-1].replace(",", "")) == float(right[-1].replace(",", "")))
+
+
+def numbers(text: str) -> list[str]:
+    """The numbers in a text, with their signs, decimals and commas between thousands."""
+    return [found for found in _NUMBER.findall(text) if found]
 
 
 def math(answer: str, meta: Mapping[str, object]) -> float:
