@@ -16,6 +16,7 @@ from helpers import REPO
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
+from omni_rl.eval_sets import TokenEvalSet
 from omni_rl.run import Step
 from omni_rl.tokens import TokenRun, pack
 from omni_rollout import Prompt
@@ -407,7 +408,9 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     found["vllm"] = True
     for changes, words in [
         ({"algo": "gspo", "rollout_correction": "token_mask"}, "must be of a sequence for gspo, got token_mask"),
-        ({"temperature": 2.5}, "--temperature and --eval-temperature must be <= 2 for vllm"),
+        ({"temperature": 2.5}, r"those of eval must be from 0.01 to 2 for vllm, got \[2.5, 1.0\]"),
+        ({"eval_temperature": 0.005}, "must be from 0.01 to 2 for vllm"),  # which it would draw as 0.01
+        ({"eval": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),
         ({"base_dtype": "nf4", "lora_rank": 2, "gradient_checkpointing": True}, "fits the embedded engine alone"),
     ]:
         with pytest.raises(ValueError, match=words):
@@ -415,6 +418,15 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     settled = [app.settle(tiny(engine="vllm", algo=algo)) for algo in ("gspo", "grpo")]
     assert [args.rollout_correction for args in settled] == ["sequence_truncate", "token_truncate"]
     assert app.settle(tiny()).rollout_correction == "off"
+
+
+def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatch):
+    monkeypatch.setattr("omni_rollout.engines.vllm.VllmEngine", lambda model, **settings: settings)
+    sets = (TokenEvalSet("a", "a.txt", max_new_tokens=30), TokenEvalSet("b", "b.txt"))
+    for most, wanted in [(48, 78), (0, 0)]:
+        run = TokenRun(tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval=sets), "test", place())
+        run.model = None
+        assert run._open_engine(torch.nn.Linear(2, 2))[0]["max_tokens"] == wanted
 
 
 def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):

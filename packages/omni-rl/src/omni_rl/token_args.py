@@ -65,12 +65,13 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
+    own = [held.temperature for held in args.eval if held.temperature is not None]
+    temperatures = [args.temperature, args.eval_temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
         (args.engine != "vllm" or find_spec("vllm"),
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
-        (args.engine != "vllm" or max(args.temperature, args.eval_temperature) <= 2,
-         f"--temperature and --eval-temperature must be <= 2 for vllm, got {args.temperature} and "
-         f"{args.eval_temperature}"),
+        (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
+         f"--temperature, --eval-temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
         (args.engine != "vllm" or args.base_dtype == "auto",
          f"--base-dtype {args.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
     )  # fmt: skip

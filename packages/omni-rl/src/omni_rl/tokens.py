@@ -270,7 +270,8 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         if args.engine == "vllm":
             from omni_rollout.engines.vllm import VllmEngine
 
-            most = args.max_prompt_tokens and args.max_prompt_tokens + args.max_new_tokens
+            answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval)])
+            most = args.max_prompt_tokens and args.max_prompt_tokens + answer
             share = args.gpu_memory_utilization
             engine = VllmEngine(self.model, device=device, dtype=self.dtype, memory_share=share, max_tokens=most)
             return engine, self.model.load_net(device="cpu", dtype=self.dtype) if net is None else net
