@@ -6,7 +6,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 from omni_rl import hub as program
-from omni_rl.cli import read_settings
+from omni_rl.cli import read_settings, to_toml
 from omni_train import hub
 from omni_train.data import load_prompts
 
@@ -17,7 +17,7 @@ ADDRESS = "hf://datasets/owner/name@v1/some/prompts.txt"
 def download(tmp_path, monkeypatch):
     """The hub's download, which finds one file."""
     monkeypatch.setattr(hub, "FETCHED", {})
-    path = tmp_path / "datasets--owner--name/snapshots/abc123/some/prompts.txt"
+    path = tmp_path / "snapshots/datasets--owner--name/snapshots/abc123/some/prompts.txt"
     path.parent.mkdir(parents=True)
     path.write_text("a cat\na dog\n")
     stand_in = create_autospec(huggingface_hub.hf_hub_download, return_value=str(path))
@@ -40,9 +40,24 @@ def test_settings_come_from_a_model_on_the_hub(download):
     path.write_text("lr = 0.5\n")
     assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.5
     download.assert_called_once_with("owner/name", "recipe.toml", repo_type="model", revision=None)
-    path.write_text("scorer_token_file = '/etc/passwd'\n")
-    with pytest.raises(ValueError, match=r"recipe\.toml must not name a scorer_token_file: give the flag"):
-        read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
+    path.write_text(to_toml(MediaArgs(lr=0.25)))  # as a run is pushed, with all settings and no secrets
+    assert read_settings(MediaArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "").lr == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("scorer_token_file = '/etc/passwd'", "scorer_token_file"),
+        ("watch_scorer_url = 'http://a:1'", "watch_scorer_url"),
+        ("[[eval]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
+    ],
+)
+def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, name, download):
+    from omni_rl.args import ScoredArgs
+
+    hub.local_file("hf://owner/name/recipe.toml").write_text(text)
+    with pytest.raises(ValueError, match=rf"recipe\.toml must not name a {name}: give the flag, or .*, got '"):
+        read_settings(ScoredArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
 
 
 @pytest.mark.parametrize(

@@ -126,10 +126,12 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
             found = from_toml(file.read_text(encoding="utf-8"), cls, path)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
-        is_safe = not path.startswith("hf:") or "scorer_token_file" not in found
-        require(
-            (is_safe, f"--config {path} must not name a scorer_token_file: give the flag, so that you choose the file")
-        )
+        if path.startswith("hf:"):  # whoever wrote it shall not choose who gets samples and token
+            rows = [found, *map(vars, found.get("eval", ()))]
+            named = [f"{key}: give the flag, or a copy of the file that you have read, got {value!r}"
+                     for row in rows for key, value in row.items()
+                     if key in ("scorer_url", "watch_scorer_url", "scorer_token_file") and value]  # fmt: skip
+            require((not named, f"--config {path} must not name a {''.join(named[:1])}"))
         values |= found
     config = cls(**values | given)
     if wants_help:

@@ -51,8 +51,8 @@ def pinned(place: str) -> str:
     if found is None:
         return place
     is_data, repo, _, file = found.groups()
-    parts = local_file(place).parts
-    return f"hf://{is_data or ''}{repo}@{parts[parts.index('snapshots') + 1]}/{file}"
+    commit = local_file(place).parts[-len(Path(file).parts) - 1]  # of .../snapshots/COMMIT/FILE
+    return f"hf://{is_data or ''}{repo}@{commit}/{file}"
 
 
 def files_to_push(run: str | Path) -> dict[str, Path]:
