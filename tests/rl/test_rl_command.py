@@ -189,6 +189,15 @@ def test_the_doctor_ends_with_1_where_nothing_can_train(tmp_path: Path, capsys, 
     assert by_name["checkpoints"]["state"] == by_name["--engine diffusers"]["state"] == "missing"
 
 
+def test_the_doctor_takes_no_folder_for_a_package(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(doctor.EXTRAS, "omni_no_such", doctor.EXTRAS["wandb"])
+    (tmp_path / "omni_no_such").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_spec("omni_no_such")
+    found = {finding.name: finding.state for finding in doctor.packages()}
+    assert found["omni_no_such"] == "missing"
+
+
 def test_every_extra_that_the_doctor_advises_is_there():
     project = tomllib.loads((REPO / "packages/omni-rl/pyproject.toml").read_text("utf-8"))["project"]
     assert {extra for _, extra in doctor.EXTRAS.values()} == set(project["optional-dependencies"])

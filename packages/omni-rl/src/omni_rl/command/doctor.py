@@ -84,16 +84,22 @@ def packages() -> Iterator[Finding]:
     """The libraries that trainers need, and those of the extras."""
     for name in (*NEEDED, *EXTRAS):
         purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
-        if find_spec(name):
+        if is_installed(name):
             yield Finding(name, "ok", version(name))
         else:
             yield Finding(name, "missing", purpose, f'pip install "omni-rl{extra and f"[{extra}]"}"')
 
 
+def is_installed(name: str) -> bool:
+    """Whether a module is there, and no mere folder of its name where the command starts, as wandb leaves one."""
+    spec = find_spec(name)
+    return spec is not None and spec.origin is not None
+
+
 def engines() -> Iterator[Finding]:
     """The engines that --engine may name."""
     for name, row in ENGINES.items():
-        if all(map(find_spec, (row.library,) if row.library else NEEDED)):
+        if all(map(is_installed, (row.library,) if row.library else NEEDED)):
             yield Finding(f"--engine {name}", "ok", "works")
         else:
             yield Finding(f"--engine {name}", "missing", "samples", row.install or 'pip install "omni-rl"')
