@@ -78,6 +78,12 @@ def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monke
     assert list(tmp_path.iterdir()) == []
 
 
+def test_runs_of_two_sweeps_have_two_names():
+    folders = ("runs/first", "runs/a/lr=1", "runs/b/lr=1", "runs/first/eval-000050", "/elsewhere/first")
+    told = ["first", "a-lr=1", "b-lr=1", "first-eval-000050", "first"]
+    assert [sinks._name(Path(folder)) for folder in folders] == told
+
+
 @pytest.mark.parametrize("kind", ["wand", "none,wandb", "wandb,wandb", ""])
 def test_trackers_are_named_once_each(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)

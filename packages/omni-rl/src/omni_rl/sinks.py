@@ -39,7 +39,7 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
 
     Args:
         kind: the libraries.
-        folder: the run folder, whose name is the run's in the trackers.
+        folder: the run folder, whose name is the run's in the trackers, below runs/ as sweep-lr=1 of runs/sweep/lr=1.
         project: what gathers runs in W&B and Trackio.
 
     Raises:
@@ -96,7 +96,7 @@ def wandb(project: str, folder: str | Path) -> Sink:
 
     folder, mode = Path(folder), os.environ.get("WANDB_MODE") or ("online" if _has_login() else "offline")
     folder.mkdir(parents=True, exist_ok=True)
-    which = {"project": project, "name": folder.name, "id": _tracked(folder, "wandb")[0], "dir": folder}
+    which = {"project": project, "name": _name(folder), "id": _tracked(folder, "wandb")[0], "dir": folder}
     resume = None if mode == "offline" else "allow"
     run = library.init(**which, resume=resume, config=_config(folder), mode=mode)
     return _run_sink(run, library.Image, folder)
@@ -109,8 +109,13 @@ def trackio(project: str, folder: str | Path) -> Sink:
     folder = Path(folder)
     off = {"embed": False, "auto_log_cpu": False, "auto_log_gpu": False}
     resume = "allow" if _tracked(folder, "trackio")[1] else "never"
-    run = library.init(project=project, name=folder.name, config=_config(folder), resume=resume, **off)
+    run = library.init(project=project, name=_name(folder), config=_config(folder), resume=resume, **off)
     return _run_sink(run, library.Image, folder)
+
+
+def _name(folder: Path) -> str:
+    """The run's name: the whole path below runs/, as Trackio continues a run by its name."""
+    return "-".join(folder.parts[1:]) if folder.parts[0] == "runs" else folder.name
 
 
 def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
