@@ -87,12 +87,16 @@ def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
 def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("a.jsonl").write_text("".join(f'{{"prompt": "say {i}", "pattern": "[a-zA-Z]"}}\n' for i in range(4)))
-    Path("bare.jsonl").write_text('{"prompt": "say 0"}\n')
-    length = Scorer(lambda media, prompts, meta: [float(len(text)) for text in media["text"]], media=("text",))
+    Path("own.jsonl").write_text('{"prompt": "say 0", "unit": 2.0}\n')  # what this set's scorer alone asks for
+
+    def score(media, prompts, meta):
+        return [own["unit"] * len(text) for own, text in zip(meta, media["text"], strict=True)]
+
+    length = Scorer(score, media=("text",))
     with serving_here(length, name="length") as url:
         sets = (
             TokenEvalSet("more", "a.jsonl", samples_per_prompt=4, temperature=1.5, top_p=1.0),
-            TokenEvalSet("length", "bare.jsonl", scorer_url=url),
+            TokenEvalSet("length", "own.jsonl", scorer_url=url),
         )
         args = train_gspo.Args(
             model=str(build_tiny_models.tiny_checkpoint("qwen3", REPO / ".pytest_cache" / "tiny-models")),

@@ -525,11 +525,12 @@ class AnyRun(ABC, Generic[ArgsT]):
         if was != version and not self.args.eval_only:
             raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
 
-    def _open_set_scorers(self, connect: Callable[[str, str], AnyScorer]) -> None:
-        """Open what grades an evaluation set alone. connect: a function of its URL and the setting's name."""
+    def _open_set_scorers(self, connect: Callable[[str, str, PromptRecord], AnyScorer]) -> None:
+        """Open what grades an evaluation set alone. connect: a function of its URL, the setting's name and a prompt."""
         for place, own in enumerate(self.args.eval):
             if own.scorer_url:
-                scorer = connect(own.scorer_url, f"eval[{place + 1}].scorer_url")
+                canary = self._canary(self.eval_more[place].records)
+                scorer = connect(own.scorer_url, f"eval[{place + 1}].scorer_url", canary)
                 self.eval_more[place] = replace(self.eval_more[place], scorer=scorer)
 
     # What depends on what is drawn
@@ -548,6 +549,10 @@ class AnyRun(ABC, Generic[ArgsT]):
 
     def _check_params(self, params: Any) -> None:
         """Raise ValueError for settings of an evaluation set that the model does not take."""
+
+    @abstractmethod
+    def _canary(self, records: Sequence[PromptRecord]) -> PromptRecord:
+        """The one of these prompts with which what scores them is tried."""
 
     @abstractmethod
     def _describe(self) -> str:
@@ -743,10 +748,14 @@ class Run(AnyRun[MediaT]):
     def _read_inputs(self) -> None:
         super()._read_inputs()
         records = load_prompts(self.args.prompts)
-        self.canary = min([*self.eval_records, *records], key=lambda record: len(record.images))
+        self.canary = self._canary([*self.eval_records, *records])
         images = sorted({image for record in records for image in record.images})
         if images:
             self.config["images_digest"] = probe_digest(images, num_blocks=1)
+
+    def _canary(self, records: Sequence[PromptRecord]) -> PromptRecord:
+        least = min(records, key=lambda record: len(record.images))
+        return replace(least, meta={**least.meta, "fps": self.args.frame_rate})
 
     def _read_teachers(self, teachers: Mapping[str, str]) -> None:
         """Check the weights of the teachers, which have the form of what is trained."""
@@ -823,7 +832,7 @@ class Run(AnyRun[MediaT]):
             connect,
             args=args,
             dist=self.dist,
-            canary=replace(self.canary, meta={**self.canary.meta, "fps": args.frame_rate}),
+            canary=self.canary,
             kinds=self.model.MEDIA,
             samples=grey,
         )
@@ -834,7 +843,7 @@ class Run(AnyRun[MediaT]):
         else:
             self.scorer = scorer(self.dist)
         self._name_scorer(version)
-        self._open_set_scorers(lambda url, name: ask(url, name=name)[0])
+        self._open_set_scorers(lambda url, name, canary: ask(url, name=name, canary=canary)[0])
 
     def _check_params(self, params: Params) -> None:
         self.model.check(params)

@@ -129,9 +129,12 @@ class ThinkingRun(Run[MediaT]):
     def _read_inputs(self) -> None:
         super()._read_inputs()
         self.config["rules"] = version_of(self.rules)
-        self.canary = replace(self.canary, meta={**self.canary.meta, "thought": ""})  # as every sample's meta
         if self.mode == "fsdp2" and self.args.unshard == "none":
             check_gathered(self.model.empty_net(), self.dtype, self.args.engine)
+
+    def _canary(self, records: Sequence[PromptRecord]) -> PromptRecord:
+        canary = super()._canary(records)
+        return replace(canary, meta={**canary.meta, "thought": ""})  # as every sample's meta
 
     def _check_graded(self, record: PromptRecord) -> None:
         check_meta(self.rules, record.meta, flag=FLAG)

@@ -217,13 +217,16 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     def _read_inputs(self) -> None:
         super()._read_inputs()
         records = load_prompts(self.args.prompts)
-        self.canary = max([*self.eval_records, *records], key=lambda record: len(record.images))
+        self.canary = self._canary([*self.eval_records, *records])
         media = sorted({file for record in records for file in media_files(record)})
         if media:
             self.config["media_digest"] = probe_digest(media, num_blocks=1)
         self.config["rules"] = version_of(self.args.terms)
         if self.mode == "fsdp2" and self.args.unshard == "none":
             self._check_gathered(self.model.empty_net())
+
+    def _canary(self, records: Sequence[PromptRecord]) -> PromptRecord:
+        return max(records, key=lambda record: len(record.images))
 
     def _open_scorer(self) -> None:
         """Open the rules, and the server that they name."""
@@ -232,9 +235,11 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
             client, version = connect(args.scorer_url, args, self.dist, self.canary, (TEXT,))
         self.scorer = RuleScorer(args.terms, client, args.score_batch_size)
         self._name_scorer(version)
-        ask = partial(connect, args=args, dist=self.dist, canary=self.canary, kinds=(TEXT,))
+        ask = partial(connect, args=args, dist=self.dist, kinds=(TEXT,))
         only = open_rules(SCORER, remote=True)
-        self._open_set_scorers(lambda url, name: RuleScorer(only, ask(url, name=name)[0], args.score_batch_size))
+        self._open_set_scorers(
+            lambda url, name, canary: RuleScorer(only, ask(url, canary=canary, name=name)[0], args.score_batch_size)
+        )
 
     def _check_graded(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt without what the rules ask for, too."""
