@@ -12,7 +12,8 @@ transformer leaves out the last norm of the release's and reads its patches in a
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,18 +56,45 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, 
 }
 
 
-def start_vllm() -> None:
-    """Puts this process into a group of one rank, as vLLM-Omni wants it, and torch in the place of missing kernels."""
+@contextmanager
+def vllm_of(folder: Path) -> Iterator[None]:
+    """Puts this process into a group of one rank, as vLLM-Omni wants it for a model's folder, without missing kernels.
+
+    Torch takes their places.
+    """
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm_omni.diffusion.data import OmniDiffusionConfig
     from vllm_omni.diffusion.distributed import parallel_state
+    from vllm_omni.diffusion.forward_context import set_forward_context
 
     library = torch.library.Library("_C", "FRAGMENT")
     library.define("silu_and_mul(Tensor! out, Tensor input) -> ()")
     library.impl("silu_and_mul", _silu_and_mul, "CPU")
-    start_vllm.keep = library  # type: ignore[attr-defined]  # it is undone when it is collected
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.init_distributed_environment(world_size=1, rank=0, local_rank=0, backend="gloo")
     parallel_state.initialize_model_parallel()
+    config = VllmConfig()
+    diffusion = OmniDiffusionConfig.from_kwargs(model=str(folder), dtype=torch.float32, num_gpus=1, extras={})
+    with set_current_vllm_config(config), set_forward_context(vllm_config=config, omni_diffusion_config=diffusion):
+        yield
+    torch.distributed.destroy_process_group()
+    del library  # its operators go with it
+
+
+def take_torch(port: Any) -> None:
+    """Has torch multiply in linear layers, whose kernels are an accelerator's."""
+    for module in port.modules():
+        if getattr(module, "quant_method", None) is not None:
+            module.cpu_linear = torch.nn.functional.linear
+
+
+def write_record(tensors: dict[str, torch.Tensor], facts: dict[str, Any], file: Path) -> None:
+    """Writes the tensors and how they were made, to the file that the command line names if it names one."""
+    made = f"vLLM-Omni {worker.VERSION}, in float32"
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else file
+    save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
+    print(file)
 
 
 def _silu_and_mul(out: torch.Tensor, gate_and_up: torch.Tensor) -> None:
@@ -106,9 +134,7 @@ def load_port(folder: Path) -> Any:
     for name, parameter in port.named_parameters():
         if not name.startswith("language_model."):
             parameter.data.copy_(weights[name])
-    for module in port.modules():
-        if getattr(module, "quant_method", None) is not None:
-            module.cpu_linear = torch.nn.functional.linear
+    take_torch(port)
     return port
 
 
@@ -200,19 +226,8 @@ def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
 @torch.no_grad()
 def main() -> None:
     """Writes the record, to the file that the tests read if no other is given."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
-    from vllm_omni.diffusion.forward_context import set_forward_context
-
-    folder = tiny_checkpoint("bagel", ROOT / ".pytest_cache" / "tiny-models")
-    start_vllm()
-    config = VllmConfig()
-    diffusion = OmniDiffusionConfig.from_kwargs(model=str(folder), dtype=torch.float32, num_gpus=1, extras={})
-    tensors = {}
-    with (
-        set_current_vllm_config(config),
-        set_forward_context(vllm_config=config, omni_diffusion_config=diffusion),
-    ):
+    folder, tensors = tiny_checkpoint("bagel", ROOT / ".pytest_cache" / "tiny-models"), {}
+    with vllm_of(folder):
         port, vae, tokenizer = load_port(folder), load_vae(folder), Qwen2Tokenizer.from_pretrained(folder)
         for case, options in CASES.items():
             drawn = [draw(port, vae, tokenizer, text, i, **options) for i, text in enumerate(TEXTS)]
@@ -220,11 +235,7 @@ def main() -> None:
     tensors["images"] = decode(vae, tensors["guided"][:1])
     tensors |= {f"reference_{i}": picture for i, picture in enumerate(make_references())}
     facts = {"height": SIZE[0], "width": SIZE[1], "steps": STEPS, "texts": TEXTS, "cases": CASES}
-    made = f"vLLM-Omni {worker.VERSION}, in float32"
-    file = sys.argv[1] if len(sys.argv) > 1 else RECORD
-    save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
-    torch.distributed.destroy_process_group()
-    print(file)
+    write_record(tensors, facts, RECORD)
 
 
 if __name__ == "__main__":

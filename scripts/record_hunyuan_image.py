@@ -16,17 +16,14 @@ from typing import Any
 
 import torch
 from build_tiny_models import draw_weights, tiny_checkpoint
-from omni_rollout.engines.vllm_omni import worker  # sets vLLM up for a machine without an accelerator
 from omni_sched import INITIAL_NOISE, step_noise
-from record_bagel import start_vllm
-from safetensors.torch import load_file, save_file
+from record_bagel import ROOT, TEXTS, take_torch, vllm_of, write_record
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-ROOT = Path(__file__).parents[1]
 RECORD = ROOT / "tests" / "rollout" / "hunyuan_image_of_vllm_omni.safetensors"
 STEPS = 4
-TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QXYZ", in the rain, on a beach', "x"]
 CASES: dict[str, dict[str, Any]] = {  # height, width, scale of guidance, template
     "unguided": {"size": (48, 80)},
     "guided": {"size": (48, 80), "scale": 5.0},
@@ -127,9 +124,7 @@ def load_port(folder: Path) -> Any:
     if wanted != others.keys():
         sys.exit(f"weights of the port and of the folder differ: {sorted(wanted ^ others.keys())}")
     port.load_state_dict(others, strict=False)
-    for module in port.modules():
-        if getattr(module, "quant_method", None) is not None:
-            module.cpu_linear = torch.nn.functional.linear
+    take_torch(port)
     return port
 
 
@@ -159,19 +154,8 @@ def draw(
 @torch.no_grad()
 def main() -> None:
     """Writes the record, to the file that the tests read if no other is given."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm_omni.diffusion.data import OmniDiffusionConfig
-    from vllm_omni.diffusion.forward_context import set_forward_context
-
-    folder = tiny_checkpoint("hunyuan-image", ROOT / ".pytest_cache" / "tiny-models")
-    start_vllm()
-    config = VllmConfig()
-    diffusion = OmniDiffusionConfig.from_kwargs(model=str(folder), dtype=torch.float32, num_gpus=1, extras={})
-    tensors = {}
-    with (
-        set_current_vllm_config(config),
-        set_forward_context(vllm_config=config, omni_diffusion_config=diffusion),
-    ):
+    folder, tensors = tiny_checkpoint("hunyuan-image", ROOT / ".pytest_cache" / "tiny-models"), {}
+    with vllm_of(folder):
         port = load_port(folder)
         for case, options in CASES.items():
             drawn = [draw(port, text, i, **options) for i, text in enumerate(TEXTS)]
@@ -185,11 +169,7 @@ def main() -> None:
         tensors["encoded"] = vae.encode(tensors["decoded"]).latent_dist.mean[:, :, 0].contiguous()
         tensors["code"] = port.vae.encode(tensors["images"] * 2 - 1).latent_dist.mean[:, :, 0].contiguous()
     facts = {"steps": STEPS, "texts": TEXTS, "cases": CASES, "vae": VAE}
-    made = f"vLLM-Omni {worker.VERSION}, in float32"
-    file = sys.argv[1] if len(sys.argv) > 1 else RECORD
-    save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
-    torch.distributed.destroy_process_group()
-    print(file)
+    write_record(tensors, facts, RECORD)
 
 
 if __name__ == "__main__":
