@@ -57,9 +57,8 @@ def check_args(args: Args) -> None:
     require(
         (args.model, "--model must be given"),
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
-        (Path(args.out).suffix in (".png", ".jpg", ".webp"),
-         f"--out must end in .png, .jpg or .webp, got {args.out}"),
-    )  # fmt: skip
+        (Path(args.out).suffix in (".png", ".jpg", ".webp"), f"--out must end in .png, .jpg or .webp, got {args.out}"),
+    )
     read_prompts(args, reference_sizes)
 
 

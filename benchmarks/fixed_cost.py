@@ -75,9 +75,15 @@ class Engine:
 def open_run(args: Args) -> Run[MediaArgs]:
     """A run without a model, in a folder of its own, which has logged `start` steps."""
     settings = MediaArgs(
-        name="fixed-cost", train_steps=args.start + args.steps, batch_size=args.images, save_every=args.save_every,
-        eval_every=args.eval_every, ema_decay=0.9, height=args.side, width=args.side,
-    )  # fmt: skip
+        name="fixed-cost",
+        train_steps=args.start + args.steps,
+        batch_size=args.images,
+        save_every=args.save_every,
+        eval_every=args.eval_every,
+        ema_decay=0.9,
+        height=args.side,
+        width=args.side,
+    )
     run: Any = Run(settings, "none", init_distributed())
     run.folder.mkdir(parents=True)
     run.first_step = args.start + 1 if args.start else 0
@@ -122,8 +128,13 @@ def measure(args: Args) -> Iterator[tuple[int, dict[str, float]]]:
             step.metrics |= metrics(step.number)
             now, now_cpu = time.perf_counter(), time.thread_time()
             show(run, step, batches, scores)
-            yield step.number, {"wall": model - wall + time.perf_counter() - now,
-                                "cpu": model_cpu - cpu + time.thread_time() - now_cpu}  # fmt: skip
+            yield (
+                step.number,
+                {
+                    "wall": model - wall + time.perf_counter() - now,
+                    "cpu": model_cpu - cpu + time.thread_time() - now_cpu,
+                },
+            )
             wall, cpu = time.perf_counter(), time.thread_time()
 
 

@@ -54,8 +54,10 @@ class Ceilings:
 
     def seconds(self, kernels: Mapping[Kernel, int]) -> float:
         """What so many kernels take one after the other."""
-        return sum(n * max(size / self.bandwidth, self.work(kind, flops), self.launch)
-                   for (kind, size, flops), n in kernels.items())  # fmt: skip
+        return sum(
+            n * max(size / self.bandwidth, self.work(kind, flops), self.launch)
+            for (kind, size, flops), n in kernels.items()
+        )
 
     def limit(self, kernels: Mapping[Kernel, int]) -> float:
         """What their operations alone take."""

@@ -44,8 +44,10 @@ def cpu_s(checkout: Path, flags: Sequence[str]) -> float:
         subprocess.run(
             [sys.executable, str(checkout / "apps" / "train_flowgrpo.py"), *flags],
             env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"},
-            cwd=folder, stdout=subprocess.DEVNULL, check=True,
-        )  # fmt: skip
+            cwd=folder,
+            stdout=subprocess.DEVNULL,
+            check=True,
+        )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

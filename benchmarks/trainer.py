@@ -130,8 +130,10 @@ def model(args: engines.Args) -> Iterator[str]:
 
 def settings(args: Args, path: str, **changes: Any) -> app.Args:
     """The trainer's settings for a model's folder."""
-    own = {name: getattr(args, name) for name in ("height", "width", "num_inference_steps", "batch_size", "group_size",
-                                                  "prompts_per_step")}  # fmt: skip
+    own = {
+        name: getattr(args, name)
+        for name in ("height", "width", "num_inference_steps", "batch_size", "group_size", "prompts_per_step")
+    }
     dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
     files = {"model": path, "prompts": "prompts.txt", "eval_prompts": "prompts.txt", "scorer_url": "http://127.0.0.1:1"}
     return replace(app.Args(), **{"name": "run", "shard": "auto", "dtype": dtype, **files, **GIVEN, **own, **changes})

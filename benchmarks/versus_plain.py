@@ -85,10 +85,13 @@ class Plain:
         """Both halves of guidance as one padded batch."""
         embeds, mask, tokens = both(cond, "embeds"), both(cond, "embeds_mask").to(x.device), pack(torch.cat([x, x]))
         out = self.net(
-            hidden_states=tokens.to(embeds.dtype), timestep=torch.cat([sigma, sigma]), encoder_hidden_states=embeds,
-            encoder_hidden_states_mask=mask, img_shapes=[[(1, x.shape[-2] // 2, x.shape[-1] // 2)]] * len(tokens),
+            hidden_states=tokens.to(embeds.dtype),
+            timestep=torch.cat([sigma, sigma]),
+            encoder_hidden_states=embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, x.shape[-2] // 2, x.shape[-1] // 2)]] * len(tokens),
             return_dict=False,
-        )[0].float()  # fmt: skip
+        )[0].float()
         positive, negative = out.chunk(2)
         combined = negative + scale * (positive - negative)
         return unpack(combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True)), x.shape)

@@ -184,8 +184,16 @@ def sleep(size: Size) -> Iterator[Row]:
 
 def benchmarks(size: Size) -> Iterator[Row]:
     """What the framework adds, and the goals for it."""
-    tax = framework_tax.Args(random=size.random, random_heads=size.random_heads, height=size.side, width=size.side,
-                             batch_size=1, group_size=2, prompts_per_step=1, steps=1)  # fmt: skip
+    tax = framework_tax.Args(
+        random=size.random,
+        random_heads=size.random_heads,
+        height=size.side,
+        width=size.side,
+        batch_size=1,
+        group_size=2,
+        prompts_per_step=1,
+        steps=1,
+    )
     found = framework_tax.measure(tax)
     yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
     two = replace(model_args(size, "as it is"), random=2, batch_size=2, group_size=2)
@@ -203,8 +211,19 @@ def benchmarks(size: Size) -> Iterator[Row]:
 def learn(size: Size) -> Iterator[Row]:
     """A few steps of tiny-signs, which get brighter."""
     args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
-    settings = trainer.settings(args, args.model, lora_rank=0, true_cfg_scale=1.0, noise_level=0.7, window_high=9,
-                                window_size=3, clip_range=1e-3, lr=3e-4, weight_decay=0.0, dtype="float32")  # fmt: skip
+    settings = trainer.settings(
+        args,
+        args.model,
+        lora_rank=0,
+        true_cfg_scale=1.0,
+        noise_level=0.7,
+        window_high=9,
+        window_size=3,
+        clip_range=1e-3,
+        lr=3e-4,
+        weight_decay=0.0,
+        dtype="float32",
+    )
     rewards = []
 
     def steps(run: Run[app.Args]) -> Iterator[Step]:
@@ -284,9 +303,15 @@ def model_args(size: Size, variant: str) -> trainer.Args:
     _, smaller, blocks = VARIANTS[variant]
     batch = max(1, size.batch_size // smaller)
     return trainer.Args(
-        random=min(size.random, blocks), random_heads=size.random_heads, height=size.side, width=size.side,
-        lora_rank=size.rank, batch_size=batch, group_size=max(2, batch), prompts_per_step=1,
-    )  # fmt: skip
+        random=min(size.random, blocks),
+        random_heads=size.random_heads,
+        height=size.side,
+        width=size.side,
+        lora_rank=size.rank,
+        batch_size=batch,
+        group_size=max(2, batch),
+        prompts_per_step=1,
+    )
 
 
 def settings_of(size: Size, variant: str, path: str, **changes: Any) -> app.Args:

@@ -58,9 +58,13 @@ class Guide:
         (folder / self.file).write_text(self.code, "utf-8")
         for path, diff in zip(self.changed, self.diffs, strict=True):
             result = subprocess.run(
-                ["git", "apply", "--verbose", "-"], cwd=folder, input=diff, capture_output=True, text=True,
+                ["git", "apply", "--verbose", "-"],
+                cwd=folder,
+                input=diff,
+                capture_output=True,
+                text=True,
                 env=os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.parent)},
-            )  # fmt: skip
+            )
             advice = (
                 f"the block of docs/contributing.md for {path} does not apply: bring its lines up to those of {path}"
             )

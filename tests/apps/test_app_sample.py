@@ -153,7 +153,7 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (editing, {"images": "nowhere.png"}, "--images: must name a file that exists .* got nowhere.png"),
         (editing, {"images": "torn.png"}, "--images: torn.png is cut short"),
         (editing, {"prompts": "edit.jsonl"}, "--images: must be left out, as edit.jsonl names images"),
-    )  # fmt: skip
+    )
     for args, changes, words in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
             draw(replace(args, **changes))

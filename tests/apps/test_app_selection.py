@@ -293,9 +293,7 @@ def test_every_step_of_every_sample_is_in_one_update_and_the_updates_are_equal(c
 
 def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
     """Old log-probs are the rollout's also where samples may be left out, as long as none was."""
-    args = replace(
-        TINY, scorer_url=bright_url, train_steps=1, eval_every=1, old_log_prob="auto", ratio_tolerance=None
-    )  # fmt: skip
+    args = replace(TINY, scorer_url=bright_url, train_steps=1, eval_every=1, old_log_prob="auto", ratio_tolerance=None)
     forwards = {
         name: train(app, replace(args, name=name, **changes))[1]["perf/forwards"]
         for name, changes in {

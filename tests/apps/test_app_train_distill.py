@@ -137,9 +137,10 @@ def pretend(net):
 
 
 def test_a_sample_learns_from_the_teacher_that_its_prompt_names():
-    prompts = [Prompt(text="a", group=i, index=i, seed=i, meta=meta) for i, meta in enumerate(
-        [{"teacher": "one"}, {}, {"teacher": "two"}]
-    )]  # fmt: skip
+    prompts = [
+        Prompt(text="a", group=i, index=i, seed=i, meta=meta)
+        for i, meta in enumerate([{"teacher": "one"}, {}, {"teacher": "two"}])
+    ]
     batch = SimpleNamespace(prompts=prompts)
     assert app.shares(batch, "one", 2).tolist() == [1.0, 0.5, 0.0]
     assert app.shares(batch, "two", 2).tolist() == [0.0, 0.5, 1.0]

@@ -183,9 +183,13 @@ def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():
     run.args = replace(args, num_minibatches=1)
     for gradients, rows in zip(kept[:2], ([0, 1], [2]), strict=True):
         chosen = replace(
-            pairs, win=pairs.win[rows], lose=pairs.lose[rows], seeds=[pairs.seeds[i] for i in rows],
-            cond={name: tensor[rows] for name, tensor in pairs.cond.items()}, places=[0] * len(rows),
-        )  # fmt: skip
+            pairs,
+            win=pairs.win[rows],
+            lose=pairs.lose[rows],
+            seeds=[pairs.seeds[i] for i in rows],
+            cond={name: tensor[rows] for name, tensor in pairs.cond.items()},
+            places=[0] * len(rows),
+        )
         app.update(run, Step(0), [chosen])
         for ours, theirs in zip(gradients, kept[-1], strict=True):
             if ours is not None:

@@ -360,8 +360,10 @@ def test_parts_of_the_score_are_normalized_one_by_one():
     """A part in hundreds and one in hundredths count alike."""
     args = replace(TINY, reward_parts="kB=-1,match=1", group_size=4, prompts_per_step=1, batch_size=4, adv_std="group")
     scores = [Score(0.0, parts={"kB": 100.0 * i, "match": 0.01 * j}) for i, j in ((0, 0), (1, 1), (2, 2), (3, 4))]
-    one_by_one = [group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
-                  for x in ([0.0, 100.0, 200.0, 300.0], [0.0, 0.01, 0.02, 0.04])]  # fmt: skip
+    one_by_one = [
+        group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
+        for x in ([0.0, 100.0, 200.0, 300.0], [0.0, 0.01, 0.02, 0.04])
+    ]
     torch.testing.assert_close(grade(args, scores)[0], one_by_one[1] - one_by_one[0])
     with pytest.raises(RuntimeError, match=r"must name a part 'sharp' in its scores, it names \['kB', 'match'\]"):
         grade(replace(args, reward_parts="kB=1,sharp=1"), scores)

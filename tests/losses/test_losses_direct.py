@@ -43,8 +43,13 @@ def test_an_error_of_the_velocity_enters_by_the_share_of_the_step(sigma, sigma_n
 
 def test_its_gradient():
     parts = noised(UP[0])
-    assert gradcheck(lambda v: align(v, parts, *UP), torch.randn(2, 3, 4, dtype=torch.float64).requires_grad_(),
-                     eps=1e-2, atol=1e-3, rtol=1e-2)  # fmt: skip
+    assert gradcheck(
+        lambda v: align(v, parts, *UP),
+        torch.randn(2, 3, 4, dtype=torch.float64).requires_grad_(),
+        eps=1e-2,
+        atol=1e-3,
+        rtol=1e-2,
+    )
 
 
 def test_only_the_velocity_gets_a_gradient():

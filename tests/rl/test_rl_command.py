@@ -34,7 +34,7 @@ RUN = ["-m", "omni_rl.ranks", "--nproc-per-node"]
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
         ("push runs/a o/n", ["-m", "omni_rl.hub", "runs/a", "o/n"]),
     ],
-)  # fmt: skip
+)
 def test_a_sub_command_is_a_program_with_its_own_flags(words: str, started: list[str]):
     assert command.python_words(words.split()) == started
 

@@ -431,8 +431,10 @@ def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp
     plain = show(write_report(folder)).locator("main").inner_html()
     assert "reference" not in plain.replace("to the reference", "")
     first, second = images(2, 32, 96, seed=5)
-    rows = [Sample("a red sign", 0.3, 0, 0, {"read": "AB"}, references=(first,)),
-            Sample("a blue sign", 0.9, 1, 1, {"read": "CD"}, references=(first, second))]  # fmt: skip
+    rows = [
+        Sample("a red sign", 0.3, 0, 0, {"read": "AB"}, references=(first,)),
+        Sample("a blue sign", 0.9, 1, 1, {"read": "CD"}, references=(first, second)),
+    ]
     for step in (0, 12):
         write_eval(folder, step, images(2, seed=step), rows)
     write_samples(folder, 12, images(2), rows)

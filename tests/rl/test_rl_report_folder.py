@@ -196,8 +196,9 @@ def test_versions_name_the_commit_and_whether_files_differ_from_it(tmp_path):
 
     def git(*words: str) -> str:
         who = ("-c", "user.name=n", "-c", "user.email=e")
-        return subprocess.run(["git", *who, *words], cwd=program.parent, env=env, check=True, capture_output=True,
-                              text=True).stdout.strip()  # fmt: skip
+        return subprocess.run(
+            ["git", *who, *words], cwd=program.parent, env=env, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     git("init", "-q")
     git("add", ".")

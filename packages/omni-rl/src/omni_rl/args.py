@@ -290,11 +290,9 @@ def check_shapes(args: MediaArgs) -> RecordCheck:
             '(height, width) of "images"': reference_sizes(record),
         }
         for name, shape in shapes.items():
-            require(
-                (first.setdefault(name, shape) == shape or args.group_size % args.batch_size == 0,
-                 f"{name} must be those of the first prompt, {first[name]}, unless --batch-size ({args.batch_size}) "
-                 f"divides --group-size ({args.group_size}), got {shape}"),
-            )  # fmt: skip
+            rule = f"{name} must be those of the first prompt, {first.setdefault(name, shape)}, unless --batch-size"
+            rule += f" ({args.batch_size}) divides --group-size ({args.group_size}), got {shape}"
+            require((first[name] == shape or args.group_size % args.batch_size == 0, rule))
 
     return check
 

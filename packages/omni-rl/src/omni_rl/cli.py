@@ -127,11 +127,10 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
         if path.startswith("hf:"):  # whoever wrote it shall not choose who gets samples and token
-            rows = [found, *map(vars, found.get("eval", ()))]
-            named = [f"{key}: give the flag, or a copy of the file that you have read, got {value!r}"
-                     for row in rows for key, value in row.items()
-                     if key in ("scorer_url", "watch_scorer_url", "scorer_token_file") and value]  # fmt: skip
-            require((not named, f"--config {path} must not name a {''.join(named[:1])}"))
+            for row in [found, *map(vars, found.get("eval", ()))]:
+                for key in ("scorer_url", "watch_scorer_url", "scorer_token_file"):
+                    rule = f"must not name a {key}: give the flag, or a copy of the file that you have read"
+                    require((not row.get(key), f"--config {path} {rule}, got {row.get(key)!r}"))
         values |= found
     config = cls(**values | given)
     if wants_help:

@@ -104,10 +104,8 @@ def load_clip(path: str, device: torch.device) -> Reward:
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
 
     def reward(images: Tensor, texts: list[str]) -> Tensor:
-        tokens = tokenizer(
-            texts, padding=True, truncation=True, max_length=model.config.text_config.max_position_embeddings,
-            return_tensors="pt",
-        ).to(device)  # fmt: skip
+        most = model.config.text_config.max_position_embeddings
+        tokens = tokenizer(texts, padding=True, truncation=True, max_length=most, return_tensors="pt").to(device)
         pixels = (square(images, side) - mean) / std
         output = model(pixel_values=pixels, input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
         cosines = (output.image_embeds * output.text_embeds).sum(dim=1)

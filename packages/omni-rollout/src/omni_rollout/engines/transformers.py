@@ -46,10 +46,10 @@ class TransformersEngine:
         inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
         inputs.pop("position_ids", None)  # generation makes its own of the mask
         draw = Draw([prompt.seed for prompt in prompts], self.model.suppressed, params)
+        ends, most = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
-            max_new_tokens=params.max_new_tokens, do_sample=False, eos_token_id=[*self.model.ends],
-            pad_token_id=self.model.ends[0], use_cache=True,
-        )  # fmt: skip
+            max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
+        )
         self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # its own would fill what is open
         head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
         last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of whole prompts are large

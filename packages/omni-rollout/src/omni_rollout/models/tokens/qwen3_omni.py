@@ -22,8 +22,10 @@ class Qwen3Omni(TransformersModel):
     """Qwen3-Omni's thinker for one checkpoint. Its towers for pictures and sound stay as they are."""
 
     BLOCK_NAMES: tuple[str, ...] = (
-        "Qwen3OmniMoeThinkerTextDecoderLayer", "Qwen3OmniMoeVisionBlock", "Qwen3OmniMoeAudioEncoderLayer",
-    )  # fmt: skip
+        "Qwen3OmniMoeThinkerTextDecoderLayer",
+        "Qwen3OmniMoeVisionBlock",
+        "Qwen3OmniMoeAudioEncoderLayer",
+    )
     LORA_TARGETS = r"model\.layers\.\d+\.self_attn\.[qkvo]_proj"  # not those of the towers
     FROZEN: ClassVar[tuple[str, ...]] = ("visual", "audio_tower")
     MEDIA: ClassVar[tuple[str, ...]] = ("image", "video", "audio")
@@ -70,9 +72,13 @@ class Qwen3Omni(TransformersModel):
         sounds: list[int] = []
         if prompt.audio is not None:
             made = self.listen(
-                prompt.audio.mean(dim=1).numpy(), sampling_rate=int(prompt.rates["sample_rate"]), padding=True,
-                truncation=False, return_attention_mask=True, return_tensors="pt",
-            )  # fmt: skip
+                prompt.audio.mean(dim=1).numpy(),
+                sampling_rate=int(prompt.rates["sample_rate"]),
+                padding=True,
+                truncation=False,
+                return_attention_mask=True,
+                return_tensors="pt",
+            )
             found |= dict(zip(FEATURES, (made.input_features, made.attention_mask), strict=True))
             window = self.config["audio_config"]["n_window"]
             sounds = [int(_get_feat_extract_output_lengths(made.attention_mask.sum(dim=1), window))]
