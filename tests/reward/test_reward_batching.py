@@ -55,6 +55,25 @@ async def score_all(recorder: Recorder, requests: list[ScoreRequest]) -> list[Ou
     return [item if isinstance(item, BaseException) else [score.value for score in item] for item in outcomes]
 
 
+def test_a_scorer_with_a_time_limit_is_told_when_a_request_came_not_when_its_turn_is():
+    """Two ranks that ask it at once wait for one another."""
+    calls: list[tuple[float, float]] = []
+
+    def score(media: Kinds, prompts: list[str], meta: object, since: float) -> list[float]:
+        calls.append((since, time.monotonic()))
+        time.sleep(0.02)
+        return [0.0] * len(prompts)
+
+    async def ask() -> None:
+        batcher = Batcher(Scorer(score, timed=True))
+        await asyncio.gather(*(batcher.score(request([0])) for _ in range(2)))
+
+    asyncio.run(ask())
+    (first, began), (second, late) = calls
+    assert max(first, second) <= began
+    assert late - second >= 0.02
+
+
 def run(
     batch_size: int | None, requests: list[ScoreRequest]
 ) -> tuple[list[list[float | None] | BaseException], Recorder]:

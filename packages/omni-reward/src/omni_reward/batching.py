@@ -9,6 +9,7 @@ that crashes takes the server down, which the client's retries bridge once somet
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,10 +29,11 @@ class ScorerFailedError(Exception):
 
 @dataclass(eq=False)
 class _Job:
-    """A request in the queue: how many of its samples have been taken, and the scores so far."""
+    """A request in the queue: when it came, how many of its samples have been taken, and the scores so far."""
 
     request: ScoreRequest
     done: asyncio.Future[list[Score]]
+    since: float = field(default_factory=time.monotonic)
     num_taken: int = 0
     scores: list[Score] = field(default_factory=list)
 
@@ -133,7 +135,7 @@ class Batcher:
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
         references = [own for req, samples in parts for own in req.references[samples]]
-        return self._scorer(media, prompts, meta, references)
+        return self._scorer(media, prompts, meta, references, since=min(job.since for job, _ in pieces))
 
 
 def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import struct
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -104,6 +105,7 @@ class Scorer:
             all of its samples: nothing that other clients do can then touch a score, not even in its last bit.
         version: of the scorer, its weights or its prompt; another one means that scores may have changed.
         references: True for a function that takes the samples' references too; only then do clients send them.
+        timed: True for a function that takes, last, when the first request of a call came, on the monotonic clock.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -114,6 +116,7 @@ class Scorer:
     batch_size: int | None = None
     version: str = ""
     references: bool = False
+    timed: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.media, str) or not self.media or len(set(self.media)) != len(self.media):
@@ -123,9 +126,9 @@ class Scorer:
         if self.batch_size is not None and self.batch_size < 1:
             raise ValueError(f"batch_size must be >= 1 or None, got {self.batch_size}")
         try:
-            inspect.signature(self.score_fn).bind({}, [], [], *([[]] if self.references else []))
+            inspect.signature(self.score_fn).bind({}, [], [], *self._more([], 0.0))
         except TypeError as exc:
-            arguments = "media, prompts, meta" + ", references" * self.references
+            arguments = "media, prompts, meta" + ", references" * self.references + ", since" * self.timed
             raise ValueError(f"a scorer must be a function of ({arguments}): {exc}") from exc
         except ValueError:  # a function of C has no signature
             pass
@@ -140,13 +143,20 @@ class Scorer:
         """The Scorer itself, or one of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
-    def __call__(self, media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
-        """N scores, in the order of the samples.
+    def _more(self, references: References, since: float) -> list[object]:
+        """The arguments after meta."""
+        return [references] * self.references + [since] * self.timed
+
+    def __call__(
+        self, media: Arrays, prompts: list[str], meta: Meta, references: References = (), *, since: float | None = None
+    ) -> list[Score]:
+        """N scores, in the order of the samples. since: as `timed` has it, now if it is not given.
 
         Raises:
             ValueError: the function returned another number of scores.
         """
-        results = self.score_fn(media, prompts, meta, *([references] if self.references else []))
+        more = self._more(references, time.monotonic() if since is None else since)
+        results = self.score_fn(media, prompts, meta, *more)
         if len(results) != len(prompts):
             raise ValueError(f"the scorer must return {len(prompts)} scores, got {len(results)}")
         return [result if isinstance(result, Score) else Score.of(result) for result in results]

@@ -28,8 +28,8 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
     Args:
         reward: as a trainer's `--reward`.
         timeout_s: longest that the rules may take for an answer, which else is an abstention.
-        request_timeout_s: longest that they may take for all answers of a request, for which a trainer waits 120 s;
-            those that are left are abstentions.
+        request_timeout_s: longest from when a request comes, those before it graded, to its reply, for which a trainer
+            waits 120 s; the answers that are left are abstentions.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -41,7 +41,7 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
         version = version_of(open_rules(reward))
     except ValueError as exc:
         raise ValueError(f"scorer {PREFIX} {exc}") from exc
-    return Scorer(_Grader(reward, version, timeout_s, request_timeout_s), media=(TEXT,), version=version)
+    return Scorer(_Grader(reward, version, timeout_s, request_timeout_s), media=(TEXT,), version=version, timed=True)
 
 
 class _Grader:
@@ -53,13 +53,16 @@ class _Grader:
         self._process: BaseProcess | None = None
         self._pipe: Connection
 
-    def __call__(self, media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
-        end = time.monotonic() + self._request_timeout_s
+    def __call__(self, media: Arrays, prompts: list[str], meta: Meta, since: float) -> list[Score]:
+        end = since + self._request_timeout_s
         return [self._grade(text, line, end - time.monotonic()) for text, line in zip(media[TEXT], meta, strict=True)]
 
     def _grade(self, text: str, line: Mapping[str, object], left_s: float) -> Score:
         if left_s <= 0:
-            return Score(None, abstained=f"other answers took all of the request's {self._request_timeout_s:g} s")
+            return Score(
+                None,
+                abstained=f"other answers took all of the {self._request_timeout_s:g} s from when the request came",
+            )
         limit_s = min(self._timeout_s + START_S * (self._process is None), left_s)
         if self._process is None:
             context = get_context("spawn")
