@@ -66,9 +66,11 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 def build(args: Any) -> tuple[int, int]:
     """Writes the file; returns the number of pairs and of prompts that were drawn."""
-    records = load_prompts(args.prompts, check=reference_sizes)[: args.num_prompts]
+    records = load_prompts(args.prompts, check=reference_sizes)
+    if (args.num_prompts or 0) > len(records):
+        raise ValueError(f"--num-prompts must be at most {len(records)}, those of the file, got {args.num_prompts}")
     token = args.scorer_token_file.read_text().strip() if args.scorer_token_file else None
-    samples = args.out / "samples"
+    records, samples = records[: args.num_prompts], args.out / "samples"
     samples.mkdir(parents=True)  # a folder that exists holds other pairs
     count = 0
     with RewardClient(args.scorer_url, token=token, timeout_s=args.scorer_timeout_s) as client:

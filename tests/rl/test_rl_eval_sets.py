@@ -72,6 +72,7 @@ def test_a_mistake_in_a_table_names_its_number(text, words):
         ({"samples_per_prompt": 0}, r"eval\[2\].samples_per_prompt must be between 1 and 65536, got 0"),
         ({"pass_threshold": math.nan}, r"eval\[2\].pass_threshold must be between .* got nan"),
         ({"guidance_scale": -1.0}, r"eval\[2\].guidance_scale must be between 0 and 1000, got -1.0"),
+        ({"num_prompts": 2}, r"eval\[2\].num_prompts must be at most 1, those of a.txt, got 2"),
         ({"scorer_url": "..."}, r"eval\[2\].scorer_url must be http"),
     ],
 )

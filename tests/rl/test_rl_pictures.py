@@ -73,6 +73,15 @@ def test_a_file_that_is_cut_short_or_something_else_is_named(picture, tmp_path, 
         picture_size(path)
 
 
+def test_a_huge_picture_is_refused_before_its_pixels_are_read(picture, monkeypatch):
+    path = picture("a.png")
+    monkeypatch.setattr("omni_rl.pictures.MAX_PIXELS", 383)
+    monkeypatch.setattr("PIL.Image.Image.load", None)
+    for read in (picture_size, read_picture):
+        with pytest.raises(ValueError, match=r"a\.png must have at most 383 pixels, got 24 x 16"):
+            read(path)
+
+
 @pytest.mark.parametrize("name", ["gone.png", "a.gif", "folder.png"])
 def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path, name):
     Image.new("RGB", (8, 4)).save(tmp_path / "a.gif")

@@ -161,6 +161,14 @@ def test_nothing_is_written_and_no_other_site_can_read(server, root):
     assert sorted(root.rglob("*")) == before
 
 
+def test_a_name_of_this_machine_may_be_asked_for_where_it_was_given(root):
+    """As the one that Debian's /etc/hosts has at 127.0.1.1."""
+    with serving(root) as server:
+        server.host = "Box"
+        assert ask(server, "/runs.json", Host="box:80")[0] == 200
+        assert ask(server, "/runs.json", Host="box.example:80")[0] == 403
+
+
 def test_other_machines_need_the_token(root):
     with serving(root, host="0.0.0.0") as server:
         token = urlsplit(server.url).path

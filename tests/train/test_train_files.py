@@ -2,7 +2,10 @@
 
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, get_native_id
 
+import omni_train.files
 import pytest
 from omni_train.files import file_digest, probe_digest, read_jsonl, write_atomically, write_folder_atomically
 
@@ -33,6 +36,20 @@ def test_a_file_that_cannot_be_written_stays_as_it_was(tmp_path, monkeypatch, ca
     assert names(tmp_path) == ["a.json"]
 
 
+def test_threads_that_write_one_file_at_once_do_not_mix(tmp_path, monkeypatch):
+    write, both = omni_train.files.write_file, Barrier(2)
+
+    def write_together(path, *parts):
+        both.wait(10)
+        return write(path, *parts)
+
+    monkeypatch.setattr("omni_train.files.write_file", write_together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda data: write_atomically(tmp_path / "a.json", data), ["one", "other"]))
+    assert (tmp_path / "a.json").read_text() in ("one", "other")
+    assert names(tmp_path) == ["a.json"]
+
+
 def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
     events, fsync, replace, rename = [], os.fsync, type(tmp_path).replace, type(tmp_path).rename
 
@@ -43,7 +60,7 @@ def test_content_reaches_the_disk_before_its_name_does(tmp_path, monkeypatch):
     monkeypatch.setattr("pathlib.Path.replace", lambda a, b: (note("name", b), replace(a, b)))
     monkeypatch.setattr("pathlib.Path.rename", lambda a, b: (note("name", b), rename(a, b)))
     write_atomically(tmp_path / "a", "x")
-    assert events == [("sync", f".a.{os.getpid()}"), ("name", "a"), ("sync", tmp_path.name)]
+    assert events == [("sync", f".a.{get_native_id()}"), ("name", "a"), ("sync", tmp_path.name)]
     events.clear()
     write_folder_atomically(tmp_path / "f", lambda folder: (folder / "b").write_text("x"))
     assert events == [("sync", "b"), ("sync", "f.tmp"), ("name", "f"), ("sync", tmp_path.name)]

@@ -72,7 +72,9 @@ def check_sets(sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] 
             require((value is None or least <= value <= most, rule))
         check_urls(own.scorer_url, f"{at}.scorer_url")
         with flag(f"{at}.prompts: "):
-            load_prompts(own.prompts, check=check())
+            count = len(load_prompts(own.prompts, check=check()))
+        rule = f"{at}.num_prompts must be at most {count}, those of {own.prompts}, got {own.num_prompts}"
+        require((own.num_prompts <= count, rule))
 
 
 def check_urls(urls: str, name: str) -> None:

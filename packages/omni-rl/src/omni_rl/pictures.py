@@ -12,20 +12,24 @@ if TYPE_CHECKING:  # the check runs before torch is imported
 
 FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "WEBP": b""}  # of a whole file; WebP's header has its size
+MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
 EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """(width, height) in pixels, upright; reads a file's header and its last bytes alone.
+    """(width, height) in pixels, upright; reads a file's header and its last bytes, of a PNG without EXIF there all.
 
     Raises:
-        ValueError: there is no such file, or it is no whole picture of the kind that its name says.
+        ValueError: there is no such file, or it is no whole picture of the kind that its name says, or of more than
+            MAX_PIXELS.
     """
     kind = FORMATS.get(path.suffix.lower())
     if kind is None or not path.is_file():
         raise ValueError(f"must name a file that exists and ends in one of {(*FORMATS,)}, got {path}")
     try:
         with Image.open(path, formats=[kind]) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{path} must have at most {MAX_PIXELS:,} pixels, got {image.width} x {image.height}")
             turned = image.getexif().get(EXIF_ORIENTATION) in ON_ITS_SIDE
             size = image.size[::-1] if turned else image.size
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
@@ -38,7 +42,11 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 
 def read_picture(path: Path) -> "Tensor":
-    """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered."""
+    """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered.
+
+    Raises:
+        ValueError: as `picture_size`.
+    """
     return _pixels(path.resolve(), path.stat().st_mtime_ns)
 
 
@@ -47,6 +55,7 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
     import numpy as np
     import torch
 
+    picture_size(path)  # before its pixels take memory
     return torch.from_numpy(np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB")))
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from threading import get_native_id
 from typing import Any
 
 
@@ -30,7 +31,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
 def write_atomically(path: str | Path, data: bytes | str) -> None:
     """Put a file into its folder at once: whoever opens it, now or after a crash, sees the old one or the new one."""
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")  # two processes may write the same file
+    temporary = path.with_name(f".{path.name}.{get_native_id()}")  # two threads or processes may write the same file
     temporary.unlink(missing_ok=True)
     try:
         write_file(temporary, data.encode() if isinstance(data, str) else data)

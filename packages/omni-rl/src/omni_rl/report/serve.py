@@ -280,9 +280,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_asked_as_loopback(self) -> bool:
         try:
-            return is_loopback(urlsplit(f"//{self.headers.get('Host', '')}").hostname or "")
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
         except ValueError:
             return False
+        return is_loopback(host) or host == self.server.host.lower()  # a name of this machine that --host gave
 
     def _range(self, total: int) -> tuple[int, int] | None:
         """The first and the last byte that a player asks for; None for all of them."""
