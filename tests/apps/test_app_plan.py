@@ -15,9 +15,10 @@ from omni_rl import plan
 from omni_rl.failures import launch
 from omni_rl.run import Run
 from omni_rl.scoring import LocalScorer
+from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
-from omni_train.planned import PLANNED, Meter
+from omni_train.planned import PLANNED, Meter, planned_ranks
 from omni_train.recompute import Recompute
 from torch import nn
 from trainer_runs import recipe, tiny, write_eval_prompts
@@ -119,6 +120,34 @@ def test_few_recomputed_blocks_tell_what_all_take(on_host):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 32), (32, 8, 32)])
+def test_forwards_of_one_backward_are_told_apart(sizes):
+    """Bytes and operations of four backwards through several forwards, each of its number of samples."""
+
+    class Pairs:
+        boundary, BLOCK_NAMES = 0.0, ()
+
+    def taken(remembers):
+        with planned_ranks(1) as dist, plan.PlannedDevice() as device:
+            predict, planned = lambda net, x, *_: net(x), plan.Plan(dist, device)
+            if remembers:
+                predict = planned._remembered(predict, Pairs)
+            net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(PLANNED)
+            params = Params(num_inference_steps=1, height=16, width=16)
+            for number in range(4):
+                with device.phase(f"{number}"):
+                    xs = [torch.ones(size, 16, 64).to(PLANNED) for size in sizes]
+                    outs = [predict(net, x, x[:, 0, 0], {}, params) for x in xs]
+                    torch.stack([out.sum() for out in outs]).prod().backward()
+        planned.forget()
+        return device.peaks, device.flops
+
+    first, every = taken(True), taken(False)
+    assert first[1] == every[1]
+    for number, peak in every[0].items():
+        assert first[0][number] == pytest.approx(peak, rel=0.02), number
+
+
 def test_sharded_weights_take_a_rank_s_share():
     app, args = settings("all weights")
     two, four = (plan.measure(app.main, args, ranks) for ranks in (2, 4))

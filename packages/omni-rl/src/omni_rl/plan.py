@@ -168,6 +168,7 @@ class Plan:
     unshard: tuple[str, ...] = ()
     offloads: Sequence[str] = ()
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
     _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
 
@@ -256,10 +257,10 @@ class Plan:
             scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
             key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
             seen = self._seen.get(key)
-            if seen:
+            if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
                 out = seen.repeat()
             else:
-                self._seen[key] = seen = _Seen(self.device, net)
+                self._seen[key] = seen = _Seen(self.device, net, self._measured)
                 with _tokens_of(net, model.BLOCK_NAMES) as blocks:
                     out = seen.record(lambda: predict(net, x, sigma, cond, params))
                 seen.tokens = max(blocks.values(), key=sum, default=[])
@@ -289,8 +290,7 @@ class Plan:
                 return function(*args, **kwargs)
             if (seen := key(*args, **kwargs)) in done:
                 shapes, peak, flops = done[seen]
-                device.burst(peak)
-                device.add_flops(flops)
+                device.burst(peak, flops)
                 return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device.device), shapes)
             around, base, before = device.window, device.start_window(), device.flops.total()
             out = function(*args, **kwargs)
@@ -303,10 +303,15 @@ class Plan:
 
 
 class _Seen:
-    """What a forward of the net, and its backward, needed. net: whose parameters get gradients."""
+    """What a forward of the net, and its backward, needed.
 
-    def __init__(self, device: PlannedDevice, net: nn.Module) -> None:
-        self.device, self.net = device, net
+    Of several forwards in one backward pass the last is gone through first, and all of it before the next.
+
+    net: whose parameters get gradients. measured: what ends the backward that is measured, or nothing.
+    """
+
+    def __init__(self, device: PlannedDevice, net: nn.Module, measured: list[Callable[[], None]]) -> None:
+        self.device, self.net, self.measured = device, net, measured
         self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
         self.trained: list[nn.Parameter] = []
         self.tokens: list[int] = []  # of each sample
@@ -323,13 +328,13 @@ class _Seen:
 
     def repeat(self) -> Tensor:
         """A tensor in the place of the net's output, after as much memory and as many operations."""
-        self.device.burst(self.forward_peak)
-        self.device.add_flops(self.forward_flops)
+        self.device.burst(self.forward_peak, self.forward_flops)
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
         return _Repeat.apply(out.requires_grad_(), self) if self.is_graph else out
 
     def begin_backward(self) -> None:
         """Note from here on what the backward pass takes; gradients that stay are left out."""
+        self.end_measured()
         device = self.device
         have = {p for p in self.net.parameters() if p.grad is not None}
         base, flops = device.start_window(), device.flops.total()
@@ -338,7 +343,7 @@ class _Seen:
             if p not in have:
                 have.add(p)
                 self.trained.append(p)
-                device.aside += _num_bytes(p)
+                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # of this rank's rows
 
         def end() -> None:
             self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
@@ -347,16 +352,22 @@ class _Seen:
                 hook.remove()
 
         hooks = [p.register_post_accumulate_grad_hook(count) for p in self.net.parameters() if p.requires_grad]
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        self.measured.append(end)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_measured)
+
+    def end_measured(self) -> None:
+        """End the measurement that is under way, if any."""
+        while self.measured:
+            self.measured.pop()()
 
     def repeat_backward(self) -> None:
         """Take as much memory as the backward pass did, leave the gradients, and free what the forward kept."""
-        self.device.burst(self.backward_peak)
+        self.end_measured()
+        self.device.burst(self.backward_peak, self.backward_flops)
         self.device.add(-self.held)
         for p in self.trained:
             if p.grad is None:
                 p.grad = torch.empty_like(p)
-        self.device.add_flops(self.backward_flops)
 
 
 class _Recomputed(Recompute):
@@ -393,16 +404,11 @@ class _Recomputed(Recompute):
         shapes, *taken = self.forwards[key]
         if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
             return super().__call__(block, *args)
-        self.take(*taken)
+        self.device.burst(*taken)
         params = [p for p in block.parameters() if p.requires_grad]
         with self.inputs():
             outs = _RepeatBlock.apply(self, key, tree_leaves(shapes), len(tensors), *tensors, *params)
         return outs if isinstance(shapes, tuple) else outs[0]
-
-    def take(self, peak: int, flops: int) -> None:
-        """As much memory, for a moment, and as many operations."""
-        self.device.burst(peak)
-        self.device.add_flops(flops)
 
     def _with_backward(self, key: object, block: nn.Module, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
         """What the block gives; its backward pass is measured."""
@@ -464,7 +470,7 @@ class _RepeatBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.seen.take(*ctx.seen.backwards[ctx.key])
+        ctx.seen.device.burst(*ctx.seen.backwards[ctx.key])
         made = (w and torch.empty(w[0], dtype=w[1], device=ctx.seen.device.device) for w in ctx.wanted)
         return None, None, None, None, *made
 
@@ -588,8 +594,3 @@ def _is_divisible(args: MediaArgs, ranks: int) -> bool:
         return bool(num_batches(args, ranks))
     except ValueError:
         return False
-
-
-def _num_bytes(p: nn.Parameter) -> int:
-    """The memory of a gradient, of this rank's rows where it is sharded."""
-    return p.to_local().nbytes if isinstance(p, DTensor) else p.nbytes

@@ -79,10 +79,11 @@ class Meter(TorchDispatchMode):
         self.peaks[self.current] = max(self.peaks[self.current], self.live)
         self.window = max(self.window, self.live - self.aside)
 
-    def burst(self, num_bytes: int) -> None:
-        """Count bytes that are allocated and freed at once."""
+    def burst(self, num_bytes: int, flops: int) -> None:
+        """Count bytes that are allocated and freed at once, and operations."""
         self.add(num_bytes)
         self.add(-num_bytes)
+        self.add_flops(flops)
 
     def start_window(self) -> int:
         """Begin a new `window`, with nothing aside; the bytes alive."""
