@@ -43,7 +43,7 @@ def test_text_features_are_the_pipelines_and_as_long_as_its_longest(model):
         torch.testing.assert_close(ours["embeds"], expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2e-5), (torch.float64, 1e-13)])
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 4e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_one_frame_is_decoded_as_diffusers_decodes_it_with_less_than_half_the_products(model, batch, dtype, rounding):
     ours = model.load(device="cpu", dtype=dtype).vae

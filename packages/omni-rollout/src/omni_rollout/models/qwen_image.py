@@ -151,11 +151,13 @@ class QwenImage(DiffusersModel):
 def cut_to_one_frame(decoder: nn.Module) -> None:
     """Leave the causal convolutions of a decoder of videos what they need for one frame: their last taps in time.
 
-    The other taps multiply the zeros before the first frame. A third of the products and weights is left.
+    The other taps multiply the zeros before the first frame. A third of the products and weights is left. A pixel's
+    channels lie side by side, in which order norms take a small part of the time.
     """
     for conv in decoder.modules():
         if isinstance(conv, nn.Conv3d):
-            conv.weight = nn.Parameter(conv.weight[:, :, -1:].clone(), requires_grad=False)
+            weight = conv.weight[:, :, -1:].clone(memory_format=torch.channels_last_3d)
+            conv.weight = nn.Parameter(weight, requires_grad=False)
             conv.padding = (0, *(size // 2 for size in conv.kernel_size[1:]))
             conv._padding = (0,) * 6  # type: ignore[assignment]  # what diffusers pads before it convolves
 
