@@ -78,12 +78,11 @@ def test_sigterm_finishes_the_accepted_requests(
 
 def test_a_scorer_that_hangs_does_not_keep_the_server(launch: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
     process, url = launch("hangs", "--shutdown-timeout-s", "1")
-    with RewardClient(url, timeout_s=30) as client:
+    with RewardClient(url, timeout_s=5) as client:
         future = client.submit({"image": np.zeros((1, 2, 2, 3), np.uint8)}, ["a"])
         assert [process.stdout.readline() for _ in range(2)] == [f"scorer ready at {url}\n", "scoring\n"]
         process.terminate()
         assert process.wait(20) == 1
-        client._timeout_s = 0.1
         assert future.exception(40)
     assert "in hangs" in process.communicate()[1]  # where it hangs
 

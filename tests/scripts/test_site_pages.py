@@ -67,4 +67,4 @@ def test_the_reference_takes_the_docstrings_of_every_package(pages):
 def test_a_build_with_a_broken_link_fails():
     assert CONFIG["strict"] is True
     assert set(CONFIG["validation"]["links"].values()) == {"warn"}
-    assert "make site\n" in (REPO / ".ci" / "run").read_text("utf-8")
+    assert re.search(r"^make .*\bsite\b", (REPO / ".ci" / "run").read_text("utf-8"), re.MULTILINE)
