@@ -1,10 +1,11 @@
 """Draw samples from a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
 
-Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav.
+Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav. --out-dir has
+pictures too, as .png, and samples.jsonl with the prompt and the seed of each file.
 
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
-        --prompts data/tiny-signs/eval.txt --num-images 32
+        --prompts data/tiny-signs/eval.txt --num-images 32 --out-dir signs --scorer-url http://127.0.0.1:8100
     python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
         --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
@@ -12,13 +13,16 @@ The same seed gives the same noise whatever the weights, so two sheets show what
 trained from other weights than the model's goes on top of them: --weights FULL,ADAPTER.
 """
 
+import json
 import sys
+import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_type_hints
 
-from omni_rl.args import parse_numbers
-from omni_rl.cli import check_finite, check_least, flag, parse_cli, refuse, require
+from omni_rl.args import RunArgs, parse_numbers
+from omni_rl.cli import check_finite, check_least, fitting, flag, parse_cli, refuse, require
+from omni_rl.eval_sets import check_urls
 from omni_rl.pictures import reference_sizes
 from omni_train.data import PromptRecord, RecordCheck, load_prompts
 
@@ -33,33 +37,61 @@ class Args:
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
     images: str = ""  # Pictures to edit, of every prompt, with commas between; a .jsonl file may name others for each
     num_images: int = 1  # Images to draw, going through the prompts in turn
-    out: str = "sheet.png"  # Contact sheet to write, .png, .jpg or .webp
+    out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
+    out_dir: str = ""  # Folder for a file of each sample
     seed: int = 0  # Seed of the noise
-    height: int = 32  # Height in pixels
-    width: int = 96  # Width in pixels
-    num_frames: int = 1  # Frames of a video; 1 for pictures
-    frame_rate: float = 24.0  # Frames of a video in a second
-    num_inference_steps: int = 10  # Denoising steps
-    guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
-    true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
-    guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
+    height: int | None = None  # Height in pixels (default: as the evaluations of the weights' run, else 32)
+    width: int | None = None  # Width in pixels (default: likewise, else 96)
+    num_frames: int | None = None  # Frames of a video, or 1 (default: likewise, else 1)
+    frame_rate: float | None = None  # Frames of a video in a second (default: likewise, else 24)
+    num_inference_steps: int | None = None  # Denoising steps (default: likewise, else 10)
+    guidance_scale: float | None = None  # Guidance of pipelines that call it so (default: likewise, else 1, mostly off)
+    true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's (default: likewise)
+    guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
+    scorer_url: str = ""  # URL of a reward server that scores the samples
+    scorer_token_file: str = ""  # File with its token
     batch_size: int = 16  # Images per forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
+    args = settle(args)
     check_finite(args)
     least_one = dict.fromkeys(("num_images", "batch_size", "height", "width", "num_frames"), 1)
     check_least(args, {"num_inference_steps": 2, "frame_rate": 1e-3, **least_one})
-    parse_numbers(args.guidance, "--guidance")
+    parse_numbers(args.guidance or "", "--guidance")
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
-        (Path(args.out).suffix in (".png", ".jpg", ".webp"), f"--out must end in .png, .jpg or .webp, got {args.out}"),
-    )
+        (not args.out or Path(args.out).suffix in (".png", ".jpg", ".webp"),
+         f"--out must end in .png, .jpg or .webp, got {args.out}"),
+        (not args.out_dir or not Path(args.out_dir).is_file(), f"--out-dir must be a folder, got {args.out_dir}"),
+    )  # fmt: skip
+    check_urls(args.scorer_url, "--scorer-url")
     read_prompts(args, reference_sizes)
+
+
+DEFAULTS = {
+    "height": 32, "width": 96, "num_frames": 1, "frame_rate": 24.0, "num_inference_steps": 10, "guidance_scale": 1.0,
+    "true_cfg_scale": 1.0, "guidance": "",
+}  # fmt: skip
+
+
+def settle(args: Args) -> Args:
+    """The settings, where those that were not given are as the run of the weights evaluates, or those of DEFAULTS."""
+    found: dict[str, Any] = dict(DEFAULTS)
+    for folder in listed(args.weights)[-1:]:
+        for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # of weights from the hub, and of a run's
+            if file.is_file():
+                with flag(f"{file}: "):
+                    run = tomllib.loads(file.read_text("utf-8"))
+                run["num_inference_steps"] = run.get("eval_num_inference_steps", found["num_inference_steps"])
+                kinds = get_type_hints(Args)
+                found |= {name: fitting(kinds[name], run[name], f"{file}: {name}") for name in found if name in run}
+    given = {name: value for name in found if (value := vars(args)[name]) is not None}
+    return replace(args, **found | given, out=args.out or ("" if args.out_dir else "sheet.png"))
 
 
 def listed(text: str) -> tuple[Path, ...]:
@@ -88,34 +120,32 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
 
 
 def main(args: Args) -> None:
-    """Draw the images in batches and write the sheet.
+    """Draw the samples in batches, score them where there is a scorer, and write what is asked for.
 
     Raises:
-        ValueError, OSError: the model, the weights or the prompts cannot be used; before any weight is loaded.
+        ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used; before any weight is
+            loaded, but for a scorer that fails later.
     """
     import numpy as np
     import torch
+    from omni_reward import RewardError
     from omni_rl.report.media import still, whole_files
-    from omni_rl.report.sheet import contact_sheet
+    from omni_rl.report.sheet import contact_sheet, score_label
     from omni_rl.sampling import by_shapes, expand_groups
+    from omni_rl.scoring import LocalScorer, Scorer, abstain, collect, connect, submit
     from omni_rollout import Params
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
-    from omni_train.dist import local_device
+    from omni_train.dist import init_distributed
     from omni_train.weights import check_weights, homes, load_weights, saved_files
     from torch import Tensor
 
-    true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
-    params = Params(
-        num_inference_steps=args.num_inference_steps,
-        height=args.height,
-        width=args.width,
-        num_frames=args.num_frames,
-        frame_rate=args.frame_rate,
-        guidance_scale=args.guidance_scale,
-        guidance={**parse_numbers(args.guidance, "--guidance"), **true_cfg},
-    )
+    args, dist = settle(args), init_distributed()
+    settings = {name: value for name, value in vars(args).items() if name in DEFAULTS}
+    true_cfg = {"true_cfg_scale": scale} if (scale := settings.pop("true_cfg_scale")) != 1 else {}
+    guidance = {**parse_numbers(settings.pop("guidance"), "--guidance"), **true_cfg}
+    params = Params(**settings, guidance=guidance)
     with flag("--model: "):
         model = open_model(args.model)
         model.check_files()
@@ -133,29 +163,52 @@ def main(args: Args) -> None:
         are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    parts = model.load(device=local_device(), dtype=getattr(torch, args.dtype))
+    scorer: Scorer = LocalScorer(abstain, ())
+    if args.scorer_url:
+        as_run = RunArgs(scorer_token_file=args.scorer_token_file)
+        canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})
+        scorer, _ = connect(args.scorer_url, as_run, dist, canary, model.MEDIA)
+    for place in (Path(args.out).parent, Path(args.out_dir)):
+        place.mkdir(parents=True, exist_ok=True)
+    parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
     for name, home in found:
         load_weights(parts.net.get_submodule(name), home)
     engine = DiffusersEngine(model, parts)
     drawn = [replace(records[i % len(records)], index=i) for i in range(args.num_images)]
     prompts = expand_groups(drawn, 1, seed=args.seed, step=0)
     pictures: dict[int, np.ndarray] = {}
-    played = Path(args.out).with_suffix("")  # the folder of what a sheet cannot show
+    labels: dict[int, str] = {}
+    rows: dict[int, dict[str, Any]] = {}
+    folder = Path(args.out_dir) if args.out_dir else Path(args.out).with_suffix("")
     for same in by_shapes(prompts):
         for batch in (same[i : i + args.batch_size] for i in range(0, len(same), args.batch_size)):
             samples = engine.generate(batch, params.of_size(batch[0].size)).to("cpu")
             media = samples.media
             each = [dict(zip(media, own, strict=True)) for own in zip(*map(Tensor.numpy, media.values()), strict=True)]
-            pictures |= zip([prompt.index for prompt in batch], map(still, each), strict=True)
-            for prompt, own in zip(batch, each, strict=True):
-                for suffix, data in whole_files(own, samples.rates).items():
-                    played.mkdir(exist_ok=True)
-                    (played / f"{prompt.index}{suffix}").write_bytes(data)
-    columns = 1 if "video" in media else 8
-    sheet = contact_sheet([pictures[i] for i in range(len(prompts))], [p.text for p in prompts], columns=columns)
-    sheet.save(args.out)
-    print(f"{len(pictures)} samples in {args.out}")
+            try:
+                scores = collect(dist, [submit(scorer, samples)])
+            except RewardError as exc:
+                raise ValueError(f"--scorer-url: {exc}") from exc
+            for prompt, own, score in zip(batch, each, scores, strict=True):
+                at = prompt.index
+                pictures[at], labels[at] = still(own), f"{score_label(score.value, {})}  " * bool(args.scorer_url)
+                plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
+                files = {f"{at}{suffix}": data for suffix, data in plays.items()}
+                for name, data in files.items():
+                    folder.mkdir(exist_ok=True)
+                    (folder / name).write_bytes(data)
+                rows[at] = {"files": list(files), "prompt": prompt.text, "seed": prompt.seed}
+                rows[at] |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
+    if args.out_dir:
+        lines = [json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(rows.items())]
+        (folder / "samples.jsonl").write_text("".join(lines), "utf-8")
+    if args.out:
+        texts = [labels[prompt.index] + prompt.text for prompt in prompts]
+        columns = 1 if "video" in media else 8
+        contact_sheet([pictures[i] for i in range(len(prompts))], texts, columns=columns).save(args.out)
+    graded = [row["score"] for row in rows.values() if row["score"] is not None]
+    mean = f", mean score {np.mean(graded):.3f} of {len(graded)}" if graded else ""
+    print(f"{len(rows)} samples in {args.out_dir or args.out}{mean}")
 
 
 if __name__ == "__main__":

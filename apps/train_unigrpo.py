@@ -163,11 +163,7 @@ def params_at(run: ThinkingRun[Args], step: Step) -> Params:
 
 
 def grade(
-    run: ThinkingRun[Args],
-    step: Step,
-    prompts: Sequence[Prompt],
-    batches: Sequence[Samples],
-    scores: Sequence[Score],
+    run: ThinkingRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Samples], scores: Sequence[Score]
 ) -> Tensor:
     """Advantages [N] of all ranks' samples, which tokens and steps share."""
     args, dist, groups = run.args, run.dist, groups_of(prompts)
@@ -252,12 +248,7 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     args, now = run.args, score(run, run.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
     out = token_grpo_loss(
-        now,
-        before.log_prob,
-        batch.advantages,
-        mask,
-        clip_low=args.thought_clip_low,
-        clip_high=args.thought_clip_high,
+        now, before.log_prob, batch.advantages, mask, clip_low=args.thought_clip_low, clip_high=args.thought_clip_high
     )
     metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
     if not args.kl_coef:

@@ -106,6 +106,11 @@ def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | No
         steps, values = points(run, name)
         axes.plot(steps, values, color, linewidth=1, label=label)
         if seeds and name.startswith("eval/"):
+            for seed in seeds:
+                if (found := points(seed, name)[0]) != steps:
+                    raise ValueError(
+                        f"--seeds must be runs evaluated alike: {name} is {told(steps, run)}, {told(found, seed)}"
+                    )
             table = [values, *(points(seed, name)[1] for seed in seeds)]
             axes.fill_between(steps, np.min(table, axis=0), np.max(table, axis=0), color=color, alpha=0.3, linewidth=0)
         if name in ("eval/ocr", "eval/reward"):
@@ -113,6 +118,11 @@ def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | No
                 axes.annotate(f"{score:.2f}", (step, score), (0, -12), textcoords="offset points", ha="center")
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, metadata={"Date": None})
+
+
+def told(steps: Sequence[float], run: Path) -> str:
+    """The steps of a run at which there is a score."""
+    return f"at steps {', '.join(f'{step:g}' for step in steps) or 'none'} in {run}"
 
 
 def points(run: Path, name: str) -> tuple[list[float], list[float]]:
@@ -132,14 +142,19 @@ def main() -> None:
     kind.add_argument("--videos", action="store_true")
     args = parser.parse_args()
     try:
-        if args.references:
-            name, picture = "edits", edits(args.run, args.references)
-        elif args.videos:
-            name, picture = "videos", before_and_after(args.run, count=8, columns=2, videos=True)
-        else:
-            name, picture = "before_after", before_and_after(args.run)
-    except ValueError as exc:
+        draw(args)
+    except (OSError, ValueError) as exc:
         parser.error(str(exc))
+
+
+def draw(args: argparse.Namespace) -> None:
+    """Write what the command line asks for."""
+    if args.references:
+        name, picture = "edits", edits(args.run, args.references)
+    elif args.videos:
+        name, picture = "videos", before_and_after(args.run, count=8, columns=2, videos=True)
+    else:
+        name, picture = "before_after", before_and_after(args.run)
     args.out.mkdir(parents=True, exist_ok=True)
     picture.save(args.out / f"{name}.png", optimize=True)
     if name != "before_after":

@@ -19,7 +19,7 @@ from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.data import load_prompts, sample_seed
-from omni_train.weights import load_weights
+from omni_train.weights import check_weights, load_weights
 
 ROOT = Path(__file__).parents[1]
 BATCH = 32
@@ -32,12 +32,17 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "test.txt")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
-    model = open_model(args.model)
+    try:
+        model = open_model(args.model)
+        records = load_prompts(args.prompts)
+        if args.weights:
+            check_weights(model.empty_net(), args.weights)
+    except (OSError, ValueError) as exc:
+        parser.error(str(exc))
     parts = model.load(device="cpu", dtype=torch.float32)
     if args.weights:
         load_weights(parts.net, args.weights)
     engine, ocr, color = DiffusersEngine(model, parts), load_ocr(), load_color()
-    records = load_prompts(args.prompts)
     prompts = [
         Prompt(r.text, group=i, index=i, seed=sample_seed(args.seed, -1, r.index, 0)) for i, r in enumerate(records)
     ]

@@ -143,6 +143,9 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (ARGS, {"weights": "adapter,full"}, "--weights: must be full weights, .* got adapter,full"),
         (editing, {"weights": "full"}, "--weights: .* does not fit QwenImageTransformer2DModel"),
         (ARGS, {"out": "sheet.gif"}, "--out must end in .png, .jpg or .webp, got sheet.gif"),
+        (ARGS, {"out_dir": "0.png"}, "--out-dir must be a folder, got 0.png"),
+        (ARGS, {"scorer_url": "localhost"}, "--scorer-url must be http"),
+        (ARGS, {"scorer_url": "http://127.0.0.1:9"}, "--scorer-url must be a reward server that answers"),
         (ARGS, {"guidance": "scale"}, "--guidance must be NAME=NUMBER .* got 'scale'"),
         (ARGS, {"guidance": "scale=2"}, "--guidance of a QwenImagePipeline must be one of true_cfg_scale, got scale"),
         (ARGS, {"height": 40}, "--height must be a positive multiple of 16 pixels, such as 32, got 40"),
@@ -157,3 +160,33 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
     for args, changes, words in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
             draw(replace(args, **changes))
+
+
+def test_a_run_s_settings_are_those_of_its_weights_where_no_others_are_given(tmp_path):
+    (tmp_path / "weights").mkdir()
+    lines = ("height = 16", "width = 64", "num_inference_steps = 9", "eval_num_inference_steps = 4", 'algo = "awm"')
+    (tmp_path / "config.toml").write_text("\n".join((*lines, "true_cfg_scale = 4.0")))
+    args = sample.settle(sample.Args(weights=f"full,{tmp_path}/weights", width=32))
+    assert (args.height, args.width, args.num_inference_steps, args.true_cfg_scale) == (16, 32, 4, 4.0)
+    assert (args.num_frames, args.frame_rate, args.guidance_scale, args.guidance) == (1, 24.0, 1.0, "")
+    (tmp_path / "weights" / "recipe.toml").write_text('guidance = "a=1"')
+    (tmp_path / "config.toml").write_text('height = "16"')
+    with pytest.raises(ValueError, match=r"config\.toml: height must be a whole number, got '16'"):
+        sample.settle(args)
+
+
+def test_a_folder_has_a_file_of_each_sample_and_what_is_known_of_it(tmp_path, bright_url, capfd):
+    (tmp_path / "two.txt").write_text("a sign\na board\n")
+    out = tmp_path / "new" / "signs"
+    draw(replace(ARGS, prompts=str(tmp_path / "two.txt"), out_dir=str(out), scorer_url=bright_url))
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
+    assert [(row["files"], row["prompt"]) for row in rows] == [
+        (["0.png"], "a sign"), (["1.png"], "a board"), (["2.png"], "a sign")
+    ]  # fmt: skip
+    assert [row["seed"] for row in rows] == [sample_seed(0, 0, i, 0) for i in range(3)]
+    pictures = [np.asarray(Image.open(out / name)) for row in rows for name in row["files"]]
+    assert pictures[0].shape == (32, 96, 3)
+    assert [row["score"] for row in rows] == pytest.approx([picture.mean() / 255 for picture in pictures], abs=1e-3)
+    mean = np.mean([row["score"] for row in rows])
+    assert capfd.readouterr().out == f"3 samples in {out}, mean score {mean:.3f} of 3\n"
+    assert not list(tmp_path.glob("*.png"))

@@ -157,7 +157,8 @@ def check_sample(words, place):
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
         sample.main(replace(args, num_images=1, num_inference_steps=2))
-        assert Path(args.out).is_file()
+        assert Path(args.out or "sheet.png").is_file() or args.out_dir
+        assert not args.out_dir or (Path(args.out_dir) / "samples.jsonl").is_file()
 
 
 def check_command(words, place):

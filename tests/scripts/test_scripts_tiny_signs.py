@@ -34,6 +34,10 @@ def test_the_score_script_scores_the_base_and_trained_weights_alike_when_they_ar
     ]
     assert outputs[0] == outputs[1]
     assert 0 <= float(outputs[0].split()[1]) <= 1
+    wrong = subprocess.run([*command, "--weights", str(tmp_path / "none")], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "Traceback" not in wrong.stderr
+    assert str(tmp_path / "none") in wrong.stderr.splitlines()[-1]
 
 
 def test_words_of_the_two_sets_never_meet():

@@ -91,6 +91,7 @@ def hush() -> None:
     """Show no bars, notices and warnings of other libraries, which read their variables as they are imported."""
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
+    warnings.formatwarning = lambda message, *place: f"WARNING: {message}\n"
     warnings.filterwarnings("ignore", module=r"(torch|diffusers|transformers|peft|accelerate|huggingface_hub)\b")
 
 

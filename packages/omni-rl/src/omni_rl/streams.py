@@ -39,11 +39,7 @@ def shares_of(run: Run[ArgsT]) -> tuple[float, ...]:
 
 
 def part_advantages(
-    run: Run[ArgsT],
-    batches: Sequence[Samples],
-    scores: Sequence[Score],
-    rewards: Tensor,
-    groups: Tensor,
+    run: Run[ArgsT], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
 ) -> Tensor:
     """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --reward-media.
 

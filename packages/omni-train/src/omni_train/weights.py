@@ -215,12 +215,7 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 
 @torch.no_grad()
 def load_adapter(
-    module: nn.Module,
-    folder: str | Path,
-    *,
-    adapter: str = "default",
-    part: str = "transformer",
-    file: str = LORA_FILE,
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
 ) -> None:
     """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
 
@@ -237,12 +232,7 @@ def load_adapter(
 
 
 def check_adapter(
-    module: nn.Module,
-    folder: str | Path,
-    *,
-    adapter: str = "default",
-    part: str = "transformer",
-    file: str = LORA_FILE,
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
 ) -> dict[str, Tensor]:
     """The adapter's factors by their names in the folder's file; reads no weight, the module may be on the meta device.
 

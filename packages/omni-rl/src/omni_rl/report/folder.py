@@ -80,13 +80,7 @@ class Sample:
 
 
 def write_eval(
-    folder: str | Path,
-    step: int,
-    media: "AllMedia",
-    samples: Sequence[Sample],
-    *,
-    limit: int = 16,
-    keep: int = 48,
+    folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, limit: int = 16, keep: int = 48
 ) -> None:
     """Keep the first `limit` samples of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
 
@@ -122,13 +116,7 @@ def write_eval(
 
 
 def write_samples(
-    folder: str | Path,
-    step: int,
-    media: "AllMedia",
-    samples: Sequence[Sample],
-    *,
-    groups: int = 4,
-    keep: int = 3,
+    folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, groups: int = 4, keep: int = 3
 ) -> None:
     """Keep best and worst sample of the step's first `groups` groups, and drop all but the last `keep` steps.
 

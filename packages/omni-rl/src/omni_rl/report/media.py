@@ -49,7 +49,9 @@ def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[
 
 
 def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
-    """What plays of a sample, by the suffix of its file: with PyAV all of it, else as the page has it."""
+    """A sample by the suffixes of its files: a picture as it is; what plays whole with PyAV, else as on the page."""
+    if "image" in media:
+        return {".png": encode_png(media["image"])}
     video, sound, rate = media.get("video"), media.get("audio"), rates.get("sample_rate", 0)
     if has_av() and video is not None:
         return {".mp4": encode_video(video, rates["fps"], ".mp4", sound, rate)}
@@ -97,13 +99,21 @@ def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
     """A picture, uint8 [H, W, 3], as the bytes of a small file, and the suffix of its name."""
     from PIL import Image
 
+    if max(image.shape) <= EXACT_SIDE:
+        return encode_png(image), ".png"
     picture, file = Image.fromarray(image), io.BytesIO()
-    if max(picture.size) <= EXACT_SIDE:
-        picture.save(file, "PNG")
-        return file.getvalue(), ".png"
     picture.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
     picture.save(file, "WEBP", quality=82)
     return file.getvalue(), ".webp"
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """A picture, uint8 [H, W, 3], to the last bit."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
 
 
 def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:

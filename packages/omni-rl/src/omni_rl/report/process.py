@@ -68,7 +68,7 @@ class ReportProcess:
         self._folder = folder
         self._waiting: deque[Message] = deque()
         self._change = threading.Condition()
-        self._is_lost = False
+        self._is_lost = self._has_told = False
         command = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
@@ -83,11 +83,13 @@ class ReportProcess:
 
     def show_eval(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Hand on the samples of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
+        self._tell_abstention(f"the evaluation after step {step}", samples)
         shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
         self._put(*_about("eval", step, samples[:MAX_SHEET], shown))
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Hand on the samples of a step that `omni_rl.report.write_samples` shows."""
+        self._tell_abstention(f"step {step}", samples)
         groups = first_groups(samples, GROUPS).values()
         places = {i: place for place, i in enumerate(i for indices in groups for i in indices)}
         shown = host_media(media, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
@@ -131,6 +133,13 @@ class ReportProcess:
                 self._say_lost()
                 return
             kind = about["kind"]
+
+    def _tell_abstention(self, place: str, samples: Sequence[Sample]) -> None:
+        """Say once in a run why a sample has no score; the page has the reason of each that it shows."""
+        reasons = [sample.abstained for sample in samples if sample.abstained]
+        if reasons and not self._has_told:
+            self._has_told = True
+            _say(f"{len(reasons)} of {len(samples)} samples of {place} have no score; the first, as {reasons[0]}")
 
     def _say_lost(self) -> None:
         """Say once that the process has ended, and keep nothing for it any more."""
