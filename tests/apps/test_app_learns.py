@@ -16,6 +16,11 @@ import train_flowgrpo
 import train_nft
 
 PRESETS = {"tiny-sd35-medium": "sd35-medium", "tiny-z-image": "z-image", "tiny-flux-dev": "flux-dev"}
+MOVING = [
+    (train_nft, "tiny-moving"),
+    (train_flowgrpo, "tiny-moving-flowgrpo"),
+    (train_flowgrpo, "tiny-moving-dancegrpo"),
+]
 PROMPTS = {"prompts": str(REPO / "data/red/train.txt"), "eval_prompts": str(REPO / "data/red/eval.txt")}
 
 
@@ -65,12 +70,13 @@ def test_a_small_model_of_videos_with_sound_learns_to_draw_the_tone_that_it_is_a
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_small_video_model_learns_to_move_a_word_as_it_is_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("app", "preset"), MOVING)
+def test_a_small_video_model_learns_to_move_a_word_as_it_is_told(app, preset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with serving_here(load_scorer(f"python:{REPO}/scripts/moved.py:moved"), name="moved") as url:
-        args = recipe(train_nft, "tiny-moving")
+        args = recipe(app, preset)
         places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
-        lines = train(train_nft, replace(args, scorer_url=url, **places))
+        lines = train(app, replace(args, scorer_url=url, **places))
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
 

@@ -67,12 +67,21 @@ def test_the_word_of_a_rendered_sign_hops_as_told(signs):
 
 def test_a_word_that_moves_as_told_scores_more_than_one_that_stands_moves_otherwise_or_is_gone(signs):
     prompts, videos = signs
-    assert score({"video": videos}, prompts, []) == pytest.approx([1.0] * 8)
+    given = [(video[0],) for video in videos]
+    assert score({"video": videos}, prompts, [], given) == pytest.approx([1.0] * 8)
     order = [1, 0, 3, 2, 5, 4, 7, 6]
-    others = score({"video": videos}, [prompts[i] for i in order], [])
+    others = score({"video": videos}, [prompts[i] for i in order], [], given)
     still, empty = videos[:, :1].repeat(9, axis=1), np.full_like(videos, 200)
-    assert max(others + score({"video": still}, prompts, [])) < 0.3
-    assert score({"video": empty}, prompts, []) == [0.0] * 8
+    assert max(others + score({"video": still}, prompts, [], given)) < 0.3
+    assert score({"video": empty}, prompts, [], given) == [0.0] * 8
+
+
+def test_stripes_that_look_the_same_wherever_they_move_score_little(signs):
+    prompts, videos = signs
+    stripes = np.zeros_like(videos)
+    stripes[:, :, 4:9] = 200
+    given = [(video[0],) for video in videos]
+    assert np.abs(score({"video": stripes}, prompts, [], given)).max() < 0.3
 
 
 def test_a_video_is_coded_as_the_last_frame_of_four_is_as_an_image(signs):
@@ -118,7 +127,8 @@ def test_the_checkpoint_is_small_and_moves_words_but_often_the_other_way():
         ],
         pretrain_tiny_moving.SAMPLING,
     )
-    scores = score({"video": drawn.media["video"].numpy()}, [record.text for record in records], [])
+    given = [[image.numpy() for image in prompt.images] for prompt in drawn.prompts]
+    scores = score({"video": drawn.media["video"].numpy()}, [record.text for record in records], [], given)
     assert 0.6 < np.mean(scores) < 0.85
     assert np.sort(scores)[-6] > 0.9
 
