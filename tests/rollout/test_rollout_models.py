@@ -77,8 +77,10 @@ def pipe(case):
 
 
 @pytest.mark.parametrize("case", [name for name, row in ROWS.items() if row.stock], indirect=True)
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("guided", [False, True])
+@pytest.mark.parametrize(
+    ("guided", "batch"),
+    [(False, 1), (True, 3), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((False, 3), (True, 1)))],
+)
 def test_without_noise_pictures_are_those_of_the_stock_pipeline(case, exact, pipe, batch, guided):
     prompts = case.prompts[:batch]
     first = case.row.guided if guided else case.row.unguided
@@ -121,12 +123,13 @@ def test_negative_texts_matter_where_there_is_guidance(case, exact):
 
 def test_the_engine_keeps_the_contract_and_the_ratio_is_exactly_one(case, engine):
     for params in (case.row.unguided, case.row.guided):
-        params = replace(params, noise_level=0.7, sde_steps=(1, 2), keep_mean=True)
+        params = replace(params, num_inference_steps=4, noise_level=0.7, sde_steps=(1, 2), keep_mean=True)
         check_engine(engine, case.model, params, num_images=len(case.row.images))
 
 
 def test_a_sample_is_the_same_alone_and_in_a_batch(case, exact):
     for params in (case.row.unguided, case.row.guided):
+        params = replace(params, num_inference_steps=3)
         together = exact.generate(case.prompts, params).x0
         for i, prompt in enumerate(case.prompts):
             alone = exact.generate([prompt], params).x0[0]
