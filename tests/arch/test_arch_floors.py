@@ -42,7 +42,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/transformers.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
-    "omni_rollout/engines/guest.py": {"setproctitle"},  # only to put the title back
+    "omni_rollout/engines/guest.py": {"setproctitle", "numpy"},  # only to put title and generator back
     "omni_train/*": {"torch", "safetensors", "numpy"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
@@ -55,7 +55,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
     "omni_reward/testing.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
-    "omni_rollout/engines/vllm.py": {"vllm", "PIL"},
+    "omni_rollout/engines/vllm.py": {"vllm"},
     "omni_train/data.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
     "omni_train/log.py": {"rich"},

@@ -117,6 +117,7 @@ class TokenModel(Writer, Protocol):
     LORA_TARGETS: str  # a pattern of the whole names of layers that LoRA wraps
     FROZEN: ClassVar[tuple[str, ...]]  # how the names of modules begin that are never trained
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold
+    config: dict[str, Any]  # of the net
     sample_rate: int  # of sounds in prompts, Hz; 0 where there are none
     ends: tuple[int, ...]  # tokens that end an answer
     prefix: str  # of the net's names in the checkpoint's files, with its dot

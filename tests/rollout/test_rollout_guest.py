@@ -1,0 +1,24 @@
+"""A guest that expects a process of its own."""
+
+import random
+
+import numpy as np
+import torch
+from omni_rollout.engines.guest import undisturbed_process
+
+
+def test_what_a_guest_seeds_is_put_back():
+    def draws():
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    undisturbed = draws()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+    with undisturbed_process():
+        random.seed(0)
+        np.random.seed(0)
+        torch.manual_seed(0)
+        draws()
+    assert draws() == undisturbed
