@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from emulated.npu import Event, load, watch
 from omni_rollout.models.hunyuan_image_moe import Mixture
 from records import record
+from torch import nn
 
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
 FEW: dict[str, Any] = SMALL | {"group_size": 2}
@@ -69,14 +71,32 @@ def peaks(variant: str) -> tuple[float, float]:
     return step.peak, gpu_check.plan_of(size, variant)
 
 
-def waits_of_experts() -> int:
-    """How often the host waits in a layer of HunyuanImage-3.0's experts."""
+def waits_of_experts() -> list[tuple[list[int], bool]]:
+    """How often the host waits in a layer of HunyuanImage-3.0's experts, and whether gradients leave its bits alone.
+
+    The waits are those of a forward without gradients, of one with them, and of its backward: of the layer as it is,
+    and as one graph, of which the backward keeps what torch's own compiler would have it keep.
+    """
     load()
-    mixture, states = Mixture(8, 4, shared=4, num_experts=4, top_k=2).to("npu"), torch.ones(1, 5, 8, device="npu")
-    told: list[Event] = []
-    with torch.no_grad(), watch(told):
-        mixture(states, None)
-    return sum(each.waits for each in told)
+    torch.manual_seed(0)
+    mixture = Mixture(8, 4, shared=4, num_experts=4, top_k=2)
+    for p in mixture.parameters():
+        nn.init.normal_(p, std=0.3)
+    plain, states = mixture.to("npu").forward, torch.randn(2, 5, 8).to("npu")
+    compiled = torch.compile(plain, fullgraph=True, dynamic=True, backend="aot_eager_decomp_partition")
+    found = []
+    for forward in (plain, compiled):
+        told, waits = list[Event](), [0]
+        with watch(told):
+            with torch.no_grad():
+                sampled = forward(states, None)[0]
+            waits.append(sum(each.waits for each in told))
+            trained = forward(states, None)[0]
+            waits.append(sum(each.waits for each in told))
+            trained.sum().backward()
+            waits.append(sum(each.waits for each in told))
+        found.append(([end - start for start, end in pairwise(waits)], torch.equal(sampled.cpu(), trained.cpu())))
+    return found
 
 
 def check(folder: Path, parts: list[str]) -> int:
