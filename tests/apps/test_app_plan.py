@@ -4,6 +4,7 @@ import copy
 import gc
 import importlib
 import re
+import shutil
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -229,10 +230,11 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
 
 
-def test_a_plan_leaves_nothing_behind(tmp_path):
+def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):
     app, args = settings("all weights")
-    plan.measure(app.main, args, 1)
-    assert [path.name for path in tmp_path.iterdir()] == ["eval.txt"]
+    shutil.copytree(args.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    plan.measure(app.main, replace(args, model=str(tmp_path / "model")), 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"eval.txt", "model"}
     assert torch.ones(2).device.index is None
 
 

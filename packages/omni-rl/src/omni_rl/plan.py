@@ -202,7 +202,6 @@ class Plan:
     def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
         model: Any = run.model
-        model.reads_weights = False
         self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
         if self.remembers:
             model.predict_velocity = self._remembered(model.predict_velocity, model)

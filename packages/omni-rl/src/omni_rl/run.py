@@ -715,6 +715,7 @@ class Run(AnyRun[MediaT]):
         args = self.args
         with flag("--model: "):
             self.model = model = self._open_checkpoint()
+            model.reads_weights = current_plan.get() is None
             model.check_files()
         only = " or ".join(("both", *filter(None, model.nets)))
         require(

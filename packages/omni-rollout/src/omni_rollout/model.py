@@ -22,7 +22,7 @@ class Model(Protocol):
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # how the names of layers that LoRA wraps end
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
-    reads_weights: bool  # without, `load` makes the parts of their configuration alone, with values left open
+    reads_weights: bool  # without, `check_files` asks for no weights, and `load` leaves their values open
     host_encoders: bool  # with it, `load` keeps text encoders on the host, from where they visit the device to encode
     NEGATES_TEXT: ClassVar[bool]  # whether an empty negative prompt is made of the prompt, and not the same for all
     IMAGES: range  # how many references a prompt may have

@@ -183,7 +183,7 @@ class DiffusersModel:
             if part in ("scheduler", "tokenizer") or self.PARTS[part][1].endswith(("Tokenizer", "Processor")):
                 continue
             wanted = self._empty(part).state_dict()
-            if Path(self.path).is_dir():  # what a hub id names is fetched when it is loaded
+            if Path(self.path).is_dir() and self.reads_weights:  # what a hub id names is fetched when it is loaded
                 self._check_weights(part, wanted)
 
     def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
