@@ -78,6 +78,11 @@ def scores(group: Sequence[Row], evaluation: int) -> list[float]:
     return [row["evaluations"][evaluation]["score"] for row in group]
 
 
+def ranked(groups: Mapping[Entry, Sequence[Row]]) -> list[tuple[Entry, Sequence[Row]]]:
+    """The algorithms by their mean score after training, the best first."""
+    return sorted(groups.items(), key=lambda item: -mean(scores(item[1], -1)))
+
+
 def rising(group: Sequence[Row]) -> int:
     """Number of seeds in which training raised the score."""
     return sum(after > before for before, after in zip(scores(group, 0), scores(group, -1), strict=True))
@@ -113,13 +118,13 @@ def blocks(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
-    """A line for each algorithm: means over its seeds, the median of times, the largest memory and deviation."""
+    """A line for each algorithm, the best first: means over seeds, the median of times, the largest of the rest."""
     names = (
         "algorithm", "before", "after: mean [range]", "rises in", "forwards", "peak memory, MB", "wall time, min",
         "ratio deviation",
     )  # fmt: skip
     lines: list[Sequence[str]] = [names, ("---", *["---:"] * (len(names) - 1))]
-    for entry, group in groups.items():
+    for entry, group in ranked(groups):
         after = scores(group, -1)
         deviations = [row["ratio_deviation"] for row in group if row["ratio_deviation"] is not None]
         lines.append((
@@ -160,8 +165,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
 def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
     """Mean score of each algorithm against forwards, with the range at the end; numbers are places in the legend."""
-    ranked = sorted(groups.items(), key=lambda item: -mean(scores(item[1], -1)))
-    for place, (entry, group) in enumerate(ranked, start=1):
+    for place, (entry, group) in enumerate(ranked(groups), start=1):
         (x, y), after, color = average(group, "forwards"), scores(group, -1), f"C{place % 10}"
         label = f"{place}. {entry.title}: {mean(after):.3f} [{min(after):.3f}, {max(after):.3f}]"
         axes.plot(x, y, "--s" if place > 9 else "-o", color=color, markersize=4, label=label)

@@ -75,6 +75,14 @@ def test_the_program_has_the_process_and_so_the_signals_of_the_terminal(monkeypa
     assert started == [(sys.executable, [sys.executable, "-m", "omni_reward.server", "--port", "1"])]
 
 
+def test_a_trainer_is_told_what_the_user_typed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OMNI_RL_COMMAND", "")
+    monkeypatch.setattr(sys, "argv", ["omni-rl", "train", "nft", "--name", "a b"])
+    monkeypatch.setattr(os, "execv", lambda *words: None)
+    command.main()
+    assert os.environ["OMNI_RL_COMMAND"] == "omni-rl train nft --name 'a b'"
+
+
 def test_help_has_a_line_for_each_sub_command_and_each_trainer():
     lines = run("--help").stdout.splitlines()
     assert {line.split()[0] for line in lines if line.startswith("  ")} == set(command.COMMANDS)

@@ -43,12 +43,13 @@ def ask(server, path, method="GET", **headers):
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """A folder of runs: two whole ones, one of them in a sweep, and two damaged ones; nothing changes it."""
+    """A folder of runs: two whole ones, one of them in a sweep, two damaged ones, and one whose name is no UTF-8."""
     root = tmp_path_factory.mktemp("runs")
     write_run(root / "a")
     write_run(root / "sweep" / "b c", num_steps=8, total=40)
     (root / "bad").mkdir()
     (root / "bad" / "metrics.jsonl").write_text('no json\n{"step": 1}\n')
+    write_run(root / "odd").rename(root / "no\udcff")
     (root / "huge").mkdir()
     (root / "huge" / "metrics.jsonl").write_text('{"step": 1, "time/step_s": 1' + "0" * 400 + "}\n")
     return root

@@ -160,3 +160,30 @@ def test_a_switch_is_varied_and_ranks_are_told_to_the_check(place: Path):
     assert [member.settings["lr_decay"] for member in members] == [True, False]
     assert members[0].command[1:6] == ["-m", "omni_rl.ranks", "--nproc-per-node", "2", str(place / "train_stub.py")]
     assert members[1].command[-3:] == ["--no-lr-decay", "--name", "mine-sweep/lr_decay=false"]
+
+
+def test_a_stop_reaches_the_run_that_is_just_being_started(place: Path, monkeypatch: pytest.MonkeyPatch):
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options) -> None:
+            super().__init__(*args, **options)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(sweep.subprocess, "Popen", Interrupted)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = time.monotonic()
+    assert sweep.make([sweep.Member(place / "runs" / "a", {}, {"train_steps": 1}, command)], 1) == ([], True)
+    assert time.monotonic() - start < 30
+
+
+def test_nobody_has_to_read_what_a_sweep_prints(place: Path):
+    code = (
+        "import sys; from pathlib import Path; from omni_rl.command import sweep\n"
+        "sweep.trainers = lambda: {'stub': Path('train_stub.py').resolve()}\nsweep.main(sys.argv[1:])"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    words = [sys.executable, "-c", code, "my.toml", "--vary", "seed=0,1"]
+    ended = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (place / "runs" / "mine-sweep" / "sweep.csv").is_file()

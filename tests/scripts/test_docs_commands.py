@@ -143,17 +143,22 @@ def check_trainer(words, place):
     assert f"plan: ranks: {ranks}, " in place.capfd.readouterr().out
 
 
-def write_weights(folder):
-    """Weights as a trainer writes them."""
+def write_weights(folder, model=CHECKPOINT):
+    """Weights as a trainer writes them, beside the settings of the recipe that the run is named after."""
     folder.parent.mkdir(parents=True)
-    net = open_model(CHECKPOINT).load(device="cpu", dtype=torch.float32).net
+    for recipe in REPO.glob(f"recipes/*/{folder.parent.name}.toml"):
+        (folder.parent / "config.toml").write_text(recipe.read_text("utf-8"))
+    net = open_model(model).load(device="cpu", dtype=torch.float32).net
     save_weights(net, folder, trainer_runs.place())
 
 
 def check_sample(words, place):
     """A picture from weights as a trainer writes them; of a model on the hub, only the settings are checked."""
     if "--weights" in words:
-        write_weights(Path(words[words.index("--weights") + 1]))
+        model = words[words.index("--model") + 1]
+        write_weights(
+            Path(words[words.index("--weights") + 1]), model if model.startswith("checkpoints/") else CHECKPOINT
+        )
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
         sample.main(replace(args, num_images=1, num_inference_steps=2))

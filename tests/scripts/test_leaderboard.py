@@ -104,6 +104,14 @@ def test_the_table_has_the_numbers_of_the_data(rows):
     assert "torch 9.9 on 2 CPU cores, at commit cccccccccccc, dddddddddddd+.\n" in text
 
 
+def test_the_best_row_of_the_table_is_the_first(rows):
+    best = row(ENTRIES[2], 0, 0.5, 0.9)
+    text = blocks([*rows, best])["results"]
+    assert [text.index(f"[{ENTRIES[i].title}]") for i in (2, 0, 1)] == sorted(
+        text.index(f"[{ENTRIES[i].title}]") for i in range(3)
+    )
+
+
 def test_what_cannot_be_compared_is_refused(rows):
     with pytest.raises(ValueError, match=r"same number of generated images, got .*flow-cps-1: 99"):
         blocks([*rows[:4], row(ENTRIES[1], 1, 0.5, 0.6, images=99)])

@@ -94,3 +94,9 @@ def test_the_resume_command_of_torchrun_has_its_ranks(monkeypatch, world_size, l
     for name, value in {"RANK": "0", "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local}.items():
         monkeypatch.setenv(name, value)
     assert shlex.split(resume_command()) == [*launcher, "apps/train.py", "--name", "a b"]
+
+
+def test_the_resume_command_is_what_the_user_typed(monkeypatch):
+    monkeypatch.setenv("OMNI_RL_COMMAND", "omni-rl train flowgrpo --nproc-per-node 2")
+    monkeypatch.setenv("RANK", "0")
+    assert resume_command() == "omni-rl train flowgrpo --nproc-per-node 2"

@@ -220,9 +220,14 @@ def print_help(config: Any, presets: Mapping[str, str], description: str) -> Non
         epilog="\n".join(epilog),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
     )
+    say(parser.format_help().removesuffix("\n"))
+
+
+def say(text: str) -> None:
+    """Print a line at once, or nothing from when on nobody reads it, as after `| head`."""
     try:
-        print(parser.format_help(), end="", flush=True)
-    except BrokenPipeError:  # as after `| head`
+        print(text, flush=True)
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

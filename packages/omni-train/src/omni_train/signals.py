@@ -11,6 +11,8 @@ from types import FrameType
 
 from omni_train.dist import Dist, any_rank
 
+TYPED = "OMNI_RL_COMMAND"  # variable that `omni-rl train` sets for the program that it becomes
+
 
 @dataclass
 class Stop:
@@ -52,7 +54,12 @@ def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGIN
 
 
 def resume_command() -> str:
-    """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept."""
+    """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept.
+
+    TYPED is the `omni-rl` command that a user typed, where it was one.
+    """
+    if TYPED in os.environ:
+        return os.environ[TYPED]
     if "RANK" not in os.environ:
         return shlex.join(sys.orig_argv)
     world_size, local = os.environ["WORLD_SIZE"], os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])

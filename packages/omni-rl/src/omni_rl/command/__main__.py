@@ -6,6 +6,7 @@ terminal are the program's own. Imports nothing heavy.
 
 import ast
 import os
+import shlex
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ def main() -> None:
         else:
             command = python_words(words)
             sys.stdout.flush()
+            if words[0] == "train":
+                os.environ["OMNI_RL_COMMAND"] = shlex.join(["omni-rl", *words])  # what continues the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
         print(f"omni-rl: error: {exc}", file=sys.stderr)

@@ -27,7 +27,7 @@ from typing import Any
 from omni_train.files import load_metrics, write_atomically
 
 from omni_rl.args import MAY_CHANGE
-from omni_rl.cli import flag_of, require
+from omni_rl.cli import flag_of, require, say
 from omni_rl.command.__main__ import RANKS, known, launcher, split_ranks, trainers
 
 COLORS = ("#4269d0", "#efb118", "#ff725c", "#6cc5b0", "#3ca951", "#a463f2", "#9c6b4e", "#97bbf5")
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> None:
         members = plan(args.recipe, parse_vary(args.vary), flags, trainer=args.trainer, name=args.name)
         left = [member for member in members if not member.is_finished()]
         folder = members[0].folder.parent
-        print(f"{len(members)} runs in {folder}, {len(left)} of them to make, {args.jobs} at a time", flush=True)
+        say(f"{len(members)} runs in {folder}, {len(left)} of them to make, {args.jobs} at a time")
         failed, interrupted = make(left, args.jobs)
         rows = table(members)
         text = StringIO()
@@ -109,10 +109,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(130)
     except (OSError, ValueError) as exc:
         parser.exit(2, f"{parser.prog}: error: {exc}\n")
-    print("\n" + "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])))
-    print(
-        f"{folder}/sweep.csv, {folder}/sweep.svg; omni-rl report {folder}/*/ lays the runs over each other", flush=True
-    )
+    say("\n" + "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], ["---"] * len(rows[0]), *rows[1:])))
+    say(f"{folder}/sweep.csv, {folder}/sweep.svg; omni-rl report {folder}/*/ lays the runs over each other")
     if interrupted or failed:
         told = "interrupted" if interrupted else f"failed: {', '.join(str(member.folder) for member in failed)}"
         print(f"{told}; the same command continues", file=sys.stderr)
@@ -266,12 +264,15 @@ def make(members: Sequence[Member], jobs: int) -> tuple[list[Member], bool]:
                 member = waiting.pop(0)
                 member.log.parent.mkdir(parents=True, exist_ok=True)
                 with member.log.open("ab") as log:
-                    running[subprocess.Popen(member.command, stdout=log, stderr=log)] = member
-                print(f"{member.folder.name}: started, prints to {member.log}", flush=True)
+                    process = subprocess.Popen(member.command, stdout=log, stderr=log)
+                running[process] = member
+                if signal.SIGTERM in stops:  # which came while it was being started
+                    process.terminate()
+                say(f"{member.folder.name}: started, prints to {member.log}")
             time.sleep(0.1)
             for process in [process for process in running if process.poll() is not None]:
                 member = running.pop(process)
-                print(f"{member.folder.name}: {outcome(member, process.returncode)}", flush=True)
+                say(f"{member.folder.name}: {outcome(member, process.returncode)}")
                 failed += [member] if process.returncode and not stops else []
     finally:
         for number, handler in before.items():

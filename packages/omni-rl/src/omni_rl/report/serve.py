@@ -100,7 +100,10 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/{self.token and self.token + '/'}"
 
     def runs(self) -> dict[str, Path]:
-        """The run folders by name, which is their path below the root; `.` where the root is itself a run."""
+        """The run folders by name, which is their path below the root; `.` where the root is itself a run.
+
+        A folder whose name cannot be printed is no trainer's, and has no address: it is left out.
+        """
         found: dict[str, Path] = {}
 
         def look(folder: Path, left: int) -> None:
@@ -109,7 +112,8 @@ class LiveServer(ThreadingHTTPServer):
                     found[folder.relative_to(self.root).as_posix()] = folder
                 elif left and len(found) < MAX_RUNS:
                     for path in sorted(folder.iterdir()):
-                        if path.is_dir() and not path.is_symlink() and not path.name.startswith("."):
+                        is_named = path.name.isprintable() and not path.name.startswith(".")
+                        if is_named and path.is_dir() and not path.is_symlink():
                             look(path, left - 1)
 
         look(self.root, DEPTH)
@@ -268,7 +272,7 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refusal(HTTPStatus.NOT_FOUND, "the address must begin with the token that was printed at the start")
         match parts:
             case [""]:
-                return "text/html; charset=utf-8", BytesIO(list_page(server.root.name).encode())
+                return "text/html; charset=utf-8", BytesIO(list_page(server.root.name).encode(errors="replace"))
             case ["runs.json"]:
                 return "application/json", BytesIO(embed(server.outlines()).encode())
             case ["report"]:
