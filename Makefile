@@ -1,4 +1,4 @@
-# Two commands on a fresh machine with Python 3.11: `make demo` and `make test`. Both build .venv when it is missing.
+# Two commands on a fresh machine with Python 3.11 to 3.13: `make demo` and `make test`. Both build .venv when it is missing.
 .PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
 
 help: ## List the targets

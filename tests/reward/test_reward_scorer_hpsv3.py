@@ -128,7 +128,7 @@ def test_an_instruction_without_its_places_is_refused(tiny: Path, tmp_path: Path
 
 
 def test_an_instruction_must_be_given(tiny: Path) -> None:
-    with pytest.raises(ValueError, match="options of hpsv3 must fit it: missing a required argument: 'instruction'"):
+    with pytest.raises(ValueError, match=r"options of hpsv3 must fit it: .* argument: 'instruction'"):
         load_scorer("hpsv3")
 
 

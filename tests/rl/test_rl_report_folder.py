@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -213,7 +214,7 @@ def test_versions_name_the_commit_and_whether_files_differ_from_it(tmp_path):
     assert changed["commit"] == clean["commit"] + "+"
     assert none["commit"] == ""
     assert clean["ranks"] == 2
-    assert clean["packages"]["torch"] == torch.__version__
+    assert clean["packages"]["torch"] == version("torch")
     assert clean["command"].startswith("python ")
 
 
