@@ -282,11 +282,12 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
 
 
 def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
-    """A forward's means over its answers or tokens, so that those over forwards and ranks are over all of them."""
-    return {
-        name: value * (batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token)
-        for name, value in metrics.items()
-    }
+    """A forward's means over its answers or tokens, so that those over forwards and ranks are over all of them.
+
+    Extremes stay as they are.
+    """
+    own = {name: batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token for name in metrics}
+    return {name: value if "_max" in name or "_min" in name else value * own[name] for name, value in metrics.items()}
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

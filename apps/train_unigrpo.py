@@ -116,7 +116,7 @@ from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
 from omni_sched import Transition, sde_window
-from omni_train.dist import gather_by_index
+from omni_train.dist import gather_by_index, merge_metric
 from torch import Tensor, nn
 
 
@@ -206,7 +206,10 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
                 run.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
             run.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
-            drawn = {name: torch.stack([part.metrics[name] for part in parts]).mean() for name in parts[0].metrics}
+            drawn = {
+                name: merge_metric(name, torch.stack([part.metrics[name] for part in parts]))
+                for name in parts[0].metrics
+            }
             loss = (
                 torch.stack([part.loss.detach() for part in parts]).mean() + args.thought_weight * thought.loss.detach()
             )

@@ -1,11 +1,12 @@
-"""The ratio gate."""
+"""The ratio gate, and the metrics of an update."""
 
 import math
 
 import pytest
 import torch
-from omni_rl.run import check_ratio
+from omni_rl.run import check_ratio, policy_metrics
 from omni_train.dist import Dist
+from omni_train.optim import StepResult
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
@@ -18,3 +19,10 @@ def test_within_the_tolerance_it_returns_the_worst():
 def test_any_deviation_beyond_it_names_the_forward(bad):
     with pytest.raises(RuntimeError, match=r"step 3: .* in 1 of 2 forwards, first in forward 1 of rank 0"):
         check_ratio(ALONE, [torch.tensor(0.0), torch.tensor(bad)], tolerance=0.0, step=3)
+
+
+def test_metrics_of_an_update_are_means_and_extremes_of_its_forwards():
+    rows = [{"loss": 1.0, "kl_max": 3.0, "ratio_min": 0.5}, {"loss": 2.0, "kl_max": 1.0, "ratio_min": 0.25}]
+    seen = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
+    metrics = policy_metrics(ALONE, seen, [StepResult(grad_norm=2.0, skipped=False)])
+    assert (metrics["policy/loss"], metrics["policy/kl_max"], metrics["policy/ratio_min"]) == (1.5, 3.0, 0.25)

@@ -40,6 +40,7 @@ from omni_train.dist import (
     init_distributed,
     mean_metrics,
     memory,
+    merge_metric,
     same_error,
     shard_mesh,
     shutdown,
@@ -933,15 +934,15 @@ class Step:
 
 
 def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:
-    """Metrics `policy/...` of an update: means over forwards and ranks, and the optimizer's steps.
+    """Metrics `policy/...` of an update: means or extremes over forwards and ranks, and the optimizer's steps.
 
     seen: 0-d tensors of each forward of this rank.
 
     Raises:
         FloatingPointError: the loss is not finite; raised on every rank.
     """
-    means = torch.stack([torch.stack([metrics[name] for metrics in seen]).mean() for name in seen[0]]).tolist()
-    named = mean_metrics(dist, dict(zip(seen[0], means, strict=True)), finite=("loss",)) | {
+    own = torch.stack([merge_metric(name, torch.stack([m[name] for m in seen])) for name in seen[0]]).tolist()
+    named = mean_metrics(dist, dict(zip(seen[0], own, strict=True)), finite=("loss",)) | {
         "grad_norm": sum(result.grad_norm for result in results) / len(results),
         "skipped_updates": sum(result.skipped for result in results),
     }

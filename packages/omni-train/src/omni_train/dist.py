@@ -260,10 +260,15 @@ def gather_json(dist: Dist, value: object) -> list[Any]:
     return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # spaces at the end are JSON
 
 
+def merge_metric(name: str, values: Tensor) -> Tensor:
+    """The mean of a metric's values [n]; of one with the word `max` or `min` in its name the extreme."""
+    return values.amax() if "_max" in name else values.amin() if "_min" in name else values.mean()
+
+
 def mean_metrics(
     dist: Dist, metrics: Mapping[str, float | Tensor], *, finite: Collection[str] = ()
 ) -> dict[str, float]:
-    """The mean over ranks of each metric. Every rank must pass the same names.
+    """The mean over ranks of each metric, or its extreme, as `merge_metric`. Every rank must pass the same names.
 
     finite: metrics that must be finite on every rank.
 
@@ -279,8 +284,7 @@ def mean_metrics(
         for name in finite:
             if name in row and not math.isfinite(row[name]):
                 raise FloatingPointError(f"{name} must be finite, but is {row[name]} on rank {rank}")
-    means = torch.tensor([list(row.values()) for row in by_rank]).mean(dim=0)
-    return dict(zip(by_rank[0], means.tolist(), strict=True))
+    return {name: merge_metric(name, torch.tensor([row[name] for row in by_rank])).item() for name in by_rank[0]}
 
 
 def any_rank(dist: Dist, flag: bool) -> bool:
