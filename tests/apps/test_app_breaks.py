@@ -156,9 +156,9 @@ def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_
 
 @pytest.mark.timeout(200)
 def test_under_torchrun_a_rank_that_hangs_ends_the_run_and_nothing_is_left_of_it(folder, bright_url):
-    (folder / "tiny.toml").write_text(to_toml(settings(bright_url, hang_timeout_s=8.0)))
+    (folder / "tiny.toml").write_text(to_toml(settings(bright_url, hang_timeout_s=5.0)))
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "--shutdown-timeout", "5", str(SCRIPT), "--config", "tiny.toml"]
+    command = [*torchrun, "--shutdown-timeout", "1", str(SCRIPT), "--config", "tiny.toml"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPO / "apps")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as run:
         text = ""

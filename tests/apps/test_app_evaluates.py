@@ -35,7 +35,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
             MediaEvalSet("minus", "eval.txt", num_inference_steps=3, height=64, width=64, scorer_url=minus),
         )
         args = replace(TINY, scorer_url=bright_url, eval=sets, name="first")
-        lines = train(app, args)
+        lines = train(app, args, report=True)
         for line in (lines[0], lines[-1]):
             assert line["eval/same/reward"] == line["eval/reward"]
             assert line["eval/few/best@3"] > line["eval/few/reward"]
@@ -52,7 +52,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"][2]["scorer_url"] == "..."
 
         alone = replace(args, eval_only=True)
-        train(app, alone)
+        train(app, alone, report=True)
         (line,) = load_metrics(Path("runs/first/eval-000002/metrics.jsonl"))
         assert scores_of(line) == scores_of(lines[-1])
         assert Path("runs/first/eval-000002/report.html").is_file()

@@ -77,7 +77,7 @@ def assert_alike(one, two):
 def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio_is_one(here, bright_url, model):
     """With two batches a minibatch, of which each rank has one, and they are of different sizes."""
     args = settings(train_flowgrpo, model, bright_url, **FLOWGRPO, num_minibatches=2)
-    one = train(train_flowgrpo, replace(args, name="one"))
+    one = train(train_flowgrpo, replace(args, name="one"), report=True)
     two = train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2"))
     assert_alike(one, two)
     assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}

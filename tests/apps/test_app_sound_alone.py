@@ -34,7 +34,7 @@ def test_a_scorer_gets_the_sound_and_its_rate_and_the_report_plays_it(here):
 
     with serving_here(Scorer(score, media=("audio",))) as url:
         args = settings(url, window_low=0, window_high=None)
-        lines = train(train_flowgrpo, args)
+        lines = train(train_flowgrpo, args, report=True)
     assert set(seen[1:]) == {(800, 2, "float32", 800.0)}  # the first is the server's own, silence
     assert lines[1]["policy/first_ratio_max_dev"] == 0
     folder = here / "runs" / args.name

@@ -245,7 +245,7 @@ def test_offline_training_lowers_the_loss_of_a_fixed_set(here, pairs_file, lora)
         eval_prompts="eval.txt", prompts_per_step=6, preferences=str(pairs_file), levels_per_pair=4,
         eval_num_inference_steps=2, train_steps=10, eval_every=10, shard="auto", **lora,
     )  # fmt: skip
-    lines = train(app, args)
+    lines = train(app, args, report=True)
     assert lines[1]["policy/loss"] == pytest.approx(0.6931, abs=1e-3)
     assert lines[-1]["policy/loss"] < 0.5
     assert lines[-1]["policy/accuracy"] > 0.8

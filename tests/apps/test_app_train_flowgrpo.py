@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from helpers import REPO
+from helpers import REPO, sampled
 from omni_losses import group_advantages
 from omni_reward import Score
 from omni_rl import loop
-from omni_rl.cli import to_toml
+from omni_rl.cli import parse_cli, to_toml
 from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
 from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
@@ -57,27 +57,34 @@ def train(bright_url, **changes):
     return train_with(app, replace(TINY, scorer_url=bright_url, **changes))
 
 
-def launch(tmp_path, flags, ranks, name):
-    """The trainer as a user starts it; the metrics of its run."""
-    command = [sys.executable, str(REPO / "apps" / "train_flowgrpo.py")]
-    if ranks > 1:
-        runner = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [*runner, *command[1:]]
-    config = tmp_path / f"{name}.toml"
+def command_line(folder, name, flags):
+    """The flags of a run of that name, whose other settings are in a file."""
+    config = folder / f"{name}.toml"
     config.write_text(to_toml(replace(TINY, name=name, batch_size=2)))
+    return ["--config", str(config), *flags]
+
+
+def launch(folder, flags, ranks, name):
+    """The trainer as a user starts it; the metrics of its run."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(REPO / "apps" / "train_flowgrpo.py"), *command_line(folder, name, flags)]
     # One thread each: torchrun's own default, and sums in another order would be other numbers.
-    subprocess.run(
-        [*command, "--config", str(config), *flags], check=True, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    return load_metrics(tmp_path / "runs" / name / "metrics.jsonl")
+    subprocess.run(command, check=True, cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return load_metrics(folder / "runs" / name / "metrics.jsonl")
+
+
+def fork(folder, flags, ranks, name):
+    """The same in forked ranks, which have nothing to import."""
+    args = parse_cli(app.Args, app.check_args, command_line(folder, name, flags), app=app.__name__)
+    return train_on_ranks(app, args, ranks=ranks, report=True)
 
 
 @pytest.mark.timeout(600)
 def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp, ocr_flags):
     runs = {
-        "single": launch(in_tmp, ocr_flags, 1, "single"),
+        "single": fork(in_tmp, ocr_flags, 1, "single"),
         "fsdp2": launch(in_tmp, [*ocr_flags, "--shard", "fsdp2"], 2, "fsdp2"),
-        "ddp": launch(in_tmp, [*ocr_flags, "--shard", "ddp"], 2, "ddp"),
+        "ddp": fork(in_tmp, [*ocr_flags, "--shard", "ddp"], 2, "ddp"),
     }
     for name, lines in runs.items():
         assert [line["step"] for line in lines] == [0, 1, 2]
@@ -106,8 +113,8 @@ def test_the_published_preset_s_path_is_the_same_on_two_ranks(in_tmp, bright_url
         "--train-steps",
         "1",
     ]
-    single = launch(in_tmp, flags, 1, "single")[1]
-    double = launch(in_tmp, flags, 2, "double")[1]
+    single = fork(in_tmp, flags, 1, "single")[1]
+    double = fork(in_tmp, flags, 2, "double")[1]
     assert single["policy/first_ratio_max_dev"] == double["policy/first_ratio_max_dev"] == 0.0
     for key in ("policy/kl", "policy/grad_norm", "policy/ratio_std"):
         assert double[key] == pytest.approx(single[key], rel=1e-3) != 0, key
@@ -143,7 +150,7 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
         rollout(run, app.params_at(run, Step(0)))
 
 
-@pytest.mark.parametrize("algo", sorted(app.ALGOS))
+@pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))  # in test_app_matrix.py each of them does, at one step
 def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo):
     lines = train(bright_url, algo=algo, noise_level=0.5, window_size=2)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]

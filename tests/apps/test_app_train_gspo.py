@@ -90,7 +90,7 @@ def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(
     """The thinker with pictures, sound and video in its prompts, and a report that shows them with the answers."""
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", eval_prompts="eval-seen.jsonl", lora_rank=2, lora_alpha=4)
     args = replace(args, prompts_per_step=4, batch_size=8, lr=1e-2, tokens_per_batch=120)
-    plain = train(app, replace(args, name="plain"))
+    plain = train(app, replace(args, name="plain"), report=True)
     again = train(app, replace(args, name="again", gradient_checkpointing=True))
     assert unclocked(plain) == unclocked(again)
     rows = json.loads(Path("runs/plain/eval/000002/rows.json").read_text())[:4]  # others fill up
@@ -277,7 +277,7 @@ def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
     with serving_here(Scorer(score, media=("text",)), name="letters") as url:
         local = train(app, replace(args, name="local"))
         served = train(app, replace(args, name="served", reward="", scorer_url=url))
-        both = train(app, replace(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url))
+        both = train(app, replace(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url), report=True)
     assert unclocked(served) == unclocked(local) == unclocked(both)
     assert max(sizes) == 3
     assert sizes[0] == 1

@@ -55,7 +55,7 @@ def unclocked(lines):
 
 
 def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
-    lines = train(app, tiny(num_minibatches=2, kl_coef=0.1, velocity_coef=0.1))
+    lines = train(app, tiny(num_minibatches=2, kl_coef=0.1, velocity_coef=0.1), report=True)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(0 < line["policy/thought_rollout_gap"] < 1e-5 for line in lines[1:])
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])

@@ -41,7 +41,7 @@ def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here)
 
     with serving_here(Scorer(score, media=("video",))) as url:
         args = settings(url)
-        train(train_flowgrpo, args)
+        train(train_flowgrpo, args, report=True)
     assert {(shape[1:], str(dtype), *rates) for shape, dtype, rates in seen} == {((9, 32, 96, 3), "uint8", 12.0)}
     assert any((here / "runs" / args.name / "eval" / "000001").glob("*.webp"))
 
