@@ -2,10 +2,12 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Literal
@@ -371,3 +373,14 @@ def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
     monkeypatch.setattr("omni_rl.cli.hush", lambda: hushed.append(True))
     parse_cli(RunArgs, lambda args: None, flags, app="program")
     assert bool(hushed) != bool(flags)
+
+
+@pytest.mark.parametrize("flags", [[], ["--dry-run"], ["--check"]])
+def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags, capsys):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with suppress(SystemExit):
+        parse_cli(ScoredArgs, lambda args: None, ["--scorer-url", url, *flags], app="program")
+    is_refused = f"--scorer-url must be a reward server that answers: {url}: " in capsys.readouterr().err
+    assert is_refused == (not flags)

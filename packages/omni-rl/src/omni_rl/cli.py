@@ -9,6 +9,7 @@ import inspect
 import json
 import os
 import re
+import socket
 import sys
 import textwrap
 import tomllib
@@ -20,6 +21,7 @@ from importlib.resources import files
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 from omni_train.hub import local_file
 
@@ -80,11 +82,25 @@ def parse_cli(
         if not getattr(config, "verbose", False):
             hush()
         check(config)
+        if "--check" not in argv and not getattr(config, "dry_run", False):
+            knock(getattr(config, "scorer_url", ""))
     except ValueError as exc:
         refuse(exc)
     if "--check" in argv:
         sys.exit(0)
     return config
+
+
+def knock(urls: str) -> None:
+    """Raise ValueError where nothing listens at a scorer's URL on this machine: the check that needs no torch."""
+    for url in filter(None, urls.split(",")):
+        place = urlsplit(url)
+        if place.hostname in ("127.0.0.1", "localhost", "::1"):
+            with suppress(TimeoutError):  # whoever is busy is asked later
+                try:
+                    socket.create_connection((place.hostname, place.port or 80), timeout=1).close()
+                except ConnectionError as exc:
+                    raise ValueError(f"--scorer-url must be a reward server that answers: {url}: {exc}") from exc
 
 
 def hush() -> None:

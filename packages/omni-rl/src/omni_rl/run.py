@@ -830,14 +830,7 @@ class Run(AnyRun[MediaT]):
         args, version, name = self.args, "", "--watch-scorer-url"
         image = np.full((1, *max(self.sizes, key=math.prod), 3), 127, np.uint8)
         grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
-        ask = partial(
-            connect,
-            args=args,
-            dist=self.dist,
-            canary=self.canary,
-            kinds=self.model.MEDIA,
-            samples=grey,
-        )
+        ask = partial(connect, args=args, dist=self.dist, canary=self.canary, kinds=self.model.MEDIA, samples=grey)
         if args.watch_scorer_url:
             self.watch, _ = ask(args.watch_scorer_url, name=name)
         if isinstance(scorer, str):

@@ -412,12 +412,7 @@ class TokenBatch:
 
 
 def pack(
-    run: TokenRun[TokenArgs],
-    batches: Sequence[TokenTrajectory],
-    advantages: Tensor,
-    keep: Tensor,
-    *,
-    mean: TokenMean,
+    run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory], advantages: Tensor, keep: Tensor, *, mean: TokenMean
 ) -> list[list[TokenBatch]]:
     """This rank's batches of each minibatch, equally many on every rank, with the weights of a mean over all ranks.
 
