@@ -309,7 +309,7 @@ def peaks(run_ranks, world_size, load, config, files):
     return run_ranks(work, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_rank_never_holds_much_more_than_its_shard(run_ranks, mid_size, world_size):
     config, files, block = mid_size
     for most, own in peaks(run_ranks, world_size, load_rows, config, files):
