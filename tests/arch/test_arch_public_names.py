@@ -103,7 +103,7 @@ SIGNATURES = {
     "omni_reward.RewardClient.check": "self, media=None, prompts=..., meta=None, references=None",
     "omni_reward.RewardClient.submit": "self, media, prompts, meta=None, references=None",
     "omni_reward.Score": "value, abstained=None, **others",
-    "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version='', references=False",
+    "omni_reward.Scorer": "score_fn, media=('image',), batch_size=None, version='', references=False, timed=False",
     "omni_reward.server.create_app": "score_fn, **others",
     "omni_reward.scorers.load_scorer": "name, *, threads=1, options=None",
     "omni_reward.combine.parse": "text",
