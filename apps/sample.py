@@ -208,7 +208,8 @@ def main(args: Args) -> None:
         contact_sheet([pictures[i] for i in range(len(prompts))], texts, columns=columns).save(args.out)
     graded = [row["score"] for row in rows.values() if row["score"] is not None]
     mean = f", mean score {np.mean(graded):.3f} of {len(graded)}" if graded else ""
-    print(f"{len(rows)} samples in {args.out_dir or args.out}{mean}")
+    places = " and ".join(filter(None, (args.out_dir, args.out)))
+    print(f"{len(rows)} sample{'s' * (len(rows) > 1)} in {places}{mean}")
 
 
 if __name__ == "__main__":

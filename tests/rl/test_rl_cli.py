@@ -23,6 +23,7 @@ from omni_rl.cli import (
     field_notes,
     from_toml,
     hush,
+    knock,
     parse_cli,
     read_settings,
     to_toml,
@@ -384,3 +385,13 @@ def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags
         parse_cli(ScoredArgs, lambda args: None, ["--scorer-url", url, *flags], app="program")
     is_refused = f"--scorer-url must be a reward server that answers: {url}: " in capsys.readouterr().err
     assert is_refused == (not flags)
+
+
+def test_a_scorer_without_a_port_is_looked_for_at_its_scheme_s_and_any_failure_to_reach_it_is_named(monkeypatch):
+    def fail(address: tuple[str, int], timeout: float) -> None:
+        raise OSError(97, f"no way to {address}")  # as on a machine without IPv6
+
+    monkeypatch.setattr("socket.create_connection", fail)
+    with pytest.raises(ValueError, match=r"no way to \('::1', 443\)"):
+        knock("https://[::1]/scores")
+    knock("https://elsewhere.example")

@@ -132,7 +132,7 @@ def test_ctrl_c_starts_no_further_run_and_the_same_command_continues(place: Path
         (["my.toml", "--vary", "name=a,b"], "--vary must leave out name: each run gets one of its own"),
         (["my.toml", "--vary", "seed=0", "--lr", "3"], "--lr must be <= 1, got 3.0"),
         (["my.toml", "--vary", "seed=0", "--jobs", "0"], "--jobs must be >= 1, got 0"),
-        (["no.toml", "--vary", "seed=0"], "--trainer must be given: no trainer has all settings of no.toml"),
+        (["no.toml", "--vary", "seed=0"], "--config must be a readable TOML file, got no.toml: "),
         (["my.toml", "--vary", "seed=0", "--trainer", "stubb"], "--trainer must be one of stub, got 'stubb'"),
     ],
 )

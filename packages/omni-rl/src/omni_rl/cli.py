@@ -96,11 +96,13 @@ def knock(urls: str) -> None:
     for url in filter(None, urls.split(",")):
         place = urlsplit(url)
         if place.hostname in ("127.0.0.1", "localhost", "::1"):
-            with suppress(TimeoutError):  # whoever is busy is asked later
-                try:
-                    socket.create_connection((place.hostname, place.port or 80), timeout=1).close()
-                except ConnectionError as exc:
-                    raise ValueError(f"--scorer-url must be a reward server that answers: {url}: {exc}") from exc
+            port = place.port or (443 if place.scheme == "https" else 80)
+            try:
+                socket.create_connection((place.hostname, port), timeout=1).close()
+            except TimeoutError:  # whoever is busy is asked later
+                pass
+            except OSError as exc:
+                raise ValueError(f"--scorer-url must be a reward server that answers: {url}: {exc}") from exc
 
 
 def hush() -> None:

@@ -181,7 +181,10 @@ def find_trainer(recipe: str, source: Sequence[str], trainer: str | None) -> Pat
     programs = trainers()
     if trainer is not None:
         return programs[known(trainer, programs, "--trainer")]
-    fits = [name for name, program in programs.items() if ask(program, source).stdout]
+    answers = {name: ask(program, source) for name, program in programs.items()}
+    fits = [name for name, answer in answers.items() if answer.stdout]
+    mistakes = {mistake_of(answer) for answer in answers.values()}
+    require((fits or len(mistakes) > 1, "".join(mistakes)))  # as that the file is not there
     if len(fits) != 1:
         which = f"{', '.join(fits)} have" if fits else "no trainer has"
         raise ValueError(f"--trainer must be given: {which} all settings of {recipe}")
@@ -245,12 +248,8 @@ def make(members: Sequence[Member], jobs: int) -> tuple[list[Member], bool]:
 
     Ctrl-C reaches the trainers too, which finish their step and save; SIGTERM is passed on to them.
     """
-    waiting, running, failed, stops = (
-        list(members),
-        dict[subprocess.Popen[bytes], Member](),
-        list[Member](),
-        list[int](),
-    )
+    waiting, running = list(members), dict[subprocess.Popen[bytes], Member]()
+    failed, stops = list[Member](), list[int]()
 
     def stop(number: int, frame: object) -> None:
         stops.append(number)

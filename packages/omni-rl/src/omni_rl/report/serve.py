@@ -312,7 +312,7 @@ def main(argv: list[str] | None = None) -> None:
         server = LiveServer(args.folder, host=args.host, port=args.port)
     except (OSError, ValueError) as exc:
         parser.error(str(exc))
-    print(f"{len(server.runs())} runs at {server.url}  (Ctrl-C ends it)", flush=True)
+    print(f"{(count := len(server.runs()))} run{'s' * (count != 1)} at {server.url}  (Ctrl-C ends it)", flush=True)
     with server, suppress(KeyboardInterrupt):
         server.serve_forever()
 
