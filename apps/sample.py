@@ -3,7 +3,8 @@
 Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav. --out-dir has
 pictures too, as .png, and samples.jsonl with the prompt and the seed of each file.
 
-    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"'
+    python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"' \\
+        --height 32 --width 96
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
         --prompts data/tiny-signs/eval.txt --num-images 32 --out-dir signs --scorer-url http://127.0.0.1:8100
     python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
@@ -40,8 +41,8 @@ class Args:
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
     out_dir: str = ""  # Folder for a file of each sample
     seed: int = 0  # Seed of the noise
-    height: int | None = None  # Height in pixels (default: as the evaluations of the weights' run, else 32)
-    width: int | None = None  # Width in pixels (default: likewise, else 96)
+    height: int | None = None  # Height in pixels (default: as the evaluations of the weights' run, else 512)
+    width: int | None = None  # Width in pixels (default: likewise, else 512)
     num_frames: int | None = None  # Frames of a video, or 1 (default: likewise, else 1)
     frame_rate: float | None = None  # Frames of a video in a second (default: likewise, else 24)
     num_inference_steps: int | None = None  # Denoising steps (default: likewise, else 10)
@@ -74,7 +75,7 @@ def check_args(args: Args) -> None:
 
 
 DEFAULTS = {
-    "height": 32, "width": 96, "num_frames": 1, "frame_rate": 24.0, "num_inference_steps": 10, "guidance_scale": 1.0,
+    "height": 512, "width": 512, "num_frames": 1, "frame_rate": 24.0, "num_inference_steps": 10, "guidance_scale": 1.0,
     "true_cfg_scale": 1.0, "guidance": "",
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from PIL import Image
 
 import sample
 
-ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, num_inference_steps=3, batch_size=2)
+ARGS = sample.Args(model=str(CHECKPOINT), num_images=3, height=32, width=96, num_inference_steps=3, batch_size=2)
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
 
 

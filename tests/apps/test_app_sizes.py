@@ -210,7 +210,8 @@ def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its
 
 def test_a_sheet_has_pictures_of_the_sizes_that_its_prompts_say(here):
     model = str(ROWS["qwen-image"].checkpoint())
-    args = sample.Args(model=model, prompts="sizes.jsonl", num_images=4, num_inference_steps=2, batch_size=2)
+    args = sample.Args(model=model, prompts="sizes.jsonl", num_images=4, height=32, width=96)
+    args = replace(args, num_inference_steps=2, batch_size=2)
     sample.main(args)
     cell = 96 * 2 + 4  # of the widest, enlarged
     sheet = np.asarray(Image.open("sheet.png"))

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from omni_train.dist import init_distributed
-from omni_train.signals import catch_stop, resume_command
+from omni_train.signals import HEARS_ALL, catch_stop, resume_command
 
 
 @pytest.fixture
@@ -42,6 +42,16 @@ def test_ctrl_c_asks_once_and_ends_the_second_time(alone, capfd):
     with pytest.raises(KeyboardInterrupt):
         train()
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+@pytest.mark.parametrize(("launcher", "heard"), [("", True), ("torchrun", False), ("omni_rl.ranks", True)])
+def test_a_second_ctrl_c_is_promised_where_it_is_heard(monkeypatch, capfd, launcher, heard):
+    """torchrun, which names its run to the ranks, passes on the first alone."""
+    for name, holds in (("TORCHELASTIC_RUN_ID", launcher), (HEARS_ALL, launcher == "omni_rl.ranks")):
+        monkeypatch.setenv(name, "1") if holds else monkeypatch.delenv(name, raising=False)
+    with catch_stop():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert ("Ctrl-C once more" in capfd.readouterr().err) == heard
 
 
 def test_the_old_handlers_return_after_an_error():

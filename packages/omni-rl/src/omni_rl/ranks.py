@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
+from omni_train.signals import HEARS_ALL
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 from torch.distributed.run import main
 
@@ -28,6 +29,7 @@ def launch(words: Sequence[str]) -> None:
         start(ranks)
         pass_interrupts_on(ranks)
 
+    os.environ[HEARS_ALL] = "1"
     PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
     try:
         main(["--standalone", "--shutdown-timeout", "1800", *words])

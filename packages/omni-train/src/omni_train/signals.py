@@ -12,6 +12,7 @@ from types import FrameType
 from omni_train.dist import Dist, any_rank
 
 TYPED = "OMNI_RL_COMMAND"  # variable that `omni-rl train` sets for the program that it becomes
+HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.ranks` sets; plain torchrun passes on the first alone
 
 
 @dataclass
@@ -43,7 +44,8 @@ def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGIN
         if number == signal.SIGINT and interrupts > 1:
             raise KeyboardInterrupt
         if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(), which may be under way
-            os.write(2, b"\nstopping after this step; Ctrl-C once more ends at once\n")
+            is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or HEARS_ALL in os.environ
+            os.write(2, b"\nstopping after this step" + b"; Ctrl-C once more ends at once" * is_heard + b"\n")
 
     before = {number: signal.signal(number, remember) for number in numbers}
     try:
