@@ -30,13 +30,14 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 from omni_reward.cli import Parser, bind
 from omni_reward.transport import is_loopback
-from omni_train.files import load_metrics
+from omni_train.files import read_steps
 
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, run_data
 from omni_rl.report.page import embed, list_page, page
 
 DEPTH = 3  # folders below the one that is served in which runs are looked for
 MAX_RUNS = 1000  # of the list
+LISTED = ("step", "time/step_s", "eval/reward")  # the metrics that it tells of
 MAX_COMPARED = 8  # as many as there are colors
 MAX_FILE_MB = 256  # of a file of lines or settings, and of one that is played
 MAX_CONNECTIONS = 64
@@ -85,6 +86,9 @@ class LiveServer(ThreadingHTTPServer):
         self.is_open = not is_loopback(sock.getsockname()[0])
         self.token = secrets.token_urlsafe(24) if self.is_open else ""
         self._outlines: dict[str, tuple[object, dict[str, Any]]] = {}
+        self._lines: dict[
+            str, tuple[int, list[dict[str, float]]]
+        ] = {}  # of what goes on: its file, what was read of it
         self._since: dict[object, float] = {}  # connection -> when it was made
         self._lock = threading.Lock()
         super().__init__(sock.getsockname()[:2], _Handler, bind_and_activate=False)
@@ -130,7 +134,7 @@ class LiveServer(ThreadingHTTPServer):
             state = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.stat()]]
             known, found = self._outlines.get(name, (None, {}))
             if known != state:  # only what goes on is read again
-                steps = load_metrics(paths[0])
+                steps = self._steps(name, paths[0])
                 found = outline(folder, steps) | {"held": curve(steps, "eval/reward", 60)}
                 self._outlines[name] = (state, found)
         except Exception as exc:  # whatever its files hold, the others are listed
@@ -140,6 +144,18 @@ class LiveServer(ThreadingHTTPServer):
         words = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
         about = {"trainer": words[0] if words else "", "algo": config.get("algo"), "model": config.get("model")}
         return {"id": name, "name": self.title(name), "started": start.get("started"), **about, **told}
+
+    def _steps(self, name: str, path: Path) -> list[dict[str, float]]:
+        """The steps as `load_metrics` has them, in LISTED; from a run's third reading on, only new lines are read."""
+        file = path.stat().st_ino
+        before, lines = self._lines.pop(name, (file, []))  # so that no other thread adds to them meanwhile
+        if before != file:  # a run that continues has dropped lines, which makes it another file
+            lines = []
+        lines += [{key: line[key] for key in LISTED if key in line} for line in read_steps(path, len(lines))]
+        steps = {line["step"]: line for line in lines}
+        if name in self._outlines:
+            self._lines[name] = file, lines
+        return [steps[step] for step in sorted(steps)]
 
     def title(self, name: str) -> str:
         """What pages call a run."""
