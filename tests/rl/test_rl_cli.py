@@ -248,6 +248,15 @@ def test_a_setting_that_is_told_otherwise_stays_in_its_group(capsys):
     assert shown.index("Another rate (default: 0.5)") < shown.index("Settings:") < shown.index("--pace")
 
 
+def test_an_example_of_several_lines_is_shown_whole_and_no_preset_where_there_is_none(capsys):
+    with pytest.raises(SystemExit):
+        read_settings(Args, ["--help"], {}, "A program.\n\n    python it.py --lr 1 \\\n        --pace 2\n\nThe end.\n")
+    text = capsys.readouterr().out
+    assert text.endswith("examples:\n  python it.py --lr 1 --pace 2\n")
+    assert "A program.\n\nThe end.\n" in text
+    assert "preset" not in text
+
+
 def test_help_shows_what_the_preset_makes_the_default(capsys):
     assert "(default: 7)" in shown(capsys, "--preset", "small")
 

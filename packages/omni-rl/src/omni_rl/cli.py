@@ -199,7 +199,7 @@ def build_parser(
     if presets:
         text = "Recipe that gives the defaults of the settings; the names are below"
         parser.add_argument("--preset", metavar="NAME", default=argparse.SUPPRESS, help=text)
-    text = "TOML file of settings, which goes before the preset"
+    text = "TOML file of settings" + ", which goes before the preset" * bool(presets)
     parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=text)
     text = "Check the settings and print them, all without torch, and exit"
     parser.add_argument("--check", action="store_true", default=argparse.SUPPRESS, help=text)
@@ -221,7 +221,7 @@ def build_parser(
 def print_help(config: Any, presets: Mapping[str, str], description: str) -> None:
     """Print the description, every setting with its default in `config`, the examples and the presets."""
     width = min(100, get_terminal_size().columns - 2)
-    lines = description.splitlines()
+    lines = re.sub(r"\\\n *", "", description).splitlines()
     commands = [line.strip() for line in lines if re.match(" +(python|torchrun) ", line)]
     prose = "\n".join(line for line in lines if line.strip() not in commands)
     epilog = ["examples:", *(wrap_command(command, width) for command in commands)] if commands else []
@@ -233,7 +233,7 @@ def print_help(config: Any, presets: Mapping[str, str], description: str) -> Non
         type(config),
         presets,
         help_notes(config),
-        usage="%(prog)s [--preset NAME] [--config FILE] [--SETTING VALUE ...]",
+        usage=f"%(prog)s {'[--preset NAME] ' * bool(presets)}[--config FILE] [--SETTING VALUE ...]",
         description=wrap_prose(prose, width),
         epilog="\n".join(epilog),
         formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=32, width=width),
