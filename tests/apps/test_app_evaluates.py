@@ -48,7 +48,10 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert list(charts([data])[0].lines)[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
         prompts = [prompt["text"] for prompt in data["prompts"]]
         assert {text.partition(":")[0] for text in prompts} >= {"same", "few", "minus"}
-        assert "held-out, minus" in Path("runs/first/weights/README.md").read_text()
+        card = Path("runs/first/weights/README.md").read_text()
+        assert "held-out, minus" in card
+        assert "| lora_rank | 4 |" in card
+        assert "| profile |" not in card  # as by default
         assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"][2]["scorer_url"] == "..."
 
         alone = replace(args, eval_only=True)

@@ -168,10 +168,11 @@ def _model_card(run: AnyRun[RunArgs], evals: Sequence[Mapping[str, float]]) -> d
     more = {
         f"held-out, {h.name}": evals[-1][h.metric("reward")] for h in run.eval_more if h.metric("reward") in evals[-1]
     }
+    plain, settings = asdict(type(run.args)()), asdict(without_secrets(run.args))
     return {
         "base": run.base,
         "algorithm": run.algorithm,
-        "settings": asdict(without_secrets(run.args)),
+        "settings": {name: value for name, value in settings.items() if value != plain[name]},
         "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
         "command": command_line(sys.argv, hide=HIDDEN),
     }

@@ -61,7 +61,7 @@ def model_card(
             f"{kind[0].upper()}{kind[1:]}, trained from `{base}` with {algorithm} by omni-rl.\n",
             f"```python\n{opens}\n\n{use}```\n",
             f"## Scores\n\n{_table('score', scores)}",
-            f"## Settings\n\n{_table('setting', facts['settings'])}",
+            f"## Settings\n\nThose that differ from the defaults.\n\n{_table('setting', facts['settings'])}",
             f"## Command\n\n```\n{facts['command']}\n```\n",
         ]
     )
