@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_rl.cli import from_toml, recipes
+from omni_rl.cli import from_toml, parse_cli, recipes
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
@@ -62,6 +62,18 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
     changed = {key: value for key, value in changed.items() if hasattr(args, key)}
     monkeypatch.setenv("RANK", "0")  # as under torchrun, which some recipes need
     module.check_args(replace(args, **changed))
+
+
+@pytest.mark.parametrize(
+    ("more", "ends"), [([], r"; bring \S+ of github.com/\S+ as data/ocr"), (["--prompts", "x.txt"], "")]
+)
+def test_who_lacks_the_prompts_of_a_recipe_is_told_where_they_are(tmp_path, monkeypatch, capsys, more, ends):
+    monkeypatch.chdir(tmp_path)
+    module = importlib.import_module("train_flowgrpo")
+    words = ["--preset", "qwen-image-ocr-lora", "--scorer-url", "http://127.0.0.1:8100", *more]
+    with pytest.raises(SystemExit):
+        parse_cli(module.Args, module.check_args, words, app="train_flowgrpo")
+    assert re.search(rf"--prompts: .*\.txt: No such file or directory{ends}\n$", capsys.readouterr().err)
 
 
 def test_the_recipes_at_the_root_are_those_of_the_package():

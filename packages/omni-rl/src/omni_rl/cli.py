@@ -75,8 +75,9 @@ def parse_cli(
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
     examples, and come after them.
     """
+    presets = recipes(app)
     try:
-        config = read_settings(cls, argv, recipes(app), description or "")
+        config = read_settings(cls, argv, presets, description or "")
         if "--check" in argv:
             print(to_toml(config), end="", flush=True)
         if not getattr(config, "verbose", False):
@@ -85,7 +86,9 @@ def parse_cli(
         if "--check" not in argv and not getattr(config, "dry_run", False):
             knock(getattr(config, "scorer_url", ""))
     except ValueError as exc:
-        refuse(exc)
+        texts = (presets.get(word, "") for word in argv)  # of the preset, which says where its prompts are had
+        sources = (re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE) for text in texts)
+        refuse("; ".join([str(exc), *(found[1] for found in sources if found and f"got {found[2]}/" in str(exc))]))
     if "--check" in argv:
         sys.exit(0)
     return config
