@@ -284,8 +284,11 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
 def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
     """A forward's means over its answers or tokens, so that those over forwards and ranks are over all of them.
 
-    Extremes stay as they are.
+    Extremes stay as they are. A batch that only fills up changes neither.
     """
+    if not batch.by_answer:
+        nothing = {name: -torch.inf if "_max" in name else torch.inf if "_min" in name else 0.0 for name in metrics}
+        return {name: torch.full_like(value, nothing[name]) for name, value in metrics.items()}
     own = {name: batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token for name in metrics}
     return {name: value if "_max" in name or "_min" in name else value * own[name] for name, value in metrics.items()}
 

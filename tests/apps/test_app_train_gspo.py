@@ -18,7 +18,7 @@ from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
 from omni_rl.eval_sets import TokenEvalSet
 from omni_rl.run import Step
-from omni_rl.tokens import TokenRun, pack
+from omni_rl.tokens import TokenBatch, TokenRun, pack
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_train.data import PromptRecord, load_prompts
@@ -204,6 +204,14 @@ def test_batches_hold_the_kept_answers_once_within_their_bounds():
     assert [batch.advantages.tolist() for batch in minibatches[0]] == [[1.0, 3.0], [0.0]]
     assert minibatches[0][0].weights.tolist() == token_weights(torch.tensor([2, 8, 5]), mean="token").tolist()[:2]
     assert minibatches[1][0].trajectory.tokens.shape == (2, 4)
+
+
+def test_an_answer_that_only_fills_up_is_in_no_metric():
+    values = {"kl": torch.tensor(torch.inf), "ratio_max": torch.tensor(9.0), "ratio_min": torch.tensor(0.1)}
+    batches = [TokenBatch(answers([2]), torch.zeros(1), torch.zeros(1), by, by) for by in (0.0, 2.0)]
+    filler, real = (app.weigh(batch, values) for batch in batches)
+    assert filler == {"kl": 0.0, "ratio_max": -torch.inf, "ratio_min": torch.inf}
+    assert real == {"kl": torch.inf, "ratio_max": 9.0, "ratio_min": pytest.approx(0.1)}
 
 
 def test_a_forward_with_its_padding_is_within_its_bound():
@@ -394,6 +402,15 @@ def test_a_text_that_names_a_place_of_media_is_refused_before_the_run(here):
     args = tiny("qwen2.5-vl", prompts="place.txt", prompts_per_step=1, group_size=8, reward="format=a")
     with pytest.raises(ValueError, match="line 1: a prompt must have a place for each of its media, got 1"):
         train(app, args)
+
+
+def test_a_video_that_vllm_would_refuse_is_named_before_the_run(here, monkeypatch):
+    monkeypatch.setattr("omni_rl.token_args.find_spec", {"vllm": True}.get)
+    with Image.open("film.webp") as film:
+        film.save("film.webp", save_all=True, duration=310, lossless=True)
+    seen = {"prompts": "train-seen.jsonl", "eval_prompts": "eval-seen.jsonl"}
+    with pytest.raises(ValueError, match=r"line 4: .* a video's 2 / fps must be whole for vLLM, got 15\.5"):
+        train(app, tiny("qwen3-omni", **seen, engine="vllm"))
 
 
 def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):

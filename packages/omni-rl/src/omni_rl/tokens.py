@@ -257,7 +257,12 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         most = self.args.max_prompt_tokens
         if most or self.model.MEDIA or media_files(record) or "messages" in record.meta:
             (prompt,) = prompts_of([record], 1, seed=0, step=0)
-            count = len(self.model.encode(prompt)["input_ids"])
+            encoded = self.model.encode(prompt)
+            if self.args.engine == "vllm":
+                from omni_rollout.engines.vllm import media_of
+
+                media_of(encoded, self.model.config)  # refuses what vLLM would not answer
+            count = len(encoded["input_ids"])
             require((not most or count <= most, f"must have at most --max-prompt-tokens {most} tokens, got {count}"))
 
     def _read_start(self, folder: str) -> None:

@@ -191,7 +191,7 @@ class VllmEngine:
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
-        ids, media = encoded["input_ids"].tolist(), _media(encoded, self.model.config)
+        ids, media = encoded["input_ids"].tolist(), media_of(encoded, self.model.config)
         if not media:
             return tokens_input(ids)
         fields = self.llm.llm_engine.renderer.mm_processor._get_mm_fields_config(media, {})
@@ -226,8 +226,12 @@ class VllmEngine:
                     yield f"{layer}.{i}.{own}.weight", part
 
 
-def _media(encoded: Cond, config: Mapping[str, Any]) -> Cond:
-    """The tensors of a prompt's media under vLLM's names."""
+def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
+    """The tensors of a prompt's media under vLLM's names.
+
+    Raises:
+        ValueError: a video with frames between whole places in time.
+    """
     found = {name: tensor for name, tensor in encoded.items() if name != "input_ids"}
     if "video_second_per_grid" in found:
         rate = config["position_id_per_seconds"]
