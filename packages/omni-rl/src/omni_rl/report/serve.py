@@ -27,6 +27,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
+from zlib import crc32
 
 from omni_reward.cli import Parser, bind
 from omni_reward.transport import is_loopback
@@ -86,9 +87,8 @@ class LiveServer(ThreadingHTTPServer):
         self.is_open = not is_loopback(sock.getsockname()[0])
         self.token = secrets.token_urlsafe(24) if self.is_open else ""
         self._outlines: dict[str, tuple[object, dict[str, Any]]] = {}
-        self._lines: dict[
-            str, tuple[int, list[dict[str, float]]]
-        ] = {}  # of what goes on: its file, what was read of it
+        # Of what goes on: the bytes and the checksum of its file when it was read, and what was in it.
+        self._lines: dict[str, tuple[int, int, list[dict[str, float]]]] = {}
         self._since: dict[object, float] = {}  # connection -> when it was made
         self._lock = threading.Lock()
         super().__init__(sock.getsockname()[:2], _Handler, bind_and_activate=False)
@@ -147,14 +147,14 @@ class LiveServer(ThreadingHTTPServer):
 
     def _steps(self, name: str, path: Path) -> list[dict[str, float]]:
         """The steps as `load_metrics` has them, in LISTED; from a run's third reading on, only new lines are read."""
-        file = path.stat().st_ino
-        before, lines = self._lines.pop(name, (file, []))  # so that no other thread adds to them meanwhile
-        if before != file:  # a run that continues has dropped lines, which makes it another file
+        data = path.read_bytes()
+        size, checksum, lines = self._lines.pop(name, (0, 0, []))  # so that no other thread adds to them meanwhile
+        if crc32(data[:size]) != checksum:  # a run that continues has dropped lines
             lines = []
         lines += [{key: line[key] for key in LISTED if key in line} for line in read_steps(path, len(lines))]
         steps = {line["step"]: line for line in lines}
         if name in self._outlines:
-            self._lines[name] = file, lines
+            self._lines[name] = len(data), crc32(data), lines
         return [steps[step] for step in sorted(steps)]
 
     def title(self, name: str) -> str:
