@@ -9,6 +9,7 @@ import pytest
 from omni_reward import RewardClient, Score, Scorer, scorers
 from omni_reward.combine import Recipe, combine, parse, stack_parts
 from omni_reward.scorers import find_loader, load_scorer
+from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.jpeg import num_kilobytes
 
 IMAGES = {"image": np.zeros((3, 8, 8, 3), np.uint8)}
@@ -21,6 +22,20 @@ def fixed(*values: float | Score, **options: object) -> Scorer:
 
 def run(text: str, given: dict[str, Scorer]) -> list[Score]:
     return list(combine(parse(text), given)(IMAGES, ["a", "b", "c"], [{}, {}, {}]))
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_a_scorer_with_a_time_limit_is_told_when_a_request_came_among_others_and_over_frames_too(takes: bool) -> None:
+    seen: list[tuple[object, ...]] = []
+
+    def score(media: object, prompts: list[str], meta: object, *more: object) -> list[float]:
+        seen.append(more)
+        return [0.0] * len(prompts)
+
+    timed, own = Scorer(score, timed=True, references=takes), [(IMAGES["image"][0],)] * takes
+    combine(parse("a + b"), {"a": timed, "b": fixed(1.0)})({"image": IMAGES["image"][:1]}, ["a"], [{}], own, since=7.0)
+    over_frames(timed)({"video": IMAGES["image"][None, :1]}, ["a"], [{}], own, since=7.0)
+    assert seen == [(*[own] * takes, 7.0)] * 2
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -107,13 +108,15 @@ def combine(recipe: Recipe, scorers: Mapping[str, Scorer]) -> Scorer:
     media = sorted({kind for scorer in scorers.values() for kind in scorer.media})
     versions = [f"{name}: {scorer.version}" for name, scorer in scorers.items() if scorer.version]
 
-    def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
-        columns = {name: score_in_batches(scorer, media, prompts, meta, references) for name, scorer in scorers.items()}
+    def score(media: Arrays, prompts: list[str], meta: Meta, *more: Any) -> list[Score]:
+        given = (media, prompts, meta, *(more if wants else ((), *more)))
+        columns = {name: score_in_batches(scorer, *given) for name, scorer in scorers.items()}
         return [_join(recipe, dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
 
     batch_size = min(known) if len(known) == len(sizes) else None
     wants = any(scorer.references for scorer in scorers.values())
-    return Scorer(score, media=tuple(media), batch_size=batch_size, version="; ".join(versions), references=wants)
+    version = "; ".join(versions)
+    return Scorer(score, media=tuple(media), batch_size=batch_size, version=version, references=wants, timed=True)
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
@@ -144,15 +147,15 @@ def _finite(text: str) -> float:
 
 
 def score_in_batches(
-    scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta, references: References
+    scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta, references: References, since: float
 ) -> list[Score]:
-    """Scores of N samples by a scorer that is called with no more than its batch size."""
+    """Scores of N samples by a scorer that is called with no more than its batch size. since: as `Scorer.timed`."""
     scores: list[Score] = []
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):
         piece = slice(start, start + size)
         own = {kind: media[kind][piece] for kind in scorer.media}
-        scores += scorer(own, prompts[piece], meta[piece], references[piece])
+        scores += scorer(own, prompts[piece], meta[piece], references[piece], since=since)
     return scores
 
 

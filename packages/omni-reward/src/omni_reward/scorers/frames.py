@@ -11,9 +11,10 @@ Letters: N samples, T frames, K of them looked at.
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from omni_reward.combine import score_in_batches
-from omni_reward.media import Arrays, Meta, References
+from omni_reward.media import Arrays, Meta
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "frames:"
@@ -39,15 +40,16 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
         raise ValueError(f"every must be >= 1, got {every}")
     chosen = {"first": slice(0, 1), "last": slice(-1, None)}.get(frames, slice(None, None, every))
 
-    def score(media: Arrays, prompts: list[str], meta: Meta, references: References = ()) -> list[Score]:
+    def score(media: Arrays, prompts: list[str], meta: Meta, *more: Any) -> list[Score]:
+        references, since = more if scorer.references else ((), *more)
         scores = []
         for i, clip in enumerate(media["video"][:, chosen]):  # [K, H, W, 3]
             own = [references[i]] * len(clip) if references else ()
-            images = {"image": clip}
-            scores.append(score_in_batches(scorer, images, [prompts[i]] * len(clip), [meta[i]] * len(clip), own))
+            images, texts, lines = {"image": clip}, [prompts[i]] * len(clip), [meta[i]] * len(clip)
+            scores.append(score_in_batches(scorer, images, texts, lines, own, since))
         return [_join(own, frames) for own in scores]
 
-    return Scorer(score, media=("video",), version=scorer.version, references=scorer.references)
+    return Scorer(score, media=("video",), version=scorer.version, references=scorer.references, timed=True)
 
 
 def _join(scores: list[Score], frames: str) -> Score:
