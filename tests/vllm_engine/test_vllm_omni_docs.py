@@ -78,7 +78,8 @@ def test_every_command_is_there(benchmark):
         assert first in (".venv-vllm-omni/bin/python", "python")
         assert (REPO / what).is_file()
         if what.startswith("apps/"):
-            assert parse_cli(app.Args, app.check_args, flags, app=app.__name__).engine == "vllm-omni"
+            planned = [*flags, "--dry-run"]  # with no scorer there
+            assert parse_cli(app.Args, app.check_args, planned, app=app.__name__).engine == "vllm-omni"
         else:
             module = benchmark(what.removeprefix("benchmarks/").removesuffix(".py"))
             parse_cli(module.Args, module.check_args, flags, app=module.__name__)
