@@ -22,17 +22,18 @@ MAX_KEPT = 2**30  # bytes of sounds, and of videos, that are remembered
 
 def remembered(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
     """The function, with its newest results kept within MAX_KEPT bytes."""
-    found: dict[Path, tuple[Tensor, float]] = {}
+    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by the file and the time of its last change
 
     @wraps(read)
     def recall(path: Path) -> "tuple[Tensor, float]":
-        if path in found:
-            found[path] = found.pop(path)  # the newest is the last
-            return found[path]
-        found[path] = read(path)
+        key = path.resolve(), path.stat().st_mtime_ns if path.is_file() else 0
+        if key in found:
+            found[key] = found.pop(key)  # the newest is the last
+            return found[key]
+        found[key] = read(path)
         while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_KEPT:
             found.pop(next(iter(found)))
-        return found[path]
+        return found[key]
 
     return recall
 
