@@ -8,9 +8,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import omni_rl.run
 import torch
 from emulated.npu import Event, load, watch
 from omni_rollout.models.hunyuan_image_moe import Mixture
+from omni_train.optim import StepResult
 from records import record
 from torch import nn
 
@@ -59,6 +61,20 @@ def run(
     return Outcome(
         [record._timeless(line) for line in lines], record.digest(folder), (folder / "out-0.txt").read_text()
     )
+
+
+def tell_moments() -> None:
+    """Have each rank of a run print after every optimizer step where its sharded moments of AdamW are."""
+    load()
+    step = omni_rl.run.optimizer_step
+
+    def stepped(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> StepResult:
+        result = step(optimizer, *arguments, **options)
+        moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        print("moments on", *{moment.to_local().device.type for moment in moments}, flush=True)
+        return result
+
+    omni_rl.run.optimizer_step = stepped
 
 
 def peaks(variant: str) -> tuple[float, float]:

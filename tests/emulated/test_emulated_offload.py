@@ -18,11 +18,11 @@ def ran(tmp_path_factory, fresh):
     build()
     with record.scoring() as url:
 
-        def run(name="flowgrpo LoRA", lives=(2,), **settings):
+        def run(name="flowgrpo LoRA", lives=(2,), before=load, **settings):
             case = runs.CASES[name]
             case = replace(case, settings=case.settings | {"gradient_checkpointing": True} | settings)
             folder = tmp_path_factory.mktemp("run") / "npu"
-            outcome = fresh(runs.run, case, folder, url, lives=lives, before=load)
+            outcome = fresh(runs.run, case, folder, url, lives=lives, before=before)
             lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
             return outcome, {when: max(line.get(f"perf/{when}_mb", 0) for line in lines) for when in WHEN}
 
@@ -51,10 +51,14 @@ def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts, wh
 
 
 def test_sharded_moments_wait_on_the_host(ran):
-    outcomes = [ran("flowgrpo LoRA, fsdp2", (1, 2), offload=offload) for offload in ("", "optimizer,activations")]
-    assert outcomes[0][0].lines == outcomes[1][0].lines
-    assert outcomes[0][0].weights == outcomes[1][0].weights
-    assert outcomes[1][1]["peak_memory"] < outcomes[0][1]["peak_memory"] - 0.1
+    # Not by the most bytes in use: a thread of gloo may still hold weights that were gathered.
+    places, outcomes = [], []
+    for offload in ("", "optimizer,activations"):
+        outcomes.append(ran("flowgrpo LoRA, fsdp2", (1, 2), before=runs.tell_moments, offload=offload)[0])
+        places.append({line for line in outcomes[-1].text.splitlines() if line.startswith("moments ")})
+    assert outcomes[0].lines == outcomes[1].lines
+    assert outcomes[0].weights == outcomes[1].weights
+    assert places == [{"moments on npu"}, {"moments on cpu"}]
 
 
 def test_inputs_of_recomputed_blocks_wait_on_the_host():
