@@ -7,13 +7,15 @@ python scripts/gpu_check.py --only gate versus
 The model is Qwen-Image's transformer at full width and depth with random weights, beside a small text encoder and VAE.
 Each part below is a function and a row of PARTS with its limit in seconds. It runs in a process of its own and leaves
 PART.json in the folder; called again, only parts run that are missing, broke, or ran at another commit or device. Each
-row says what was found, what was predicted, and whether that holds. All rows together are page.md, for
-docs/performance.md. The exit code is 1 where a part broke or something that must be exact is not.
+row says what was found, what was predicted, and whether that holds. All rows together are page.md; in full size they
+also become their device's section of docs/performance.md, or later with `--publish`, which runs nothing. The exit code
+is 1 where a part broke or something that must be exact is not.
 """
 
 import argparse
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -21,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,10 @@ import versus_plain
 from trainer import VARIANTS, app
 
 REPO = Path(__file__).resolve().parents[1]
+DOCS = REPO / "docs" / "performance.md"
+FIRST, LAST = "<!-- found on accelerators -->\n", "<!-- end of found on accelerators -->\n"  # lines of it
+NOTHING = "**Nothing on this page has been measured on an accelerator.**"
+ALONE = "**Of this page only [this](#the-first-visit-to-an-accelerator) has been measured on an accelerator.**"
 GB = 1e9
 FAILS = "FAILS"
 
@@ -426,8 +432,12 @@ def start(name: str, size: Size, folder: Path) -> None:
 
 def where(size: Size) -> tuple[str, str, str, str]:
     """Date, commit, device and size."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=REPO, capture_output=True, text=True).stdout
-    return str(date.today()), commit.strip() or "unknown", device_name(), "small" if size == SMALL else "full"
+    ask = partial(subprocess.run, cwd=REPO, capture_output=True, text=True)
+    commit = ask(["git", "rev-parse", "--short", "HEAD"]).stdout.strip() or "unknown"
+    if ask(["git", "diff", "--quiet", "HEAD", "--", "apps", "benchmarks", "packages", "scripts"]).returncode == 1:
+        commit += ", changed"
+    device = f"{device_name()}, torch {torch.__version__}"
+    return str(date.today()), commit, device, "small" if size == SMALL else "full"
 
 
 def write(name: str, done: Done, folder: Path) -> None:
@@ -444,16 +454,38 @@ def read(name: str, folder: Path) -> Done | None:
     return Done(**entry | {"rows": [Row(**row) for row in entry["rows"]]})
 
 
-def page(folder: Path) -> str:
+def found_in(folder: Path) -> dict[str, Done]:
+    """The parts that have files."""
+    return {name: done for name in PARTS if (done := read(name, folder))}
+
+
+def page(parts: Mapping[str, Done]) -> str:
     """Markdown: a row for each row of each part."""
     head = ("date", "commit", "device", "part", "what", "found", "predicted", "verdict")
     rows = []
-    for name in PARTS:
-        if done := read(name, folder):
-            found = [*done.rows, *([Row(done.error, "", "", FAILS)] if done.error else [])]
-            place = (done.date, done.commit, f"{done.device}, {done.size}", f"{name}, {done.seconds:.0f} s")
-            rows += [(*place, row.what, row.found, row.predicted, row.verdict) for row in found]
+    for name, done in parts.items():
+        found = [*done.rows, *([Row(done.error, "", "", FAILS)] if done.error else [])]
+        place = (done.date, done.commit, f"{done.device}, {done.size}", f"{name}, {done.seconds:.0f} s")
+        rows += [(*place, row.what, row.found, row.predicted, row.verdict) for row in found]
     return engines.table(head, [[cell.replace("|", "/") for cell in row] for row in rows]) + "\n"
+
+
+def published(text: str, parts: Mapping[str, Done]) -> str:
+    """docs/performance.md with a section of these parts for their device, in place of what it said of that device."""
+    before, rest = text.split(FIRST)
+    found, after = rest.split(LAST)
+    sections = dict(re.findall(r"^### (.+)\n\n((?:\|.*\n)+)", found, re.MULTILINE))
+    devices = dict.fromkeys(done.device for done in parts.values())
+    sections |= {device: page({n: done for n, done in parts.items() if done.device == device}) for device in devices}
+    listed = "".join(f"\n### {device}\n\n{rows}" for device, rows in sections.items())
+    return before.replace(NOTHING, ALONE if sections else NOTHING) + FIRST + listed + "\n" * bool(listed) + LAST + after
+
+
+def publish(parts: Mapping[str, Done], docs: Path) -> None:
+    """Put what was found in full size into docs/performance.md."""
+    if full := {name: done for name, done in parts.items() if done.size == "full"}:
+        write_atomically(docs, published(docs.read_text(), full))
+        print(f"{docs} has it too", flush=True)
 
 
 def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], None] = start) -> int:
@@ -462,12 +494,16 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
     parser.add_argument("--small", action="store_true", help="little of everything, on any device")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--folder", type=Path, default=REPO / "runs" / "gpu-check", help="where their files are")
+    parser.add_argument("--publish", action="store_true", help="put the folder's files into docs/performance.md alone")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     size, folder = SMALL if args.small else Size(), args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     if args.part:
         run_part(args.part, size, folder)
+        return 0
+    if args.publish:
+        publish(found_in(folder), DOCS)
         return 0
     if not args.small and not torch.accelerator.is_available():
         print("gpu-check: there is no accelerator; run it where there is one, or try scripts/gpu_check.py --small here")
@@ -480,9 +516,11 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
             continue
         (folder / f"{name}.json").unlink(missing_ok=True)
         launch(name, size, folder)
-    write_atomically(folder / "page.md", page(folder))
-    print(f"\n{page(folder)}\nThe same is in {folder / 'page.md'}", flush=True)
-    return int(not all((done := read(name, folder)) and done.is_good for name in args.only))
+    found = found_in(folder)
+    write_atomically(folder / "page.md", page(found))
+    print(f"\n{page(found)}\nThe same is in {folder / 'page.md'}", flush=True)
+    publish(found, DOCS)
+    return int(not all(name in found and found[name].is_good for name in args.only))
 
 
 if __name__ == "__main__":

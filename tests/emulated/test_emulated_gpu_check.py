@@ -3,6 +3,7 @@
 import json
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import gpu_check
 import pytest
@@ -18,7 +19,7 @@ def test_it_passes_on_the_emulated_accelerator(tmp_path, alone):
     assert alone(runs.check, tmp_path, list(gpu_check.PARTS)) == 0
     for name in gpu_check.PARTS:
         done = gpu_check.read(name, tmp_path)
-        assert (done.device, done.size, done.error) == ("npu", "small", "")
+        assert (done.device.split(",")[0], done.size, done.error) == ("npu", "small", "")
         assert done.rows
         verdicts = {row.verdict for row in done.rows}
         assert gpu_check.FAILS not in verdicts
@@ -93,3 +94,25 @@ def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys)
     assert gpu_check.main(["--folder", str(tmp_path)], launch=gpu_check.run_part) == 1
     assert capsys.readouterr().out.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_found_in_full_size_becomes_its_devices_section_of_the_page():
+    text = gpu_check.DOCS.read_text()
+    here, there = (
+        gpu_check.Done("2030-01-02", "abc", name, "full", 1.0, list(one(None))) for name in ("Card X", "Card Y")
+    )
+    once = gpu_check.published(text, {"gate": here})
+    assert gpu_check.NOTHING in text
+    assert gpu_check.NOTHING not in once
+    assert once.count("### Card X\n\n| date |") == 1
+    twice = gpu_check.published(gpu_check.published(once, {"gate": there}), {"gate": replace(here, date="2031-01-02")})
+    assert [twice.count(word) for word in ("### Card X", "### Card Y", "2030-01-02", "2031-01-02")] == [1, 1, 1, 1]
+    assert gpu_check.published(once, {}) == once
+    assert gpu_check.published(text, {}) == text
+
+
+def test_what_is_found_in_small_is_not_published(tmp_path, parts):
+    docs = gpu_check.DOCS.read_bytes()
+    gpu_check.main(["--small", "--folder", str(tmp_path), "--only", "one"], gpu_check.run_part)
+    gpu_check.main(["--publish", "--folder", str(tmp_path)], gpu_check.run_part)
+    assert gpu_check.DOCS.read_bytes() == docs
