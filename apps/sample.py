@@ -21,11 +21,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from omni_rl.args import RunArgs, parse_numbers
+from omni_rl.args import RunArgs, num_ranks, parse_numbers
 from omni_rl.cli import check_finite, check_least, fitting, flag, parse_cli, refuse, require
 from omni_rl.eval_sets import check_urls
 from omni_rl.pictures import reference_sizes
 from omni_train.data import PromptRecord, RecordCheck, load_prompts
+
+SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,17 @@ def check_args(args: Args) -> None:
     least_one = dict.fromkeys(("num_images", "batch_size", "height", "width", "num_frames"), 1)
     check_least(args, {"num_inference_steps": 2, "frame_rate": 1e-3, **least_one})
     parse_numbers(args.guidance or "", "--guidance")
+    place = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]
     require(
         (args.model, "--model must be given"),
         (not missing, f"--weights must be a folder that a trainer wrote, got {missing and missing[0]}"),
         (not args.out or Path(args.out).suffix in (".png", ".jpg", ".webp"),
          f"--out must end in .png, .jpg or .webp, got {args.out}"),
-        (not args.out_dir or not Path(args.out_dir).is_file(), f"--out-dir must be a folder, got {args.out_dir}"),
+        (not args.out_dir or place.is_dir(), f"--out-dir must be a folder, got {place}"),
+        (not args.out_dir or not (Path(args.out_dir) / SAMPLES).exists(),
+         f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
+        (num_ranks() == 1, f"sample.py draws in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_urls(args.scorer_url, "--scorer-url")
     read_prompts(args, reference_sizes)
@@ -202,7 +208,7 @@ def main(args: Args) -> None:
                 rows[at] |= {"score": score.value, "parts": score.parts, "abstained": score.abstained}
     if args.out_dir:
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for _, row in sorted(rows.items())]
-        (folder / "samples.jsonl").write_text("".join(lines), "utf-8")
+        (folder / SAMPLES).write_text("".join(lines), "utf-8")
     if args.out:
         texts = [labels[prompt.index] + prompt.text for prompt in prompts]
         columns = 1 if "video" in media else 8

@@ -97,7 +97,7 @@ SETTINGS = {
     "--window-low 1 --window-size 2": "--window-size must be from 1 to the window's 1 steps, got 2",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
     "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
-    "--shard fsdp2": "--shard fsdp2 needs torchrun",
+    "--shard fsdp2": "--shard fsdp2 needs torchrun, and --dry-run without it WORLD_SIZE=N",
     "--correction-low 1.1": "--correction-low must be < 1 and --correction-high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",
     "--engine other": "--engine must be one of diffusers, vllm-omni, got 'other'",

@@ -115,6 +115,8 @@ def test_a_prompts_file_may_bring_its_own_pictures_and_negative_prompts(tmp_path
         {"prompt": "a sign", "images": "0.png", "negative_prompt": "bad and blurry"},
         {"prompt": "a sign", "images": "0.png"},
     ]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "samples.jsonl").touch()
     (tmp_path / "edit.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with_flags = sheet(tmp_path, args)
     assert np.array_equal(with_flags, sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), images=""))
@@ -131,6 +133,8 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
     images = pictures(tmp_path, edit)
     editing = settings("qwen-image-edit", images)
     (tmp_path / "torn.png").write_bytes((tmp_path / "0.png").read_bytes()[:-20])
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "samples.jsonl").touch()
     (tmp_path / "edit.jsonl").write_text('{"prompt": "a sign", "images": "0.png"}')
     net = plain.load_net(device="cpu", dtype=torch.float32)
     save_weights(net, tmp_path / "full", ALONE)
@@ -144,6 +148,8 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (editing, {"weights": "full"}, "--weights: .* does not fit QwenImageTransformer2DModel"),
         (ARGS, {"out": "sheet.gif"}, "--out must end in .png, .jpg or .webp, got sheet.gif"),
         (ARGS, {"out_dir": "0.png"}, "--out-dir must be a folder, got 0.png"),
+        (ARGS, {"out_dir": "0.png/x/y"}, "--out-dir must be a folder, got 0.png"),
+        (ARGS, {"out_dir": "old"}, "--out-dir must be without the samples.jsonl of earlier samples, got old"),
         (ARGS, {"scorer_url": "localhost"}, "--scorer-url must be http"),
         (ARGS, {"scorer_url": "http://127.0.0.1:9"}, "--scorer-url must be a reward server that answers"),
         (ARGS, {"guidance": "scale"}, "--guidance must be NAME=NUMBER .* got 'scale'"),
@@ -160,6 +166,12 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
     for args, changes, words in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
             draw(replace(args, **changes))
+
+
+def test_several_ranks_are_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="draws in one process, got 2 ranks"):
+        sample.check_args(ARGS)
 
 
 def test_a_run_s_settings_are_those_of_its_weights_where_no_others_are_given(tmp_path):

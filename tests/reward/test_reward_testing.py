@@ -48,7 +48,7 @@ def beside(code: str, *words: str, flags: tuple[str, ...] = ()) -> subprocess.Po
 
 
 ASK = """
-import sys
+import os, sys
 from pathlib import Path
 from omni_reward import RewardClient
 own, *flags = sys.argv[1:]
@@ -56,6 +56,7 @@ given = dict(zip(flags[::2], flags[1::2]))
 token = Path(given["--scorer-token-file"]).read_text()
 with RewardClient(given["--scorer-url"], token=token) as client:
     print(own, client.info()["scorer"], client.info()["batch_size"], flush=True)
+print(os.environ["OMNI_RL_COMMAND"].split(" -c ")[0], flush=True)
 sys.exit(3)
 """
 WAIT = """
@@ -70,7 +71,10 @@ time.sleep(60)
 def test_a_command_beside_a_scorer_with_flags_gets_those_of_the_scorer_and_gives_its_exit_code() -> None:
     process = beside(ASK, "mine", flags=("--batch-size", "7"))
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out.splitlines()[-1], err) == (3, "mine jpeg 7", "")
+    told, typed = out.splitlines()[-2:]
+    assert (process.returncode, told, err) == (3, "mine jpeg 7", "")
+    words = [sys.executable, "-m", "omni_reward.testing", "jpeg", "--batch-size", "7", "--", sys.executable]
+    assert typed.split() == words  # what continues a run has its scorer
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 5), (signal.SIGTERM, 6)])

@@ -8,6 +8,7 @@ before the two dashes.
 
 import os
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -99,7 +100,8 @@ def main(argv: list[str]) -> int:
         raise SystemExit("usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND")
     with serving(*argv[:end], token=secrets.token_urlsafe(32)) as server:
         signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the command too, which decides
-        process = subprocess.Popen([*argv[end + 1 :], *server.flags])
+        typed = shlex.join([sys.orig_argv[0], "-m", "omni_reward.testing", *argv])  # what continues a run of a trainer
+        process = subprocess.Popen([*argv[end + 1 :], *server.flags], env={**os.environ, "OMNI_RL_COMMAND": typed})
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()
     return 128 - code if code < 0 else code

@@ -216,7 +216,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
-        (args.shard != "fsdp2" or "RANK" in os.environ or is_planned, "--shard fsdp2 needs torchrun"),
+        (args.shard != "fsdp2" or "RANK" in os.environ or is_planned, "--shard fsdp2 needs torchrun, "
+         "and --dry-run without it WORLD_SIZE=N before the command and --device-memory-gb"),
         (not args.shard_size or (mode == "fsdp2" and world_size % args.shard_size == 0),
          f"--shard-size must divide the {world_size} ranks of --shard fsdp2, got {args.shard_size}"),
         (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),

@@ -11,7 +11,7 @@ from types import FrameType
 
 from omni_train.dist import Dist, any_rank
 
-TYPED = "OMNI_RL_COMMAND"  # variable that `omni-rl train` sets for the program that it becomes
+TYPED = "OMNI_RL_COMMAND"  # variable that is set by what starts a program in a user's stead
 HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.ranks` sets; plain torchrun passes on the first alone
 
 
@@ -58,7 +58,7 @@ def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGIN
 def resume_command() -> str:
     """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept.
 
-    TYPED is the `omni-rl` command that a user typed, where it was one.
+    TYPED is the command that a user typed, where that was another one.
     """
     if TYPED in os.environ:
         return os.environ[TYPED]

@@ -41,7 +41,8 @@ def main() -> None:
             command = python_words(words)
             sys.stdout.flush()
             if words[0] == "train":
-                os.environ["OMNI_RL_COMMAND"] = shlex.join(["omni-rl", *words])  # what continues the run
+                typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
+                os.environ["OMNI_RL_COMMAND"] = typed  # what continues the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
         print(f"omni-rl: error: {exc}", file=sys.stderr)
