@@ -76,16 +76,16 @@ def test_each_text_is_encoded_once(engine, encoded):
 
 def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded):
     engine.generate(PROMPTS, PARAMS)
-    short, long = (sampler._num_bytes(cond) for _, cond in engine.sampler._texts.values())
+    short, long = (sampler._num_bytes(cond) for _, cond in engine.sampler._known.values() if cond)
     engine.sampler.max_bytes = short + long
     engine.generate(PROMPTS, PARAMS)
     assert len(encoded) == 2
     engine.generate([replace(PROMPTS[0], text='a red sign that says "CD"'), PROMPTS[1]], PARAMS)
     assert len(encoded) == 3  # the oldest went
-    assert [prompt.text for prompt, _ in engine.sampler._texts.values()] == [encoded[1][0], encoded[2][0]]
+    assert [prompt.text for prompt, _ in engine.sampler._known.values()] == [encoded[1][0], encoded[2][0]]
     engine.sampler.max_bytes = 0
     engine.generate(PROMPTS, PARAMS)
-    assert [prompt.text for prompt, _ in engine.sampler._texts.values()] == [PROMPTS[-1].text]  # the newest stays
+    assert [prompt.text for prompt, _ in engine.sampler._known.values()] == [PROMPTS[-1].text]  # the newest stays
 
 
 def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):

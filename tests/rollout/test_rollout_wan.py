@@ -48,6 +48,24 @@ def test_every_given_frame_changes_the_video(name):
         assert (drawn - other).abs().max() > 1e-3
 
 
+def test_a_given_frame_is_encoded_once_for_a_group_that_is_drawn_in_batches():
+    row = ROWS["wan22-ti2v-first"]
+    model, engine = open_row(row)
+    seen, encode = [], model.encode_media
+    model.encode_media = lambda parts, media, params: seen.append(media) or encode(parts, media, params)
+    first, second, third = [Prompt("a sign", 0, i, seed=i, images=row.references(i // 2)) for i in range(3)]
+    second = replace(second, text="another", images=first.images)
+    params = replace(row.unguided, noise_level=0.7)
+    batches = [engine.generate([p], replace(params, sde_steps=(i,))) for i, p in enumerate((first, second))]
+    assert len(seen) == 1
+    assert torch.equal(batches[0].cond["first"], batches[1].cond["first"])
+    engine.generate([third, first], params)
+    assert len(seen) == 2  # another frame
+    engine.generate([first], replace(params, height=params.height * 2))
+    assert len(seen) == 3  # another size
+    assert torch.equal(engine.condition([first], params)["first"], batches[0].cond["first"])
+
+
 def test_a_given_first_frame_is_where_samples_end_and_nothing_is_learned_about_it():
     row = ROWS["wan22-ti2v-first"]
     model, engine = open_row(row)

@@ -126,7 +126,7 @@ class MediaArgs(RunArgs):
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
     decode_batch_size: int = 0  # Samples that the VAE decodes at a time; 0 is all of a batch
-    text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts, which are kept from step to step
+    text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts and references, kept from step to step
     text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
 
     # Scorer

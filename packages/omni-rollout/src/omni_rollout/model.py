@@ -86,7 +86,11 @@ class Model(Protocol):
         """
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """One sample's other inputs, without the axis B: latents of reference images, first frames. Often none."""
+        """One sample's other inputs, without the axis B: latents of reference images, first frames. Often none.
+
+        The sampler remembers it: it depends on the prompt's images and on `params` without `sde_steps` alone, and on
+        nothing that is trained.
+        """
 
     def is_guided(self, params: Params) -> bool:
         """Whether predict_velocity wants a `negative_X` for every entry X of `encode`."""

@@ -5,7 +5,7 @@ before the first update has the sampled log-prob.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 
 import torch
@@ -18,10 +18,10 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, j
 
 @dataclass(frozen=True)
 class TextCache:
-    """How encoded texts are kept.
+    """How encoded texts and references are kept.
 
-    max_mb: on the device, and always the newest: 1024 are 270 of Qwen-Image's longest. folder: for their files, which
-    other processes and later runs find; empty for none.
+    max_mb: on the device, and always the newest: 1024 are 270 of Qwen-Image's longest texts. folder: for files of the
+    texts, which other processes and later runs find; empty for none.
     """
 
     max_mb: float = 1024
@@ -45,7 +45,7 @@ class Prefix:
 
 
 class Sampler:
-    """Samples with a model's parts, and remembers the texts it has encoded.
+    """Samples with a model's parts, and remembers the texts and references it has encoded.
 
     parts: what `model.load` returns, or an engine's own parts under the same names. Its net may be sharded and may
     carry adapters: it is called, never taken apart.
@@ -61,7 +61,7 @@ class Sampler:
 
             self.encode = TextFiles(model, parts, texts.folder).encode
         self._prefix: Prefix | None = None  # of the last batch whose samples share one
-        self._texts: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
+        self._known: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
     def sample(self, prompts: Sequence[Prompt], params: Params, *, weight_version: int) -> Trajectory:
@@ -150,23 +150,30 @@ class Sampler:
 
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The batch's conditioning: each distinct text is encoded once and remembered, its other inputs once."""
+        """The batch's conditioning: each distinct text and all distinct images are encoded once and remembered."""
+        others = join([self._others(prompt, params) for prompt in prompts], dim=0, what="condition")
         cond = join([self._encode(prompt) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        given = {_given(prompt): prompt for prompt in prompts}
-        others = {key: self.model.condition(self.parts, prompt, params) for key, prompt in given.items()}
-        return cond | join([others[_given(prompt)] for prompt in prompts], dim=0, what="condition")
+        return cond | others
 
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
         key = (negative, text, *map(id, prompt.images), id(prompt.audio))
-        if key not in self._texts:
-            self._texts[key] = prompt, self.encode(prompt, negative=negative)
-            while len(self._texts) > 1 and sum(_num_bytes(kept) for _, kept in self._texts.values()) > self.max_bytes:
-                self._texts.pop(next(iter(self._texts)))
-        return self._texts[key][1]
+        return self._once(key, prompt, lambda: self.encode(prompt, negative=negative))
+
+    def _others(self, prompt: Prompt, params: Params) -> Cond:
+        key = repr(replace(params, sde_steps=())), *map(id, prompt.images)  # which steps are kept changes nothing here
+        return self._once(key, prompt, lambda: self.model.condition(self.parts, prompt, params))
+
+    def _once(self, key: object, prompt: Prompt, make: Callable[[], Cond]) -> Cond:
+        """What `make` returned for the key; the newest is remembered, and as many before it as `max_bytes` hold."""
+        if key not in self._known:
+            self._known[key] = prompt, make()
+            while len(self._known) > 1 and sum(_num_bytes(kept) for _, kept in self._known.values()) > self.max_bytes:
+                self._known.pop(next(iter(self._known)))
+        return self._known[key][1]
 
 
 def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:

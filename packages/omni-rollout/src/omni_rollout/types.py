@@ -279,7 +279,7 @@ class Engine(WeightedEngine, Protocol):
         """One sample per prompt, in order."""
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
+        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -23,14 +23,10 @@ class DiffusersEngine:
     moved_bytes = 0
 
     def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
+        self.parts = parts
         self.sampler = Sampler(model, parts, texts)
         self.weight_version = weight_version
         self._rest: Rest | None = None
-
-    @property
-    def parts(self) -> Parts:
-        """The model's parts."""
-        return self.sampler.parts
 
     @property
     def net(self) -> nn.Module:
@@ -46,7 +42,7 @@ class DiffusersEngine:
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
+        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
         return self.sampler.condition(prompts, params)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:

@@ -105,7 +105,7 @@ class VllmOmniEngine:
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; each distinct text is encoded once and remembered."""
+        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
         self._check_awake()
         cond: Cond = self.pipeline.sampler.condition(prompts, params)
         return cond
