@@ -135,6 +135,7 @@ from omni_losses import (
     tempflow_weights,
 )
 from omni_reward import Score
+from omni_rl.early import as_scored, goes_by_group
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, check_ratio, policy_metrics
@@ -146,6 +147,7 @@ from omni_rl.scoring import (
     gather_rewards,
     groups_of,
     keep_samples,
+    scores_of,
     select,
 )
 from omni_rl.streams import over_streams, part_advantages, shares_of, sizes_of
@@ -219,19 +221,25 @@ def main(args: Args) -> None:
     run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
     unit = args.group_size if args.same_start_noise and has_groups else 1  # a group shares what precedes its window
+    by_group = goes_by_group(args, run.dist.world_size, unit=unit) and not repacks(args)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
                 batches, pending = draw(run, prompts, params_at(run, step), unit=unit)
-            with run.phase("reward_wait"):
-                scores = collect(run.dist, pending)
-            advantages, keep = grade(run, step, prompts, batches, scores)
+            graded = partial(grade, run, step, prompts, batches)
+            if by_group:  # the update waits for scores: a batch for its groups', the first optimizer step for all
+                advantages, keep = torch.zeros(len(prompts)), None
+            else:
+                with run.phase("reward_wait"):
+                    advantages, keep = graded(collect(run.dist, pending))
             chosen = select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
+            if by_group:
+                chosen = as_scored(run, step, chosen, pending, graded)
             with run.updating(step):
                 step.metrics |= update(run, step, chosen, run.args if keep is None else repacked)
             run.sync(step)
-            show(run, step, batches, scores)
+            show(run, step, batches, scores_of(pending))
 
 
 def settle(args: Args, *, is_exact: bool) -> Args:
@@ -312,6 +320,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args
                 corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.net, batch.trajectory, k)
+                batch.wait()  # for its scores
                 then = before[k] if before else as_old(algo, now)
                 moments = {"mean": now.mean, "old_mean": then.mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, corrections[k])

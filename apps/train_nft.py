@@ -101,12 +101,13 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_reward import Score
+from omni_rl.early import as_scored, goes_by_group
 from omni_rl.experts import on_one_side
 from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of, scores_of
 from omni_rl.streams import add_up, of_stream, part_advantages, shares_of, sizes_of
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
@@ -183,6 +184,7 @@ def main(args: Args) -> None:
         steps=trained_levels(args)[:2],
         needs=["streams"] * args.apart,
     )
+    by_group = goes_by_group(args, run.dist.world_size)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
@@ -190,13 +192,17 @@ def main(args: Args) -> None:
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
                     batches, pending = draw(run, prompts, run.base_params)
-            with run.phase("reward_wait"):
-                scores = collect(run.dist, pending)
-            graded = grade(run, step, prompts, batches, scores)
+            graded = partial(grade, run, step, prompts, batches)
+            if by_group:  # the update waits for scores: a batch for its groups', the first optimizer step for all
+                chosen = [TrainBatch(b, *torch.zeros(2, len(b), device=run.dist.device)) for b in batches]
+                chosen = as_scored(run, step, chosen, pending, graded)
+            else:
+                with run.phase("reward_wait"):
+                    chosen = graded(collect(run.dist, pending))
             with run.updating(step):
-                step.metrics |= update(run, step, graded)
+                step.metrics |= update(run, step, chosen)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
-            show(run, step, batches, scores)
+            show(run, step, batches, scores_of(pending))
 
 
 def sampling_policy(run: Run[Args]) -> AbstractContextManager[None]:
@@ -293,6 +299,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     for first in range(0, len(points), size):
         for i in range(first, first + size):
             velocity = predict(run, run.net, points[i])
+            points[i].batch.wait()  # for its scores
             old = sampler[i]
             out = loss_of(args, velocity, velocity.detach() if old is None else old, points[i])
             loss, metrics = out.loss, dict(out.metrics)

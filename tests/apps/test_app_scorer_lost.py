@@ -80,10 +80,12 @@ def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatc
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 
 
-def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch, tmp_path):
+@pytest.mark.parametrize("adv_std", ["batch", "group"])
+def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch, tmp_path, adv_std):
+    """Before an update, and in one that has begun by group."""
     process = server()
     lose_at(monkeypatch, process, step=2)
-    args = settings(server, train_steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0)
+    args = settings(server, train_steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0, adv_std=adv_std)
     with pytest.raises(RuntimeError, match=r"phase reward_wait: RewardError: scores of rank 0: .*refused"):
         app.main(args)
     assert Path("runs/run/checkpoints/step-00000002").is_dir()  # though save_every has not come round

@@ -7,7 +7,7 @@ from pathlib import Path
 import count_lines
 import pytest
 
-MAX_CODE_LINES = 15_450  # of packages and apps beside the files of models, one a model; see docs/decisions/0007
+MAX_CODE_LINES = 15_500  # of packages and apps beside the files of models, one a model; see docs/decisions/0007
 MODELS = count_lines.ROOT / "packages/omni-rollout/src/omni_rollout/models"
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 

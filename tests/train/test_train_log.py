@@ -54,6 +54,19 @@ def test_phases_add_up_within_a_step_and_start_again(open_log, lines):
     assert set(second) == {"step", "time/step_s"}
 
 
+def test_a_phase_within_another_takes_its_seconds_from_it(open_log, lines, monkeypatch):
+    moments = iter(map(Moment, (0.0, 1.0, 1.5, 4.0)))
+    monkeypatch.setattr("omni_train.log.now", lambda: next(moments))
+    with open_log() as log:
+        with log.phase("update"):
+            with log.phase("reward_wait"):
+                assert log.last_phase == "reward_wait"
+            assert log.last_phase == "update"
+        log.log(0, {})
+    entry = json.loads(lines()[0])
+    assert (entry["time/update_s"], entry["time/reward_wait_s"]) == (3.5, 0.5)
+
+
 def test_times_per_image_are_those_of_the_step(open_log, lines, monkeypatch):
     clock = iter([0.0, 1.0, 3.0, 5.0])
     monkeypatch.setattr("omni_train.log.time.perf_counter", lambda: next(clock))

@@ -38,6 +38,14 @@ def test_the_phases_of_one_step_are_traced(tmp_path, capsys):
     assert f"profile of step 2: {tmp_path}/trace/000002-rollout.json.gz" in capsys.readouterr().out
 
 
+def test_a_phase_within_another_is_part_of_its_trace(tmp_path):
+    log = ProfiledLog(tmp_path, step=1, nets=(), resume_step=0, is_main=True, total_steps=3)
+    with log.phase("update"), log.phase("reward_wait"):
+        torch.zeros(1).sin()
+    assert [path.name for path in (tmp_path / "trace").iterdir()] == ["000001-update.json.gz"]
+    assert "aten::sin" in names(tmp_path / "trace" / "000001-update.json.gz")
+
+
 def test_a_run_that_continues_counts_on(tmp_path):
     assert len(run(tmp_path, steps=(2, 3), resume_step=1)) == 2
     assert run(tmp_path / "later", steps=(3,), resume_step=2) == []

@@ -53,6 +53,7 @@ class Loop:
         checkpoints = self.run.checkpoints
         with self._open:
             if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
+                self.run.optimizer.zero_grad(set_to_none=True)  # of an update that began before all scores were there
                 self._save()
                 checkpoints.wait()
             elif isinstance(error, Exception):

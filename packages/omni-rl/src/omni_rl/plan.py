@@ -530,9 +530,8 @@ class _Log(RunLog):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count as that phase within the `with` block."""
-        self.last_phase = name
-        with self._device.phase(name):
+        """Count as that phase within the `with` block, its memory as that of the outer one, if any."""
+        with self._device.phase(self._within or name), super().phase(name):
             yield
 
 

@@ -151,7 +151,11 @@ class AnyRun(ABC, Generic[ArgsT]):
         """Clip the gradients, which `backward` has summed over ranks, and step; without a signal only clear them.
 
         Without a signal momentum and weight decay alone would move the weights.
+
+        Raises:
+            RewardError: of `step.confirm`, on every rank, before the weights are touched.
         """
+        step.confirm()
         args, dist = self.args, self.dist
         decay_steps = args.train_steps if args.lr_decay else 0
         lr = warmup_lr(step.number, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
@@ -918,12 +922,14 @@ class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
     has_signal: whether any sample of any rank says where to go; a trainer that can tell sets it.
+    confirm: comes before each optimizer step, on every rank; see `omni_rl.early`.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.metrics: dict[str, float] = {}
         self.has_signal = True
+        self.confirm: Callable[[], None] = lambda: None
 
 
 def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:

@@ -154,23 +154,23 @@ def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pendi
     return scorer.submit(media, [p.text for p in prompts], [{**p.meta, **samples.rates} for p in prompts], references)
 
 
-def collect(dist: Dist, pending: Iterable[Pending]) -> list[Score]:
+def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:
     """The scores [n] of this rank's samples, in the order of its batches; waits for them.
 
     Raises:
         RewardError: the scorer failed for some rank, or what it is asked cannot be sent; raised on every rank, so that
             all can save what there is.
     """
-    scores: list[Score] = []
-    error: RewardError | ValueError | None = None
-    try:
-        scores = [score for future in pending for score in future.result()]
-    except (RewardError, ValueError) as exc:
-        error = exc
+    error = next(filter(None, (future.exception() for future in pending)), None)
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
             raise RewardError(f"scores of rank {rank}: {message}") from error
-    return scores
+    return scores_of(pending)
+
+
+def scores_of(pending: Iterable[Pending]) -> list[Score]:
+    """The scores of these requests, one after the other; waits for them."""
+    return [score for future in pending for score in future.result()]
 
 
 def groups_of(prompts: Sequence[Prompt]) -> Tensor:
@@ -179,19 +179,25 @@ def groups_of(prompts: Sequence[Prompt]) -> Tensor:
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """The rewards [N] of all ranks' samples; NaN where there is none.
+    """The rewards [N] of all ranks' samples, as `rewards_of` has them."""
+    return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
+
+
+def values_of(scores: Sequence[Score]) -> list[float]:
+    """The value of each score; NaN where there is none, infinite where its group is to be left out."""
+    return [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
+
+
+def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
+    """The rewards [N] of samples with these values [N] of their scores, in whole groups [N]; NaN where there is none.
 
     A group has none at all where the client asked to leave it out, or where it has several samples and fewer than two
     scores, which compare nothing.
     """
-    values = [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
-    rewards = _in_order(dist, batches, values, len(groups))
     places = groups.unique(return_inverse=True)[1]
-    sizes, scored, masked = (
-        torch.zeros(len(groups)).index_add(0, places, mask.float())[places]
-        for mask in (torch.ones_like(rewards), rewards.isfinite(), rewards.isinf())
-    )
-    return rewards.masked_fill((masked > 0) | (scored < sizes.clamp(max=2)), math.nan)
+    masks = torch.ones_like(values), values.isfinite(), values.isinf()
+    sizes, scored, masked = (torch.zeros(len(groups)).index_add(0, places, m.float())[places] for m in masks)
+    return values.masked_fill((masked > 0) | (scored < sizes.clamp(max=2)), math.nan)
 
 
 def gather_parts(
@@ -233,12 +239,14 @@ def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *
 class TrainBatch:
     """Samples of one forward of an update.
 
-    advantages: [B], or [B, M] of M streams. weights: [B], or None where each sample counts once.
+    advantages: [B], or [B, M] of M streams. weights: [B], or None where each sample counts once. wait: returns when
+    both are there; it comes before they are used. See `omni_rl.early`.
     """
 
     trajectory: Trajectory
     advantages: Tensor
     weights: Tensor | None = None
+    wait: Callable[[], None] = lambda: None
 
 
 def keep_samples(

@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -60,12 +60,13 @@ class RunLog:
         Raises:
             ValueError: the file has a damaged line.
         """
-        self.last_phase = "none"  # the phase entered last, on every rank
+        self.last_phase = "none"  # the phase entered last, or after a nested one its outer, on every rank
+        self._within: str | None = None  # the phase whose block runs, on every rank
         self._is_main = is_main
         self._total_steps = total_steps
         self._sinks = tuple(sinks)
         self._columns = tuple(columns)
-        self._phases: list[tuple[str, Moment, Moment]] = []  # of this step
+        self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step, each with its outer one
         self._warned: set[str] = set()
         self._eval_every = eval_every
         self._eval_s = 0.0
@@ -85,16 +86,18 @@ class RunLog:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of the `with` block, of host and device, to this step's `time/<name>_s`."""
-        self.last_phase = name
-        if not self._is_main:
-            yield
-            return
-        start = now()
+        """Add the seconds of the `with` block, of host and device, to this step's `time/<name>_s`.
+
+        Those of a phase within another one count as its own alone.
+        """
+        outer, self._within, self.last_phase = self._within, name, name
+        start = now() if self._is_main else None
         try:
             yield
+            self.last_phase = outer or name
         finally:
-            self._phases.append((name, start, now()))
+            self._within = outer
+            self._phases += [(name, outer, start, now())] if start else []
 
     def log(
         self,
@@ -113,9 +116,11 @@ class RunLog:
         """
         if not self._is_main:
             return
-        phases: dict[str, float] = {}
-        for name, start, end in self._phases:
-            phases[name] = phases.get(name, 0.0) + seconds(start, end)
+        phases: defaultdict[str, float] = defaultdict(float)
+        for name, outer, start, end in self._phases:
+            phases[name] += (own_s := seconds(start, end))
+            if outer:
+                phases[outer] -= own_s
         step_end = time.perf_counter()
         times = {f"time/{name}_s": s for name, s in phases.items()}
         times["time/step_s"] = step_end - self._step_start

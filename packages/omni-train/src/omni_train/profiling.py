@@ -33,9 +33,9 @@ class ProfiledLog(RunLog):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the `with` block, and trace it if it belongs to the step."""
+        """Time the `with` block, and trace it if it belongs to the step; one within another is part of its trace."""
         path = self._folder / f"{self._traced:06}-{name}.json.gz"
-        if not self._is_main or self._step != self._traced or path.exists():
+        if not self._is_main or self._step != self._traced or self._within or path.exists():
             with super().phase(name):
                 yield
             return

@@ -1,0 +1,144 @@
+"""Updates that begin with the groups whose scores are there, while others are being scored."""
+
+from concurrent.futures import Future
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from apps.app_lives import TINY
+from omni_losses import group_advantages
+from omni_reward import RewardError, Score
+from omni_rl.early import as_scored, goes_by_group
+from omni_rl.run import Step
+from omni_rl.sampling import draw
+from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
+from omni_rollout import Prompt, Samples
+from trainer_runs import place, recipe, tiny, train, train_on_ranks
+
+import train_flowgrpo
+import train_nft
+
+GROUPED = {"adv_std": "group", "group_size": 2, "prompts_per_step": 4, "train_steps": 2, "eval_every": 2}
+FLOW = replace(TINY, **GROUPED, save_every=9)
+NFT = tiny(recipe(train_nft, "tiny-signs"), **GROUPED, name="run", batch_size=2, width=64, train_levels=2, lr=1e-3)
+
+
+class Held(Future):
+    """Scores that must have come by the time that they are waited for, or soon after."""
+
+    def exception(self, timeout=20):
+        return super().exception(timeout)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
+
+
+def numbers(lines):
+    """The lines but for what depends on clocks and memory."""
+    timed = ("time/", "perf/", "reward/busy_s")
+    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
+
+
+def waiting(app, args, monkeypatch, train=train):
+    """The numbers of a run that waits for all scores before it updates."""
+    with monkeypatch.context() as patch:
+        patch.setattr(app, "goes_by_group", lambda *args, **options: False)
+        return numbers(train(app, replace(args, name="waiting")))
+
+
+@pytest.mark.parametrize(
+    ("app", "args"),
+    [(train_flowgrpo, replace(FLOW, num_minibatches=2)), (train_nft, NFT)],
+    ids=["flowgrpo-two-updates", "nft"],
+)
+def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(app, args, monkeypatch, bright_url):
+    """Only the first group is scored before the update; each backward pass lets the scores of one batch more come."""
+    args = replace(args, scorer_url=bright_url)
+
+    def held(run, *others, **options):
+        batches, pending = draw(run, *others, **options)
+        scored = [Held() for _ in pending]
+        left = zip(scored, pending, strict=True)
+
+        def come():
+            for future, source in islice(left, 1):
+                future.set_result(source.result())
+
+        def backward(loss, *, of):
+            loss.backward()
+            come()
+
+        come()
+        run.backward = backward
+        return batches, scored
+
+    expected = waiting(app, args, monkeypatch)
+    monkeypatch.setattr(app, "draw", held)
+    assert numbers(train(app, args)) == expected
+
+
+def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeypatch, bright_url):
+    """Sharded weights on two ranks, which go through the passes together; the run then continues bit for bit."""
+    args = replace(FLOW, scorer_url=bright_url)
+
+    def failing(run, *others, **options):
+        batches, pending = draw(run, *others, **options)
+        if run.version == 1 and run.dist.rank == 1:
+            pending[-1] = Future()
+            pending[-1].set_exception(RewardError("gone"))
+        return batches, pending
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train_flowgrpo, "draw", failing)
+        with pytest.raises(Exception, match="phase reward_wait: RewardError: scores of rank 1: gone"):
+            train_on_ranks(train_flowgrpo, args)
+    assert Path("runs/run/checkpoints/step-00000001").is_dir()
+    expected = waiting(train_flowgrpo, args, monkeypatch, train_on_ranks)
+    assert numbers(train_on_ranks(train_flowgrpo, args)) == expected
+
+
+@pytest.mark.parametrize("std", ["group", "none"])
+def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
+    """Batches of 3 across groups of 4, requests of 2: a batch waits up to the end of its last group."""
+    torch.manual_seed(0)
+    prompts = [Prompt("", group=i // 4, index=i, seed=i) for i in range(24)]
+    scores = [Score(value) for value in torch.rand(24).tolist()]
+    scores[2] = Score(None, abstained="unreadable")
+    scores[9] = Score(None, abstained="lost", mask_group=True)
+    batches = [Samples(tuple(prompts[i : i + 3]), {}, {}, 0) for i in range(0, 24, 3)]
+    rewards = gather_rewards(place(), batches, scores, groups_of(prompts))
+    expected = group_advantages(rewards, groups_of(prompts), std=std)
+    args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
+    run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
+    pending, graded, step = [Held() for _ in range(12)], [], Step(0)
+    chosen = [TrainBatch(batch, torch.zeros(3), torch.zeros(3)) for batch in batches]
+    chosen = as_scored(run, step, chosen, pending, graded.append)
+    for first, batch in zip(range(0, 24, 3), chosen, strict=True):
+        end = -(-(first + 3) // 4) * 4
+        for i in range(0, end, 2):
+            if not pending[i // 2].done():
+                pending[i // 2].set_result(scores[i : i + 2])
+        batch.wait()
+        assert torch.equal(batch.advantages, expected[first : first + 3])
+        assert torch.equal(batch.weights, 1.0 - rewards[first : first + 3].isnan().float())
+    for _ in range(2):
+        step.confirm()
+    assert graded == [scores]  # once
+
+
+def test_only_whole_groups_that_depend_on_no_other_come_early():
+    args = replace(FLOW, group_size=4, batch_size=2)
+    assert goes_by_group(args, 1)
+    assert not goes_by_group(args, 2)  # half a group each
+    assert goes_by_group(args, 2, unit=4)
+    assert goes_by_group(replace(args, batch_size=8), 2)
+    assert not goes_by_group(replace(args, batch_size=6), 2)
+    assert not goes_by_group(replace(args, adv_std="batch"), 1)
+    assert not goes_by_group(replace(args, reward_parts="ocr=1"), 1)
