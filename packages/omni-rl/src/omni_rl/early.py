@@ -15,6 +15,7 @@ import torch
 from omni_losses import group_advantages
 from omni_reward import Score
 from omni_rollout import Prompt
+from omni_rollout.types import to_device
 
 from omni_rl.args import JudgedArgs
 from omni_rl.run import Run, Step
@@ -70,6 +71,6 @@ def _fill(run: Run[JudgedArgs], batch: TrainBatch, prompts: Sequence[Prompt], pe
     rewards = rewards_of(torch.tensor(values_of(scores)), groups)
     advantages = group_advantages(rewards, groups, std=run.args.adv_std, correction=run.args.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.trajectory.indices)
-    batch.advantages.copy_(advantages[is_own])
+    batch.advantages.copy_(to_device(advantages[is_own], run.dist.device))
     if batch.weights is not None:
-        batch.weights.copy_(~rewards[is_own].isnan())
+        batch.weights.copy_(to_device((~rewards[is_own].isnan()).float(), run.dist.device))
