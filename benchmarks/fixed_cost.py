@@ -65,6 +65,9 @@ class Engine:
         """As many as there are prompts, at most 64."""
         return Samples(tuple(prompts), {"image": self.pictures[: len(prompts)]}, {}, 0)
 
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
+        """Nothing to prepare."""
+
     def load_weights(self, tensors: object, *, version: int) -> None:
         """Nothing to load."""
 

@@ -143,6 +143,14 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     assert events == ["draw", "submit"] * 4
 
 
+def test_the_next_batch_is_prepared_before_the_host_waits_for_this_one(monkeypatch):
+    run, events = lone_run(replace(TINY, batch_size=2)), []
+    monkeypatch.setattr(run.engine, "prepare", lambda prompts, params: events.append(prompts[0].index))
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: events.append("wait") or tensor)
+    draw(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)), graded=False)
+    assert events == [2, "wait", 4, "wait", 6, "wait", "wait"]
+
+
 def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
     run = lone_run(TINY)
     run.version = 1

@@ -93,6 +93,7 @@ SIGNATURES = {
     "omni_rollout.Model.decode": "self, parts, x0, cond, params",
     "omni_rollout.Model.encode_media": "self, parts, media, params",
     "omni_rollout.Engine.generate": "self, prompts, params",
+    "omni_rollout.Engine.prepare": "self, prompts, params",
     "omni_rollout.Engine.condition": "self, prompts, params",
     "omni_rollout.Engine.load_weights": "self, tensors, *, version",
     "omni_rollout.Engine.close": "self",

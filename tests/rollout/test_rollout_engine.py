@@ -10,7 +10,7 @@ from omni_rollout import Params, Prompt, replay, sampler
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine
-from omni_sched import cps_step, dance_step, sde_step
+from omni_sched import INITIAL_NOISE, cps_step, dance_step, sde_step, step_noise
 
 PARAMS = Params(5, 32, 96, noise_level=0.7, sde_steps=(1, 2))
 GUIDED = replace(PARAMS, guidance={"true_cfg_scale": 2.0})
@@ -68,6 +68,17 @@ def test_a_replayed_step_carries_a_gradient_and_the_whole_transition(engine, mod
     assert engine.net.proj_out.weight.grad.abs().sum() > 0
 
 
+def test_noise_for_the_start_is_drawn_once_ahead_and_no_bit_depends_on_it(engine, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(sampler, "step_noise", lambda *args: drawn.append(args[:2]) or step_noise(*args))
+    others = [replace(prompt, seed=prompt.seed + 7) for prompt in PROMPTS]
+    alike = [replace(prompt, initial_seed=5) for prompt in PROMPTS]
+    found = [engine.prepare(ahead, PARAMS) or engine.generate(PROMPTS, PARAMS).x0 for ahead in (PROMPTS, others, alike)]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert [seeds for seeds, step in drawn if step == INITIAL_NOISE] == [(0, 1, 2), (7, 8, 9), (0, 1, 2)]
+
+
 def test_each_text_is_encoded_once(engine, encoded):
     engine.generate(PROMPTS, GUIDED)
     engine.generate(PROMPTS, GUIDED)
@@ -82,10 +93,10 @@ def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded):
     assert len(encoded) == 2
     engine.generate([replace(PROMPTS[0], text='a red sign that says "CD"'), PROMPTS[1]], PARAMS)
     assert len(encoded) == 3  # the oldest went
-    assert [prompt.text for prompt, _ in engine.sampler._known.values()] == [encoded[1][0], encoded[2][0]]
+    assert [prompt.text for prompt, cond in engine.sampler._known.values() if cond] == [encoded[1][0], encoded[2][0]]
     engine.sampler.max_bytes = 0
     engine.generate(PROMPTS, PARAMS)
-    assert [prompt.text for prompt, _ in engine.sampler._known.values()] == [PROMPTS[-1].text]  # the newest stays
+    assert len(engine.sampler._known) == 1  # the newest stays
 
 
 def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):

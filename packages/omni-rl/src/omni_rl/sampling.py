@@ -6,7 +6,7 @@ Letters: N samples of a step over all ranks, B samples of a batch.
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 
 import torch
 from omni_reward import Score
@@ -84,10 +84,12 @@ def draw(
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
     batches, pending = [], []
-    for own in deal(prompts, run.dist, run.args.batch_size, unit=unit):
+    for own, following in pairwise([*deal(prompts, run.dist, run.args.batch_size, unit=unit), ()]):
         batch = run.engine.generate(own, params.of_size(own[0].size))
         if batch.weight_version != run.version:
             raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
+        if following:  # while the device is busy with this one
+            run.engine.prepare(following, params.of_size(following[0].size))
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)

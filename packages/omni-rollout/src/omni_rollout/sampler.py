@@ -6,6 +6,7 @@ before the first update has the sampled log-prob.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import islice, pairwise
 
 import torch
@@ -60,6 +61,8 @@ class Sampler:
             from omni_rollout.text_files import TextFiles
 
             self.encode = TextFiles(model, parts, texts.folder).encode
+        # The last starts alone: `prepare` draws them, and the next `sample` takes them.
+        self._start_noise = lru_cache(1)(lambda seeds, shape: step_noise(seeds, INITIAL_NOISE, shape))
         self._prefix: Prefix | None = None  # of the last batch whose samples share one
         self._known: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
@@ -99,6 +102,11 @@ class Sampler:
             params=params,
         )
 
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
+        """Draw the noise that these samples start from, if they share none, for the next `sample`; changes no bit."""
+        if all(prompt.initial_seed is None for prompt in prompts):
+            self._noise(prompts, self.model.latent_shape(params))
+
     def _denoise(
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
@@ -107,9 +115,8 @@ class Sampler:
         if params.sde_steps and any(prompt.initial_seed is not None for prompt in prompts):
             x, start = self._shared(prompts, params, sigmas, cond, shape, version), params.sde_steps[0]
         else:
-            x = to_device(_noise(prompts, shape), device)
-        kept: list[tuple[Tensor, Transition]] = []
-        data, last_sigma = None, None
+            x = to_device(self._noise(prompts, shape), device)
+        kept, data, last_sigma = list[tuple[Tensor, Transition]](), None, None
         for i, (sigma, sigma_next) in islice(enumerate(pairwise(sigmas)), start, None):  # on the host
             velocity = self._velocity(x, sigma, cond, params)
             if i in params.sde_steps:
@@ -136,12 +143,16 @@ class Sampler:
         seeds, last = {prompt.seed for prompt in prompts}, self._prefix
         if not last or last.starts != starts or last.seeds & seeds:  # a sample is drawn again: the weights may differ
             rows = {name: tensor[first] for name, tensor in cond.items()}
-            x = to_device(_noise([prompts[i] for i in first], shape), next(iter(cond.values())).device)
+            x = to_device(self._noise([prompts[i] for i in first], shape), next(iter(cond.values())).device)
             for sigma, sigma_next in islice(pairwise(sigmas), params.sde_steps[0]):
                 x = euler_step(self._velocity(x, sigma, rows, params), x, sigma, sigma_next)
             last = self._prefix = Prefix(starts, x, prompts, set())
         last.seeds |= seeds
         return last.x[row_of]
+
+    def _noise(self, prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
+        """The noise [B, ...] that samples start from."""
+        return self._start_noise(tuple(map(_initial_seed, prompts)), tuple(shape))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The net's velocity [B, ...] at latents x [B, ...] of one noise level."""
@@ -151,24 +162,24 @@ class Sampler:
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The batch's conditioning: each distinct text and all distinct images are encoded once and remembered."""
-        others = join([self._others(prompt, params) for prompt in prompts], dim=0, what="condition")
         cond = join([self._encode(prompt) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
             negative = join([self._encode(prompt, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        return cond | others
+        drawn = repr(replace(params, sde_steps=()))  # which steps are kept changes nothing here
+        others = [self._once(partial(self.model.condition, self.parts, p, params), p, drawn) for p in prompts]
+        return cond | join(others, dim=0, what="condition")
 
     def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
-        key = (negative, text, *map(id, prompt.images), id(prompt.audio))
-        return self._once(key, prompt, lambda: self.encode(prompt, negative=negative))
+        return self._once(lambda: self.encode(prompt, negative=negative), prompt, negative, text)
 
-    def _others(self, prompt: Prompt, params: Params) -> Cond:
-        key = repr(replace(params, sde_steps=())), *map(id, prompt.images)  # which steps are kept changes nothing here
-        return self._once(key, prompt, lambda: self.model.condition(self.parts, prompt, params))
+    def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
+        """What `make` once returned for these facts and the prompt's images.
 
-    def _once(self, key: object, prompt: Prompt, make: Callable[[], Cond]) -> Cond:
-        """What `make` returned for the key; the newest is remembered, and as many before it as `max_bytes` hold."""
+        The newest is remembered, and as many before it as `max_bytes` hold.
+        """
+        key = (*facts, *map(id, prompt.images))
         if key not in self._known:
             self._known[key] = prompt, make()
             while len(self._known) > 1 and sum(_num_bytes(kept) for _, kept in self._known.values()) > self.max_bytes:
@@ -223,13 +234,8 @@ def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
 
 
 def _given(prompt: Prompt) -> tuple[str | int, ...]:
-    """What the samples of a prompt share: its texts, its images, its sound."""
-    return prompt.text, prompt.negative, *map(id, prompt.images), id(prompt.audio)
-
-
-def _noise(prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
-    """The noise [B, ...] that samples start from."""
-    return step_noise([_initial_seed(prompt) for prompt in prompts], INITIAL_NOISE, shape)
+    """What the samples of a prompt share: its texts, its images."""
+    return prompt.text, prompt.negative, *map(id, prompt.images)
 
 
 def _initial_seed(prompt: Prompt) -> int:

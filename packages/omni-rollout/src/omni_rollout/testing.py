@@ -107,6 +107,7 @@ def check_noise(engine: Engine, prompts: list[Prompt], params: Params, trajector
     if 0 not in params.sde_steps:
         params = replace(params, sde_steps=(0, *params.sde_steps))
         trajectory = engine.generate(prompts, params)
+    engine.prepare(prompts, params)  # not what follows
     other = engine.generate([prompts[2], replace(prompts[0], seed=7)], params)
     assert torch.equal(other.x[0, 0], trajectory.x[2, 0])
     assert not torch.equal(other.x[1, 0], trajectory.x[0, 0])

@@ -278,6 +278,9 @@ class Engine(WeightedEngine, Protocol):
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order."""
 
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
+        """Do what the host can do of the next `generate`, while the device is busy; whatever follows stays the same."""
+
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
 

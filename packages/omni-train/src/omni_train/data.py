@@ -83,7 +83,7 @@ class PromptSampler:
         """The P prompts of a step; the same for the same file, P, seed and step, on every rank."""
         if step < 0:
             raise ValueError(f"step must be >= 0, got {step}")
-        num, first = len(self), step * self.prompts_per_step
+        num, first = len(self._lines), step * self.prompts_per_step
         places = range(first, first + self.prompts_per_step)
         orders = {epoch: self._order(epoch) for epoch in {place // num for place in places}}
         drawn = [orders[place // num](place % num) for place in places]
@@ -91,7 +91,7 @@ class PromptSampler:
 
     def _order(self, epoch: int) -> "Order":
         """The order of an epoch: a permutation whose head avoids what the shared step took from the epoch before."""
-        num, per_step = len(self), self.prompts_per_step
+        num, per_step = len(self._lines), self.prompts_per_step
         start = epoch - epoch % (per_step // math.gcd(num, per_step))  # here a step and an epoch begin together
         if num >= 2 * per_step:
             start = max(start, epoch - 1)  # what moves in the head cannot reach the tail: one epoch back is enough

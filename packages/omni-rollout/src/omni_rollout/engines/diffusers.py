@@ -23,15 +23,10 @@ class DiffusersEngine:
     moved_bytes = 0
 
     def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
-        self.parts = parts
+        self.parts, self.net = parts, parts.net  # which is the trainer's own
         self.sampler = Sampler(model, parts, texts)
         self.weight_version = weight_version
         self._rest: Rest | None = None
-
-    @property
-    def net(self) -> nn.Module:
-        """The module that samples, which is the trainer's own."""
-        return self.parts.net
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
@@ -40,6 +35,10 @@ class DiffusersEngine:
             ValueError: no prompts, images of several sizes, or a size or option that the model lacks.
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
+
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
+        """Draw the noise that the next batch starts from, which a device that is busy need not wait for then."""
+        self.sampler.prepare(prompts, params)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""

@@ -104,6 +104,10 @@ class VllmOmniEngine:
         # What inference mode made cannot take part in training. Concatenation has copied all tensors but this one.
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
 
+    def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
+        """Draw the noise that the next batch starts from, which a device that is busy need not wait for then."""
+        self.pipeline.sampler.prepare(prompts, params)
+
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
         self._check_awake()
