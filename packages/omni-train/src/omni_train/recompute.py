@@ -40,7 +40,7 @@ class Recompute:
         self.compiled = compiled
 
     def __call__(self, block: nn.Module, *args: Any) -> Any:
-        kind = (type(block), *(arg.shape for arg in args if isinstance(arg, Tensor)))
+        kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
         keeps = self.sizes.get(kind, self.room + 1) <= self.room
         run = partial(checkpoint, block.__call__, *args, use_reentrant=False)
         if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):

@@ -7,7 +7,8 @@ around the transformer call. The transformer runs in the dtype of the text featu
 """
 
 from collections.abc import Mapping
-from typing import ClassVar
+from functools import cache, wraps
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,7 @@ class QwenImage(DiffusersModel):
         # An empty negative is what a user leaves out; the released pipeline guides away from one space.
         text = (prompt.negative or " ") if negative else prompt.text
         tokens = parts.tokenizer(
-            [TEMPLATE.format(text)],
-            max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS,
-            truncation=True,
-            return_tensors="pt",
+            TEMPLATE.format(text), max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS, truncation=True, return_tensors="pt"
         )
         ids = to_device(tokens.input_ids, parts.text_encoder.device)  # without a mask, which would be all ones
         return features(parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
@@ -108,15 +106,14 @@ class QwenImage(DiffusersModel):
         shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in pictures]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
-            velocity = net(
+            return net(
                 hidden_states=tokens.to(embeds.dtype),
                 timestep=sigma.float() * 1000 / 1000,  # diffusers' own rounding: its timesteps are float32 sigma * 1000
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_mask=where_needed(mask, embeds.device),
                 img_shapes=shapes,
                 return_dict=False,
-            )[0].float()
-            return velocity[:, : x[0, 0].numel() // 4]  # without that of the references
+            )[0][:, : x[0, 0].numel() // 4].float()  # without the velocity of the references
 
         velocity = predict(cond["embeds"], cond["embeds_mask"])
         if self.is_guided(params):
@@ -139,21 +136,53 @@ class QwenImage(DiffusersModel):
         mean, std = self._statistics(code)
         return (code - mean) / std
 
-    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+    def _class(self, part: str) -> Any:
+        return net_class() if part == "transformer" else super()._class(part)
+
+    def _statistics(self, latents: Tensor) -> list[Tensor]:
         """Mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
-        mean, std = (
+        return [
             to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1)
             for name in ("latents_mean", "latents_std")
-        )
-        return mean, std
+        ]
+
+
+@cache
+def net_class() -> Any:
+    """The class of diffusers, by its name, whose blocks get the mask of texts past its forward.
+
+    Given a mask, that forward asks the device for the length of each text, which it does not use; the host would wait.
+    """
+    import diffusers
+    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+
+    class TextMaskProcessor(QwenDoubleStreamAttnProcessor2_0):
+        """Attention whose `attention_mask`, bool [B, T] or None, is that of the texts."""
+
+        @wraps(QwenDoubleStreamAttnProcessor2_0.__call__)  # of which Attention reads the names
+        def __call__(self, *args: Any, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
+            return super().__call__(*args, **inputs | {"encoder_hidden_states_mask": attention_mask})
+
+    class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
+        @wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
+        def __init__(self, **config: Any) -> None:
+            super().__init__(**config)
+            self.set_attn_processor(TextMaskProcessor())
+
+        def forward(self, *, encoder_hidden_states_mask: Tensor | None = None, **inputs: Any) -> Any:
+            return super().forward(attention_kwargs={"attention_mask": encoder_hidden_states_mask}, **inputs)
+
+    return QwenImageTransformer2DModel
 
 
 def cut_to_one_frame(decoder: nn.Module) -> None:
     """Leave the causal convolutions of a decoder of videos what they need for one frame: their last taps in time.
 
     The other taps multiply the zeros before the first frame. A third of the products and weights is left. A pixel's
-    channels lie side by side, in which order norms take a small part of the time.
+    channels lie side by side, in which order norms take a small part of the time. No input of a convolution is copied
+    and kept for a next frame.
     """
+    decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)  # without `feat_cache`
     for conv in decoder.modules():
         if isinstance(conv, nn.Conv3d):
             weight = conv.weight[:, :, -1:].clone(memory_format=torch.channels_last_3d)
