@@ -2,8 +2,9 @@
 
 import gc
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,14 @@ from typing import Any
 import omni_rl.run
 import torch
 from emulated.npu import Event, load, watch
+from model_rows import ROWS
+from omni_rollout import Prompt
+from omni_rollout.models import open_model
 from omni_rollout.models.hunyuan_image_moe import Mixture
+from omni_rollout.sampler import Sampler
 from omni_train.optim import StepResult
 from records import record
-from torch import nn
+from torch import Tensor, nn
 
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
 FEW: dict[str, Any] = SMALL | {"group_size": 2}
@@ -85,6 +90,31 @@ def peaks(variant: str) -> tuple[float, float]:
     size = gpu_check.Size(random=6, random_heads=4, side=256, batch_size=4, rank=16)
     *_, step = gpu_check.take(size, variant, 2, **gpu_check.FEW)
     return step.peak, gpu_check.plan_of(size, variant)
+
+
+def waits_of(name: str) -> Counter[str]:
+    """Where the host waits in one guided forward of the model of that row of tests/model_rows.py."""
+    load()
+    row = ROWS[name]
+    folder, told, waits = row.checkpoint(), list[Event](), Counter[str]()
+    model, device = open_model(folder), torch.device("npu")
+    parts = model.load(device=device, dtype=torch.float32)
+    prompts = [Prompt("a blue sign", 0, i, seed=i, negative="grey", images=row.references(0)) for i in range(2)]
+    predict = model.predict_velocity
+
+    def counted(*arguments: Any) -> Tensor:
+        told.clear()
+        with watch(told):
+            velocity = predict(*arguments)
+        waits.update(each.place for each in told if each.waits)
+        return velocity
+
+    params = replace(row.guided, num_inference_steps=2, sde_steps=())
+    sampler = Sampler(model, parts)
+    sampler.sample(prompts, params, weight_version=0)  # what is built once
+    model.predict_velocity = counted  # type: ignore[method-assign]
+    sampler.sample(prompts, params, weight_version=0)
+    return Counter({place: number // 2 for place, number in waits.items()})
 
 
 def waits_of_experts() -> list[tuple[list[int], bool]]:

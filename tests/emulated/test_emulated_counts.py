@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from emulated import count_waits, emulated_runs
 from helpers import sampled
+from model_rows import ROWS
 
 NEEDED = {"sampling.py draw": count_waits.BATCHES, "optim.py _norms": 1, "run.py policy_metrics": 1}
 WAITS = {  # of SRPO all scores are computed on the device; its batches hold texts of unequal lengths
@@ -46,3 +47,16 @@ def test_copies_to_the_device_are_few(counted):
 def test_a_mixture_of_experts_waits_once_in_a_forward_and_never_in_a_backward(alone):
     """As it is and compiled; gradients or none, the bits are the same."""
     assert alone(emulated_runs.waits_of_experts) == [([1, 1, 0], True)] * 2
+
+
+STILL = {  # by model, where the host waits in a guided forward: for the expert, in each of 3 layers, in diffusers
+    "wan22": {"wan.py Wan._expert": 1},
+    "wan22-i2v": {"wan.py Wan._expert": 1},
+    "hunyuan-image": {"hunyuan_image_moe.py Mixture.forward": 3},
+    "qwen-image-edit-plus": {"qwen_image.py net_class.QwenImageTransformer2DModel.forward": 2},
+}
+
+
+@pytest.mark.parametrize("name", sampled(list(ROWS), 2, always=("bagel", "ltx23")))
+def test_the_host_waits_for_nothing_else_in_a_forward(fresh, name):
+    assert fresh(emulated_runs.waits_of, name) == STILL.get(name, {})

@@ -8,6 +8,7 @@ All texts fill all positions with learned registers, so that nothing is masked. 
 
 import math
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
+CPU = torch.device("cpu")
 TEXT_TOKENS = 1024
 MEL_RATIO = 4  # frames, and bins, of a spectrogram to a latent
 SOUND_SCALE = "audio_guidance_scale"
@@ -158,6 +160,11 @@ class LTX2(DiffusersModel):
         frames, sound, _ = parts.connectors(hidden, mask.to(hidden.device), padding_side="left")
         return {"embeds": frames[0], "sound_embeds": sound[0]}
 
+    @cached_property
+    def _net(self) -> Any:
+        """A net that computes positions on the host: on a device it makes constants anew, for which the host waits."""
+        return self.empty_net()
+
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """The velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
 
@@ -173,6 +180,8 @@ class LTX2(DiffusersModel):
         if guided:
             texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
             tokens, sound, level = (torch.cat([each, each]) for each in (tokens, sound, level))
+        places = self._net.rope.prepare_video_coords(len(tokens), f, h, w, CPU, fps=params.frame_rate)
+        times = self._net.audio_rope.prepare_audio_coords(len(sound), sound.shape[1], CPU).contiguous()
         velocities: tuple[Tensor, Tensor] = net(
             hidden_states=tokens.to(texts[0].dtype),
             audio_hidden_states=sound.to(texts[1].dtype),
@@ -185,6 +194,8 @@ class LTX2(DiffusersModel):
             width=w,
             fps=params.frame_rate,
             audio_num_frames=sound.shape[1],
+            video_coords=to_device(places, x.device),
+            audio_coords=to_device(times, x.device),
             return_dict=False,
         )
         found = [velocity.float() for velocity in velocities]
