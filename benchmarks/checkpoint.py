@@ -9,15 +9,13 @@ matrix products on the training's device, alone and while a checkpoint is writte
 """
 
 import argparse
-import platform
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import date
 from pathlib import Path
 
+import engines
 import torch
 from omni_train.checkpoint import Checkpoint
 from omni_train.dist import Dist, init_distributed, synchronize
@@ -102,8 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", help="where to write; a folder of the system for temporary files if not given")
     args = parser.parse_args(argv)
     dist = init_distributed()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(f"{date.today()}, commit {commit or 'unknown'}, {dist.device.type} {platform.machine()}, {args.gb:g} GB")
+    print(engines.stamp(f"{args.gb:g} GB"))
     print("| what | value |", "| --- | --- |", sep="\n")
     for name, value in measure(args.gb, args.saves, args.folder, dist).items():
         print(f"| {name} | {value:.3g} |")

@@ -7,22 +7,26 @@ weights beside the small checkpoint's other parts. Only its text input is narrow
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from omni_rollout import Model, Prompt
-from omni_train.dist import synchronize
+from omni_train.dist import local_device, synchronize
 from omni_train.state import local_rows
 from torch import nn
 
+REPO = Path(__file__).resolve().parents[1]
 TEXT = 'a pink sign that says "K7QX"'
 HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
 MB = 2**20
@@ -117,6 +121,26 @@ def now(device: torch.device) -> float:
     return time.process_time() if device.type == "cpu" else time.perf_counter()
 
 
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(name(device)) if name else f"{device.type} {platform.machine()}"
+
+
+def commit() -> str:
+    """The commit of the tree, and whether the code in it was changed."""
+    ask = partial(subprocess.run, cwd=REPO, capture_output=True, text=True)
+    name = str(ask(["git", "rev-parse", "--short", "HEAD"]).stdout).strip() or "unknown"
+    code = ["apps", "benchmarks", "packages", "scripts"]
+    return f"{name}, changed" if ask(["git", "diff", "--quiet", "HEAD", "--", *code]).returncode == 1 else name
+
+
+def stamp(*about: object) -> str:
+    """The line above a table: date, commit, device, torch, and what it is about."""
+    where = (str(date.today()), f"commit {commit()}", device_name(local_device()), f"torch {torch.__version__}")
+    return ", ".join([*where, *map(str, about)])
+
+
 def setting(args: Args, path: str, device: torch.device) -> str:
     """One line that says what was measured, where and when."""
     from diffusers import QwenImageTransformer2DModel
@@ -127,9 +151,10 @@ def setting(args: Args, path: str, device: torch.device) -> str:
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "diffusers", "vllm-omni"))
     name = f"CPU, {os.cpu_count()} cores, {torch.get_num_threads()} of them used"
     if device.type != "cpu":
-        name = torch.get_device_module(device).get_device_name(device)
+        name = device_name(device)
     return (
-        f"{date.today()}; {name}; {versions}; {shape['num_layers']} blocks, {shape['num_attention_heads']} heads of "
+        f"{date.today()}; commit {commit()}; {name}; {versions}; "
+        f"{shape['num_layers']} blocks, {shape['num_attention_heads']} heads of "
         f"{shape['attention_head_dim']}, {num_params / 1e6:.1f} M parameters{', random' if args.random else ''}; "
         f"{args.width} x {args.height} pixels, {args.num_inference_steps} steps, batch of {args.batch_size}"
     )

@@ -10,18 +10,16 @@ there already. `--start` begins behind a log of so many steps. The state that is
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import date
 from types import SimpleNamespace
 from typing import Any
 
+import engines
 import torch
 from omni_reward import Score
 from omni_rl.args import MediaArgs
@@ -177,11 +175,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--eval-every", type=int, default=50, help="steps between evaluations of 64 prompts")
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     args = Args(**vars(parser.parse_args(argv)))
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     with quiet():
         found = list(measure(args))
-    device = init_distributed().device
-    print(f"{date.today()}, commit {commit or 'unknown'}, {device.type} {platform.machine()}, {args}")
+    print(engines.stamp(args))
     print(*table(found), sep="\n")
 
 

@@ -13,7 +13,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_cli(Args, lambda args: None, words, app="framework_tax", description=__doc__)
     found = measure(args)
     inside = found["forward"] + found["backward"]
-    print(f"{date.today()}, {local_device().type}, {args}")
+    print(engines.stamp(args))
     print("| step, s | forward, s | backward, s | decode, s | step / (forward + backward) | without decode |")
     print("| --- | --- | --- | --- | --- | --- |")
     step, decode = found["step"], found["decode"]

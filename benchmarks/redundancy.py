@@ -12,16 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import date
 from typing import Any, Literal
 
+import engines
 import torch
 import trainer
 from omni_rl.cli import parse_cli
 from omni_rl.run import Run, Step
 from omni_rl.scoring import TrainBatch
 from omni_rollout import Params, Prompt, Trajectory, replay
-from omni_train.dist import local_device
 from omni_train.planned import Meter
 from trainer import Args, app
 
@@ -138,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Count and print a table."""
     words = sys.argv[1:] if argv is None else argv
     args = parse_cli(Args, lambda args: None, words, app="redundancy", description=__doc__)
-    print(f"{date.today()}, {local_device().type}, {args}")
+    print(engines.stamp(args))
     print("| step | computed, GFLOP | needed, GFLOP | computed / needed |", "| --- | --- | --- | --- |", sep="\n")
     for name, work in rows(args):
         cells = f"{work.computed / 1e9:,.1f} | {work.needed / 1e9:,.1f} | {work.computed / work.needed:.4f}"

@@ -16,7 +16,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import date
 from typing import Any
 
 import engines
@@ -236,7 +235,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Count, measure, and print two tables."""
     words = sys.argv[1:] if argv is None else argv
     args, device = parse_cli(Args, lambda args: None, words, app="roofline", description=__doc__), local_device()
-    print(f"{date.today()}, {device.type}, {args}\n")
+    print(f"{engines.stamp(args)}\n")
     devices = ASSUMED | ({"here": measure_ceilings(device)} if args.measured else {})
     rows = [[name, *(f"{value:.3g}" for value in asdict(each).values())] for name, each in devices.items()]
     print(engines.table(["device", *(field.name for field in fields(Ceilings))], rows) + "\n")

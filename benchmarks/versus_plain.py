@@ -16,7 +16,6 @@ must agree in the gradient's norm and in the loss, within BOUNDS.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
 from typing import Any
 
 import engines
@@ -222,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_cli(Args, lambda args: None, words, app="versus_plain", description=__doc__)
     dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
     found = measure(args)
-    print(f"{date.today()}, {local_device().type}, {dtype}, {args}")
+    print(engines.stamp(dtype, args))
     print(table(found))
     if off := [name for name, result in found.items() if not agree(found[OURS], result, dtype)]:
         sys.exit(f"not the trainer's step within {BOUNDS[dtype]:g}: {', '.join(off)}")

@@ -19,7 +19,7 @@ def test_it_passes_on_the_emulated_accelerator(tmp_path, alone):
     assert alone(runs.check, tmp_path, list(gpu_check.PARTS)) == 0
     for name in gpu_check.PARTS:
         done = gpu_check.read(name, tmp_path)
-        assert (done.device.split(",")[0], done.size, done.error) == ("npu", "small", "")
+        assert (done.device.split()[0], done.size, done.error) == ("npu", "small", "")
         assert done.rows
         verdicts = {row.verdict for row in done.rows}
         assert gpu_check.FAILS not in verdicts
