@@ -184,7 +184,6 @@ def main(args: Args) -> None:
         steps=trained_levels(args)[:2],
         needs=["streams"] * args.apart,
     )
-    by_group = goes_by_group(args, run.dist.world_size)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
@@ -193,7 +192,8 @@ def main(args: Args) -> None:
                 with run.phase("rollout"):
                     batches, pending = draw(run, prompts, run.base_params)
             graded = partial(grade, run, step, prompts, batches)
-            if by_group:  # the update waits for scores: a batch for its groups', the first optimizer step for all
+            # By group the update waits for scores: a batch for its groups', the first optimizer step for all.
+            if goes_by_group(args, run.dist.world_size):
                 chosen = [TrainBatch(b, *torch.zeros(2, len(b), device=run.dist.device)) for b in batches]
                 chosen = as_scored(run, step, chosen, pending, graded)
             else:

@@ -16,7 +16,7 @@ from helpers import REPO
 from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
 from omni_reward.testing import serving_here
-from omni_rl.scoring import LocalScorer
+from omni_rl.scoring import LocalScorer, collect
 from omni_rl.thinking import ThinkingRun, ThoughtScorer
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
@@ -147,8 +147,9 @@ def test_a_score_is_the_sum_of_picture_and_thought_or_none():
     assert (good.value, good.parts) == (0.75, {"image": 0.25, "thought": 0.5})
     assert good.details == {"seen": "red", "image": 0.25, "thought": 0.5}
     assert none == pictures[1]
+    assert scorer.submit({}, ["a", "b"], metas).exception() is None
     with pytest.raises(RewardError, match="a rule of --thought-reward fails: KeyError"):
-        scorer.submit({}, ["a"], [{"thought": "red"}]).result()
+        collect(place(), [scorer.submit({}, ["a"], [{"thought": "red"}])])
 
 
 @pytest.mark.parametrize(

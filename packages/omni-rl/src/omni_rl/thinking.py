@@ -60,6 +60,10 @@ class _Sum(Future[list[Score]]):
         super().__init__()
         self.drawn, self.said = drawn, said
 
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What either of them failed with, if one did; waits for both."""
+        return self.drawn.exception(timeout) or self.said.exception(timeout)
+
     def result(self, timeout: float | None = None) -> list[Score]:
         """Of each sample the sum; none where what was drawn has no score."""
         pairs = zip(self.drawn.result(timeout), self.said.result(timeout), strict=True)
