@@ -11,6 +11,7 @@ from typing import Any
 
 import omni_rl.run
 import torch
+from build_tiny_models import tiny_checkpoint
 from emulated.npu import Event, load, watch
 from model_rows import ROWS
 from omni_rollout import Prompt
@@ -21,8 +22,29 @@ from omni_train.optim import StepResult
 from records import record
 from torch import Tensor, nn
 
+TEXTS: dict[str, Any] = {"prompts": "texts.jsonl", "eval_prompts": "texts.jsonl"}
 SMALL: dict[str, Any] = {"train_steps": 2, "eval_every": 1}
 FEW: dict[str, Any] = SMALL | {"group_size": 2}
+
+
+def tokens(*, ranks: int = 1, **settings: Any) -> record.Case:
+    """A run of the trainer of texts, graded by a rule."""
+    own = {"name": "run", "scorer_url": "", "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-3}
+    own |= {"max_new_tokens": 5, "save_every": 1, "reward": "regex", "hang_timeout_s": 120.0}
+    return record.Case("train_gspo", {"model": model("qwen3")} | own | TEXTS | SMALL | settings, ranks)
+
+
+def thoughts(*, ranks: int = 1, **settings: Any) -> record.Case:
+    """A run of the trainer of thoughts and pictures."""
+    own = {"model": model("bagel"), "max_thought_tokens": 4, "thought_reward": "0.5*regex"}
+    return record.Case("train_unigrpo", record.TINY | own | TEXTS | FEW | settings, ranks)
+
+
+def model(name: str) -> str:
+    """The folder of a small checkpoint of random weights."""
+    return str(tiny_checkpoint(name, record.REPO / ".pytest_cache" / "tiny-models"))
+
+
 CASES = {
     "flowgrpo full": record.grpo(**FEW),
     "flowgrpo LoRA": record.grpo(**FEW, **record.LORA, kl_coef=0.1, true_cfg_scale=3.0),
@@ -38,6 +60,9 @@ CASES = {
     "distill LoRA": record.distill(**FEW, **record.LORA, teacher_true_cfg_scale=3.0),
     "distill full, fsdp2": record.distill(ranks=2, shard="fsdp2", algo="opd", **FEW),
     "srpo full, ddp": record.srpo(ranks=2, shard="ddp", **SMALL),
+    "gspo full": tokens(),
+    "gspo LoRA, ddp": tokens(ranks=2, shard="ddp", **record.LORA),
+    "unigrpo LoRA": thoughts(**record.LORA),
 }
 
 
@@ -59,6 +84,9 @@ def run(
     """
     folder.mkdir()
     record.write_data(folder)
+    (folder / "texts.jsonl").write_text(
+        '{"prompt": "a sign", "pattern": "[a-m]"}\n{"prompt": "red", "pattern": "[A-Z]"}\n'
+    )
     for steps in lives:
         settings = record.flags(case, record.REPO, url) | {"train_steps": steps}
         record.train(case.app, settings, record.REPO, folder, ranks=case.ranks, before=before)
