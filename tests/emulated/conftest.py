@@ -13,6 +13,13 @@ def fresh():
         yield lambda function, *args, **options: pool.submit(function, *args, **options).result()
 
 
+@pytest.fixture(scope="module")
+def apart():
+    """The same in a process of the module's own, which may use the device itself: forks would inherit its bytes."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        yield lambda function, *args, **options: pool.submit(function, *args, **options).result()
+
+
 @pytest.fixture
 def alone():
     """The same in a process of the test's own, which may run backward passes."""
