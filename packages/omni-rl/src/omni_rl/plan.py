@@ -1,8 +1,10 @@
-"""Will it fit? The trainer's own step on a device that is not there, its memory, and the least change that fits.
+"""Will it fit? The trainer's own step on a device that is not there, its memory, and what to change.
 
     plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
     plan: --device-memory-gb 80 is too little by 4.2 GB, in update
-    plan: fits with --batch-size 8: 73.5 GB
+    plan: fits with --offload encoder: 67.6 GB
+
+Changes are tried in an order of cost, each on top of those before, and the first that fits is named.
 
 The trainer runs two steps, so that the optimizer has its moments. Of the forwards and backwards of the net, and the
 forwards of text encoders and decoder, the first of a shape alone runs, kernel by kernel; later ones take the same
