@@ -44,6 +44,20 @@ def test_what_is_sampled_is_what_the_trainer_scores(engine):
     assert gap(engine, net, drawn) <= TOLERANCE
 
 
+def test_a_request_that_is_refused_leaves_none_before_it(engine, monkeypatch):
+    add = engine.llm.llm_engine.add_request
+
+    def refuse(name, *rest):
+        if name == "2":
+            raise ValueError("no")
+        add(name, *rest)
+
+    monkeypatch.setattr(engine.llm.llm_engine, "add_request", refuse)
+    with pytest.raises(ValueError, match=r"^no$"):
+        engine.generate(prompts(), TokenParams(4))
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
 def test_weights_and_merged_adapters_arrive(engine):
     net = engine.model.load_net(device="cpu", dtype=torch.float32)
     with torch.no_grad():

@@ -102,27 +102,27 @@ class VllmEngine:
         if longest + params.max_new_tokens > most:
             raise ValueError(f"prompt and answer must have at most {most} tokens, got {longest} of a prompt alone")
         asked = {key: self._prepared(each) for key, each in known.items()}
-        wanted = [
-            SamplingParams(
-                seed=prompt.seed,
-                max_tokens=params.max_new_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                logprobs=0,  # of the sampled token alone
-                stop_token_ids=[*self.model.ends],
-                ignore_eos=True,  # those above say it
-                logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
-                detokenize=False,
-                output_kind=RequestOutputKind.FINAL_ONLY,
-            )
-            for prompt in prompts
-        ]
-        engine = self.llm.llm_engine
-        for i, (key, how) in enumerate(zip(keys, wanted, strict=True)):
-            engine.add_request(str(i), asked[key], how)
-        done: dict[int, Any] = {}
-        while engine.has_unfinished_requests():
-            done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+        engine, done = self.llm.llm_engine, dict[int, Any]()
+        try:
+            for i, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
+                how = SamplingParams(
+                    seed=prompt.seed,
+                    max_tokens=params.max_new_tokens,
+                    temperature=params.temperature,
+                    top_p=params.top_p,
+                    logprobs=0,  # of the sampled token alone
+                    stop_token_ids=[*self.model.ends],
+                    ignore_eos=True,  # those above say it
+                    logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
+                    detokenize=False,
+                    output_kind=RequestOutputKind.FINAL_ONLY,
+                )
+                engine.add_request(str(i), asked[key], how)
+            while engine.has_unfinished_requests():
+                done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
+        except BaseException:
+            engine.abort_request([str(i) for i in range(len(prompts))])  # whose numbers come again
+            raise
         answers = [done[i] for i in range(len(prompts))]
         tokens = [torch.tensor(answer.token_ids) for answer in answers]
         chosen = [
