@@ -6,6 +6,7 @@ python benchmarks/noise.py
 import time
 from collections.abc import Callable
 
+import engines
 import torch
 from omni_sched import step_noise
 
@@ -25,6 +26,7 @@ def fastest_s(function: Callable[[], object], runs: int = 7) -> float:
 
 def main() -> None:
     torch.set_num_threads(1)
+    print(engines.stamp())
     ours = fastest_s(lambda: step_noise(range(BATCH), 0, SHAPE))
     plain = fastest_s(lambda: torch.randn(BATCH, *SHAPE))
     print(f"step_noise {1000 * ours:.1f} ms, torch.randn {1000 * plain:.1f} ms, ratio {ours / plain:.2f}")

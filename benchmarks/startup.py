@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import engines
 from omni_reward.testing import serving_here
 
 REPO = Path(__file__).parents[1]
@@ -65,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for checkout in checkouts:
                 for case, flags in CASES.items():
                     found.setdefault((checkout, case), []).append(cpu_s(checkout, [*flags, "--scorer-url", url]))
+    print(engines.stamp())
     print("| start |", " | ".join(map(str, checkouts)), "|")
     print("| --- |", " | ".join("---" for _ in checkouts), "|")
     for case in CASES:

@@ -24,12 +24,13 @@ import engines
 import numpy as np
 import omni_rl.run
 import torch
+from checkpoint import clock as seconds_of
 from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step
 from omni_rl.scoring import Grade, LocalScorer
-from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.models.qwen_image import QwenImage, cut_to_one_frame
 from omni_train.dist import default_compute_dtype, local_device, shutdown
 from omni_train.state import local_rows
 from torch import nn
@@ -206,3 +207,18 @@ def clock(run: Run[app.Args], spent: Counter[str]) -> None:
         return found
 
     run.phase, run.model.decode = timed, timed_decode  # type: ignore
+
+
+@torch.no_grad()
+def decoding_s(side: int, order: torch.memory_format, *, rounds: int) -> float:
+    """Seconds of decoding 4 pictures with a VAE of Qwen-Image's shape (at 512 pixels) and weights in this order."""
+    from diffusers import AutoencoderKLQwenImage
+
+    device = local_device()
+    vae = AutoencoderKLQwenImage(base_dim=96 * side // 512).to(device, default_compute_dtype(device))
+    cut_to_one_frame(vae.decoder)
+    for conv in vae.decoder.modules():
+        if isinstance(conv, nn.Conv3d):
+            conv.weight.data = conv.weight.contiguous(memory_format=order)
+    latents = torch.randn(4, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
+    return min(seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))

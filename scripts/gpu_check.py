@@ -218,6 +218,9 @@ def benchmarks(size: Size) -> Iterator[Row]:
     with fixed_cost.quiet():
         seconds = [each["wall"] for _, each in fixed_cost.measure(logged)]
     yield goal("step beside the model, s", sum(seconds) / len(seconds), 0.05)
+    orders = torch.contiguous_format, torch.channels_last_3d
+    apart, beside = (trainer.decoding_s(size.side, order, rounds=size.rounds) for order in orders)
+    yield goal("decoding, a pixel's channels side by side / apart", beside / apart, 1.0)
 
 
 def learn(size: Size) -> Iterator[Row]:
@@ -467,21 +470,34 @@ def page(parts: Mapping[str, Done]) -> str:
 
 
 def published(text: str, parts: Mapping[str, Done]) -> str:
-    """docs/performance.md with a section of these parts for their device, in place of what it said of that device."""
+    """docs/performance.md with a section of these parts for their device, in place of what it said of that device.
+
+    Raises:
+        ValueError: the page has not each of the lines FIRST and LAST once.
+    """
+    if [text.count(line) for line in (FIRST, LAST)] != [1, 1]:
+        raise ValueError(f"the page must have these two lines once: {FIRST}{LAST}")
     before, rest = text.split(FIRST)
     found, after = rest.split(LAST)
     sections = dict(re.findall(r"^### (.+)\n\n((?:\|.*\n)+)", found, re.MULTILINE))
-    devices = dict.fromkeys(done.device for done in parts.values())
-    sections |= {device: page({n: done for n, done in parts.items() if done.device == device}) for device in devices}
-    listed = "".join(f"\n### {device}\n\n{rows}" for device, rows in sections.items())
-    return before.replace(NOTHING, ALONE if sections else NOTHING) + FIRST + listed + "\n" * bool(listed) + LAST + after
+    cards = dict.fromkeys(card(done) for done in parts.values())
+    sections |= {name: page({part: done for part, done in parts.items() if card(done) == name}) for name in cards}
+    listed = "".join(f"\n### {name}\n\n{rows}" for name, rows in sections.items())
+    before = before.replace(NOTHING, ALONE) if sections else before.replace(ALONE, NOTHING)
+    return before + FIRST + listed + "\n" * bool(listed) + LAST + after
+
+
+def card(done: Done) -> str:
+    """The name of the device that a part ran on, without torch's version."""
+    return done.device.split(", torch ")[0]
 
 
 def publish(parts: Mapping[str, Done], docs: Path) -> None:
-    """Put what was found in full size into docs/performance.md."""
-    if full := {name: done for name, done in parts.items() if done.size == "full"}:
+    """Put what was found in full size into the page, but of a device that has no name: a CPU, or an emulated one."""
+    # A card has a name with capital letters; in place of one, `engines.device_name` has the kind, which has none.
+    full = {name: done for name, done in parts.items() if done.size == "full" and not card(done).islower()}
+    if full:
         write_atomically(docs, published(docs.read_text(), full))
-        print(f"{docs} has it too", flush=True)
 
 
 def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], None] = start) -> int:
@@ -490,7 +506,8 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
     parser.add_argument("--small", action="store_true", help="little of everything, on any device")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--folder", type=Path, default=REPO / "runs" / "gpu-check", help="where their files are")
-    parser.add_argument("--publish", action="store_true", help="put the folder's files into docs/performance.md alone")
+    parser.add_argument("--publish", action="store_true", help="put the folder's files into the page alone")
+    parser.add_argument("--docs", type=Path, default=DOCS, help="the page that gets what was found in full size")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     size, folder = SMALL if args.small else Size(), args.folder.resolve()
@@ -499,7 +516,7 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
         run_part(args.part, size, folder)
         return 0
     if args.publish:
-        publish(found_in(folder), DOCS)
+        publish(found_in(folder), args.docs)
         return 0
     if not args.small and not torch.accelerator.is_available():
         print("gpu-check: there is no accelerator; run it where there is one, or try scripts/gpu_check.py --small here")
@@ -512,10 +529,11 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
             continue
         (folder / f"{name}.json").unlink(missing_ok=True)
         launch(name, size, folder)
+        found = found_in(folder)
+        write_atomically(folder / "page.md", page(found))
+        publish(found, args.docs)  # after each part, as a visit may be cut short
     found = found_in(folder)
-    write_atomically(folder / "page.md", page(found))
     print(f"\n{page(found)}\nThe same is in {folder / 'page.md'}", flush=True)
-    publish(found, DOCS)
     return int(not all(name in found and found[name].is_good for name in args.only))
 
 

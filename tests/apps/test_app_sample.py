@@ -115,8 +115,6 @@ def test_a_prompts_file_may_bring_its_own_pictures_and_negative_prompts(tmp_path
         {"prompt": "a sign", "images": "0.png", "negative_prompt": "bad and blurry"},
         {"prompt": "a sign", "images": "0.png"},
     ]
-    (tmp_path / "old").mkdir()
-    (tmp_path / "old" / "samples.jsonl").touch()
     (tmp_path / "edit.jsonl").write_text("\n".join(map(json.dumps, lines)))
     with_flags = sheet(tmp_path, args)
     assert np.array_equal(with_flags, sheet(tmp_path, args, prompts=str(tmp_path / "edit.jsonl"), images=""))

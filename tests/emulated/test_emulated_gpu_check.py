@@ -3,7 +3,6 @@
 import json
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import gpu_check
 import pytest
@@ -96,19 +95,39 @@ def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
+def found_on(card, torch="2.13.0", date="2030-01-02"):
+    """The parts of a visit in full size that found a number."""
+    return {"gate": gpu_check.Done(date, "abc", f"{card}, torch {torch}", "full", 1.0, list(one(None)))}
+
+
 def test_what_is_found_in_full_size_becomes_its_devices_section_of_the_page():
-    text = gpu_check.DOCS.read_text()
-    here, there = (
-        gpu_check.Done("2030-01-02", "abc", name, "full", 1.0, list(one(None))) for name in ("Card X", "Card Y")
-    )
-    once = gpu_check.published(text, {"gate": here})
-    assert gpu_check.NOTHING in text
+    text = f"{gpu_check.NOTHING} Count.\n{gpu_check.FIRST}{gpu_check.LAST}## More\n"
+    once = gpu_check.published(text, found_on("Card X"))
     assert gpu_check.NOTHING not in once
     assert once.count("### Card X\n\n| date |") == 1
-    twice = gpu_check.published(gpu_check.published(once, {"gate": there}), {"gate": replace(here, date="2031-01-02")})
-    assert [twice.count(word) for word in ("### Card X", "### Card Y", "2030-01-02", "2031-01-02")] == [1, 1, 1, 1]
-    assert gpu_check.published(once, {}) == once
+    both = gpu_check.published(once, found_on("Card Y"))
+    anew = gpu_check.published(both, found_on("Card X", "2.14.0", "2031-01-02"))
+    assert [anew.count(word) for word in ("### Card X", "### Card Y", "2030-01-02", "2031-01-02")] == [1, 1, 1, 1]
+    assert gpu_check.published(once, {}) == gpu_check.published(once, found_on("Card X")) == once
     assert gpu_check.published(text, {}) == text
+    emptied = once[: once.index(gpu_check.FIRST)] + text[text.index(gpu_check.FIRST) :]
+    assert gpu_check.published(emptied, {}) == text
+    with pytest.raises(ValueError, match="must have these two lines once"):
+        gpu_check.published(text.replace(gpu_check.LAST, ""), found_on("Card X"))
+
+
+def test_the_page_says_whether_it_has_something_of_an_accelerator():
+    text = gpu_check.DOCS.read_text()
+    assert gpu_check.published(text, {}) == text
+    assert (gpu_check.NOTHING in text) != (gpu_check.ALONE in text)
+
+
+@pytest.mark.parametrize(("device", "is_there"), [("Card X", True), ("npu x86_64", False), ("cpu aarch64", False)])
+def test_only_a_card_is_on_the_page_even_where_one_part_alone_ran(tmp_path, parts, device, is_there):
+    (docs := tmp_path / "page.md").write_text(f"{gpu_check.FIRST}{gpu_check.LAST}")
+    gpu_check.write("one", found_on(device)["gate"], tmp_path)
+    gpu_check.main(["--publish", "--folder", str(tmp_path), "--docs", str(docs)])
+    assert (f"### {device}" in docs.read_text()) == is_there
 
 
 def test_what_is_found_in_small_is_not_published(tmp_path, parts):
