@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -170,6 +171,19 @@ def test_clip_s_reward_is_its_logit_over_20_and_has_a_gradient(clip_folder):
     pixels.requires_grad_(True)
     reward(pixels, texts).sum().backward()
     assert pixels.grad.abs().max() > 0
+
+
+def test_clip_s_own_code_never_runs_and_nobody_is_asked(clip_folder, tmp_path, monkeypatch):
+    folder = shutil.copytree(clip_folder, tmp_path / "clip")
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "own"}))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="a model must load without code of its own, got"):
+        direct_rewards.load_clip(str(folder), CPU)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_the_middle_square_of_any_shape():

@@ -232,3 +232,17 @@ def test_a_model_without_a_tokenizer_is_refused(tiny: Path, tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "unknown"}))
     with pytest.raises(ValueError):
         load_scorer("clip", options={"model": str(tiny / "clip"), "tokenizer": str(tmp_path)})
+
+
+def test_a_folder_s_own_code_never_runs_and_nobody_is_asked(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
+    own = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(ValueError, match="a model must load without code of its own, got") as caught:
+        load_scorer("clip", options={"model": str(tiny / "clip"), "tokenizer": str(tmp_path)})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "ran").exists()

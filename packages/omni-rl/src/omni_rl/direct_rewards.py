@@ -8,7 +8,6 @@ Letters: B images, L letters of all their words, H height, W width.
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from omni_rollout.types import to_device
@@ -95,11 +94,10 @@ def load_clip(path: str, device: torch.device) -> Reward:
 
     path: folder or hub id of a transformers CLIPModel with its tokenizer.
     """
+    from omni_reward.scorers.neural import load_model, load_part
     from transformers import AutoTokenizer, CLIPModel
 
-    model: Any = CLIPModel.from_pretrained(path)
-    model.to(device).eval().requires_grad_(False)
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    model, tokenizer = load_model(CLIPModel, path, torch.float32, device), load_part(AutoTokenizer, path)
     side = model.config.vision_config.image_size
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (CLIP_MEAN, CLIP_STD))
 

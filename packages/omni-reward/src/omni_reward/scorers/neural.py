@@ -123,10 +123,10 @@ def load_part(kind: Any, name: str) -> Any:
     """Settings or tokenizer of a model, of a class of transformers.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it takes code of its own to read it.
     """
     with _readable(name):
-        return kind.from_pretrained(name)
+        return kind.from_pretrained(name, trust_remote_code=False)
 
 
 def find_file(name: str, file: str) -> Path:
@@ -172,6 +172,8 @@ def _readable(name: str) -> Iterator[None]:
     except OSError as exc:
         rule = "a model must be a folder, or a name on the hub that can be fetched or is kept here"
         raise ValueError(f"{rule}, got {name!r}: {_first_line(exc)}") from exc
+    except ValueError as exc:  # transformers asks for code of the folder's own, which never runs here
+        raise ValueError(f"a model must load without code of its own, got {name!r}: {_first_line(exc)}") from exc
 
 
 def _first_line(exc: Exception) -> str:
