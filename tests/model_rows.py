@@ -252,6 +252,10 @@ WAN = Params(6, 32, 64, num_frames=5, frame_rate=16.0, guidance={"flow_shift": 5
 LTX2 = Params(4, 32, 64, num_frames=9, frame_rate=24.0)
 FLUX2 = Params(6, 48, 80)
 NEGATIVE = "bad and blurry"
+SHORT_TEXTS = tuple(
+    ({"guidance": {"max_sequence_length": length}}, f"max_sequence_length must be .* from 1 to 512, got {length:g}$")
+    for length in (0, 77.5, 513)
+)
 KONTEXT = {"image_area": 48 * 64}
 EDIT_AREA = 64 * 64
 EDIT = {"image_area": EDIT_AREA}
@@ -396,8 +400,9 @@ ROWS = {
         f"sd35-{size}": Row(
             checkpoint=built(f"sd35-{size}"),
             unguided=Params(6, 48, 80),
-            guided=Params(6, 48, 80, guidance_scale=4.5),
+            guided=Params(6, 48, 80, guidance_scale=4.5, guidance={"max_sequence_length": 40}),
             stock=lambda params, negative: {
+                **params.guidance,
                 "guidance_scale": params.guidance_scale,
                 "negative_prompt": negative if params.guidance_scale > 1 else None,
             },
@@ -407,6 +412,7 @@ ROWS = {
             ),
             lora_layers=3 * 8 - 1,
             nearest=(({"height": 56}, 64), ({"width": 400}, 384)),
+            refused=SHORT_TEXTS,
         )
         for size in ("medium", "large")
     },
@@ -416,7 +422,7 @@ ROWS = {
         guided=Params(6, 48, 80, guidance_scale=3.0),
         more=(
             Params(6, 48, 80, guidance_scale=3.0, guidance={"cfg_truncation": 0.4}),
-            Params(6, 48, 80, guidance_scale=3.0, guidance={"cfg_normalization": 0.5}),
+            Params(6, 48, 80, guidance_scale=3.0, guidance={"cfg_normalization": 0.5, "max_sequence_length": 12}),
             Params(6, 48, 80, guidance_scale=0.5, guidance={"cfg_truncation": 0.2, "cfg_normalization": 1.0}),
         ),
         stock=lambda params, negative: {
@@ -424,6 +430,7 @@ ROWS = {
             "negative_prompt": negative,
             "cfg_truncation": params.guidance.get("cfg_truncation", 1.0),
             "cfg_normalization": params.guidance.get("cfg_normalization", 0.0),
+            "max_sequence_length": params.guidance.get("max_sequence_length", 512),
         },
         without_gradient=frozenset(),
         lora_layers=4 * 7,
@@ -431,6 +438,7 @@ ROWS = {
         refused=(
             ({"guidance": {"cfg_truncation": 1.5}}, r"cfg_truncation must be in \[0, 1\], got 1.5"),
             ({"guidance": {"cfg_normalization": -1.0}}, r"cfg_normalization must be in \[0, inf\], got -1.0"),
+            ({"guidance": {"max_sequence_length": 577.0}}, "max_sequence_length must be .* from 1 to 576, got 577"),
         ),
     ),
     **{
@@ -438,42 +446,41 @@ ROWS = {
             checkpoint=built(f"flux-{name}"),
             unguided=Params(6, 48, 80, guidance_scale=scale),
             guided=Params(6, 48, 80, guidance_scale=scale, guidance={"true_cfg_scale": 3.0}),
-            more=more,
-            stock=lambda params, negative, length=length: {
+            more=(Params(6, 48, 80, guidance_scale=1.0, guidance={"max_sequence_length": 256}),),
+            stock=lambda params, negative: {
+                **params.guidance,
                 "guidance_scale": params.guidance_scale,
-                "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
                 "negative_prompt": negative,
-                "max_sequence_length": length,
             },
             without_gradient=frozenset(),
             lora_layers=2 * 12 + 2 * 3,
             nearest=(({"height": 56}, 64),),
-            refused=refused,
+            refused=(refused, *SHORT_TEXTS),
             latents=packed,
         )
-        for name, scale, length, more, refused in (
-            (
-                *("dev", 3.5, 512, (Params(6, 48, 80, guidance_scale=1.0),)),
-                (({"guidance_scale": -0.5}, "guidance_scale must be >= 0, got -0.5"),),
-            ),
-            ("schnell", 1.0, 256, (), (({"guidance_scale": 3.5}, "guidance_scale must be 1 .*, got 3.5"),)),
+        for name, scale, refused in (
+            ("dev", 3.5, ({"guidance_scale": -0.5}, "guidance_scale must be >= 0, got -0.5")),
+            ("schnell", 1.0, ({"guidance_scale": 3.5}, "guidance_scale must be 1 .*, got 3.5")),
         )
     },
     "flux-kontext": Row(
         checkpoint=built("flux-kontext"),
         unguided=Params(6, 48, 80, guidance_scale=2.5, guidance=KONTEXT),
-        guided=Params(6, 48, 80, guidance_scale=2.5, guidance={"true_cfg_scale": 3.0, **KONTEXT}),
+        guided=Params(
+            6, 48, 80, guidance_scale=2.5, guidance={"true_cfg_scale": 3.0, "max_sequence_length": 40, **KONTEXT}
+        ),
         stock=lambda params, negative: {
             "guidance_scale": params.guidance_scale,
             "true_cfg_scale": params.guidance.get("true_cfg_scale", 1.0),
             "negative_prompt": negative,
+            "max_sequence_length": params.guidance.get("max_sequence_length", 512),
             "max_area": params.height * params.width,  # its pictures have about this many pixels, whatever is asked
             "_auto_resize": False,
         },
         without_gradient=frozenset(),
         lora_layers=2 * 12 + 2 * 3,
         nearest=(({"height": 56}, 64),),
-        refused=(({"guidance": {"image_area": 100.0}}, "image_area must be >= 256 pixels, got 100"),),
+        refused=(({"guidance": {"image_area": 100.0}}, "image_area must be >= 256 pixels, got 100"), *SHORT_TEXTS),
         latents=packed,
         images=((48, 64),),
         instead={"image_area": 96 * 96},

@@ -12,15 +12,17 @@ from PIL import Image
 
 
 @pytest.mark.parametrize("name", ["flux-dev", "flux-schnell"])
-def test_the_length_of_texts_and_the_scale_are_as_the_checkpoint_was_trained(name):
+def test_texts_are_as_long_as_is_asked_for_whatever_the_checkpoint_and_the_scale_is_the_net_s(name):
     model, row = open_model(ROWS[name].checkpoint()), ROWS[name]
     engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
     seen = []
     engine.net.register_forward_pre_hook(lambda _, args, kwargs: seen.append(kwargs), with_kwargs=True)
-    engine.generate([Prompt("a sign", 0, 0, seed=0)], row.unguided)
-    lengths, scales = {len(call["encoder_hidden_states"][0]) for call in seen}, [call["guidance"] for call in seen]
-    assert lengths == {512 if name == "flux-dev" else 256}
-    assert scales == ([torch.tensor([3.5])] * 6 if name == "flux-dev" else [None] * 6)
+    for guidance, length in (({}, 512), ({"max_sequence_length": 256}, 256), ({}, 512)):  # the third text is cached
+        engine.generate([Prompt("a sign", 0, 0, seed=0)], replace(row.unguided, guidance=guidance))
+        lengths, scales = {len(call["encoder_hidden_states"][0]) for call in seen}, [call["guidance"] for call in seen]
+        assert lengths == {length}
+        assert scales == ([torch.tensor([3.5])] * 6 if name == "flux-dev" else [None] * 6)
+        seen.clear()
 
 
 def test_losses_that_denoise_data_keep_the_distilled_scale():

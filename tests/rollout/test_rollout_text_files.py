@@ -36,9 +36,9 @@ def encodings(model, monkeypatch):
     """What the encoder is asked for from then on."""
     asked, encode = [], model.encode
 
-    def note(parts, prompt, *, negative=False):
+    def note(parts, prompt, *, negative=False, **options):
         asked.append((prompt.text, negative))
-        return encode(parts, prompt, negative=negative)
+        return encode(parts, prompt, negative=negative, **options)
 
     monkeypatch.setattr(model, "encode", note)
     return asked
@@ -86,6 +86,18 @@ def test_another_encoder_text_negative_or_reference_finds_nothing(tmp_path, monk
     draw(name, model, parts, tmp_path)
     assert len({file.parent for file in files_of(tmp_path)}) == 2
     assert asked != []
+
+
+def test_another_length_of_texts_finds_nothing(tmp_path, monkeypatch):
+    model, parts = load("sd35-medium")
+    asked = encodings(model, monkeypatch)
+    for length, times in ((40, 3), (48, 3), (40, 0), (256, 3), (48.0, 0)):
+        params = replace(ROWS["sd35-medium"].guided, guidance={"max_sequence_length": length})
+        engine = DiffusersEngine(model, parts, texts=TextCache(folder=str(tmp_path)))
+        cond = engine.generate(prompts_of("sd35-medium"), params).cond
+        assert cond["embeds"].shape[1] == 77 + length
+        assert len(asked) == times
+        asked.clear()
 
 
 @pytest.mark.parametrize("damage", ["torn", "empty", "bit", "other"])

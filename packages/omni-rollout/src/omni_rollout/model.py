@@ -21,6 +21,7 @@ class Model(Protocol):
     BLOCK_NAMES: ClassVar[tuple[str, ...]]  # classes of the net's blocks, which are sharded and recomputed one by one
     LORA_TARGETS: ClassVar[tuple[str, ...]]  # how the names of layers that LoRA wraps end
     OPTIONS: ClassVar[Mapping[str, float]]  # the pipeline's own knobs, by diffusers' names, with defaults
+    TEXT_OPTIONS: ClassVar[tuple[str, ...]]  # those of OPTIONS that are keyword arguments of `encode`
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that `decode` returns
     reads_weights: bool  # without, `check_files` asks for no weights, and `load` leaves their values open
     host_encoders: bool  # with it, `load` keeps text encoders on the host, from where they visit the device to encode
@@ -82,7 +83,8 @@ class Model(Protocol):
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """One sample's conditioning by its text and images, or by its negative text and images, without the axis B.
 
-        The sampler remembers it. What grows with the text comes with a mask.
+        TEXT_OPTIONS are further keyword arguments. The sampler caches the result. What grows with the text comes with
+        a mask.
         """
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:

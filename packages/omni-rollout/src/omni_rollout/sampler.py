@@ -56,7 +56,7 @@ class Sampler:
         self.model = model
         self.parts = parts
         self.max_bytes = texts.max_mb * 2**20
-        self.encode: Callable[..., Cond] = lambda prompt, *, negative: model.encode(parts, prompt, negative=negative)
+        self.encode: Callable[..., Cond] = lambda prompt, **how: model.encode(parts, prompt, **how)
         if texts.folder:
             from omni_rollout.text_files import TextFiles
 
@@ -162,17 +162,19 @@ class Sampler:
     @torch.no_grad()
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
         """The batch's conditioning: each distinct text and all distinct images are encoded once and remembered."""
-        cond = join([self._encode(prompt) for prompt in prompts], dim=0, what="encode")
+        cond = join([self._encode(prompt, params) for prompt in prompts], dim=0, what="encode")
         if self.model.is_guided(params):
-            negative = join([self._encode(prompt, negative=True) for prompt in prompts], dim=0, what="encode")
+            negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
             cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
         drawn = repr(replace(params, sde_steps=()))  # which steps are kept changes nothing here
         others = [self._once(partial(self.model.condition, self.parts, p, params), p, drawn) for p in prompts]
         return cond | join(others, dim=0, what="condition")
 
-    def _encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
+    def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
-        return self._once(lambda: self.encode(prompt, negative=negative), prompt, negative, text)
+        options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
+        encode = partial(self.encode, prompt, negative=negative, **options)
+        return self._once(encode, prompt, negative, text, *options.items())
 
     def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
         """What `make` once returned for these facts and the prompt's images.

@@ -39,15 +39,16 @@ class TextFiles:
         self.folder = Path(folder) / _digest(_what_encodes(model, modules, self.device))
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def encode(self, prompt: Prompt, *, negative: bool = False) -> Cond:
+    def encode(self, prompt: Prompt, *, negative: bool = False, **options: float) -> Cond:
         """One sample's conditioning by its text and images, as `Model.encode` has it."""
-        references = [("image", image) for image in prompt.images]
+        others: list[tuple[str, bytes | Tensor]] = [("image", image) for image in prompt.images]
+        others += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
-        file = self.folder / f"{_digest([(f'text {negative}', text.encode()), *references])}.safetensors"
+        file = self.folder / f"{_digest([(f'text {negative}', text.encode()), *others])}.safetensors"
         found = _read(file)
         if found is not None:
             return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
-        cond = self.model.encode(self.parts, prompt, negative=negative)
+        cond = self.model.encode(self.parts, prompt, negative=negative, **options)
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
         temporary = file.with_suffix(f".{uuid4().hex}")
         save_file(tensors, temporary, metadata={"digest": _digest(sorted(tensors.items()))})

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Value = TypeVar("Value", int, float, bool, str, list)
+MOST_TEXT_TOKENS = 512  # that the stock pipelines allow as max_sequence_length
 PIXELS_PER_TOKEN = 16  # of pictures: 8 by the VAE, 2 by the patches
 JOINT_ATTENTION = (  # the layers of attention to pictures and texts at once, as diffusers names them
     "attn.to_q",
@@ -56,6 +57,7 @@ class DiffusersModel:
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
+    TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ()
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 1.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("image",)
     BRANCHES: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -147,6 +149,11 @@ class DiffusersModel:
         for name, off in self.GUIDANCE.items():
             if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
+
+    def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
+        """Raises ValueError unless the option max_sequence_length is a number of text tokens that the model takes."""
+        if (length := self.option(params, "max_sequence_length")) not in range(1, most + 1):
+            raise ValueError(f"max_sequence_length must be a whole number from 1 to {most}, got {length:g}")
 
     def check_image(self, height: int, width: int) -> None:
         """References may have any size, unless a subclass says otherwise."""
@@ -476,10 +483,10 @@ def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
     return tokens.view(B, h // 2, w // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, h, w)
 
 
-def text_ids(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int) -> Tensor:
+def text_ids(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: float) -> Tensor:
     """The ids [1, length] of a text, cut or filled up to the length."""
-    ids = tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt").input_ids
-    return ids.to(encoder.device)
+    tokens = tokenizer([text], padding="max_length", max_length=int(length), truncation=True, return_tensors="pt")
+    return tokens.input_ids.to(encoder.device)
 
 
 def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:

@@ -1,7 +1,7 @@
 """FLUX.1, dev, schnell and Kontext (arXiv 2506.15742): text to image, or one edited, a flow in latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), h' x w' of a reference, T text
-positions of T5 (512, or 256 for schnell), D text width, D' that of CLIP's pooled text. All texts fill all positions, so
+positions of T5 (max_sequence_length), D text width, D' that of CLIP's pooled text. All texts fill all positions, so
 that nothing is masked.
 """
 
@@ -35,6 +35,7 @@ class Flux1(ImageModel):
 
     `guidance_scale` is an input of the net of dev, which was distilled from a guided one; the net of schnell has none.
     The option `true_cfg_scale` is that of classifier-free guidance besides, on above 1.
+    The option max_sequence_length is how many tokens T5 reads of a text, filled up to as many: 512, or 256 for schnell.
     """
 
     PIPELINE = "FluxPipeline"
@@ -47,8 +48,9 @@ class Flux1(ImageModel):
         "vae": ("diffusers", "AutoencoderKL"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
-    OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
-    GUIDANCE = OPTIONS
+    OPTIONS: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0, "max_sequence_length": 512}
+    TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ("max_sequence_length",)
+    GUIDANCE: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks q, k and v alone
         *JOINT_ATTENTION,
@@ -66,6 +68,7 @@ class Flux1(ImageModel):
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
+        self.check_text_length(params)
         check_size(params, PIXELS_PER_TOKEN)
         scale = params.guidance_scale
         if scale < 0:
@@ -73,11 +76,11 @@ class Flux1(ImageModel):
         if scale != 1 and not self.takes_scale:
             raise ValueError(f"guidance_scale must be 1 for a {self.PIPELINE} without guidance_embeds, got {scale}")
 
-    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
         """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
         text = prompt.negative if negative else prompt.text
         clip = text_ids(parts.tokenizer, parts.text_encoder, text, parts.tokenizer.model_max_length)
-        t5 = text_ids(parts.tokenizer_2, parts.text_encoder_2, text, 512 if self.takes_scale else 256)
+        t5 = text_ids(parts.tokenizer_2, parts.text_encoder_2, text, max_sequence_length)
         return {"embeds": parts.text_encoder_2(t5)[0][0], "pooled": parts.text_encoder(clip).pooler_output[0]}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:

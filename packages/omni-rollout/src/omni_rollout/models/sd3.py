@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5, medium and large (arXiv 2403.03206): text to image, a flow in the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text positions (77 of two
-CLIP encoders, 256 of T5), D text width. All texts fill all positions, so that nothing is masked.
+CLIP encoders, max_sequence_length of T5), D text width. All texts fill all positions, so that nothing is masked.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,12 @@ from omni_rollout.types import Cond, Params, Parts, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-T5_TOKENS = 256
-
 
 class StableDiffusion3(ImageModel):
-    """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1."""
+    """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
+
+    The option max_sequence_length is how many tokens T5 reads of a text, filled up to as many.
+    """
 
     PIPELINE = "StableDiffusion3Pipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -42,12 +43,15 @@ class StableDiffusion3(ImageModel):
         "vae": ("diffusers", "AutoencoderKL"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
+    OPTIONS: ClassVar[Mapping[str, float]] = {"max_sequence_length": 256}
+    TEXT_OPTIONS = tuple(OPTIONS)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: 3.5 medium's second attention stays
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
+        self.check_text_length(params)
         check_size(params, PIXELS_PER_TOKEN, most=self.value("transformer", "pos_embed_max_size", int))
 
     def sigmas(self, params: Params) -> Tensor:
@@ -62,13 +66,13 @@ class StableDiffusion3(ImageModel):
         levels = torch.linspace(1, float(lowest), params.num_inference_steps)
         return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
 
-    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 256) -> Cond:
         """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
         text = prompt.negative if negative else prompt.text
         length = parts.tokenizer.model_max_length  # for both, as the pipeline has it
         clip, pooled = _encode_clip(parts.tokenizer, parts.text_encoder, text, length)
         clip_2, pooled_2 = _encode_clip(parts.tokenizer_2, parts.text_encoder_2, text, length)
-        t5 = parts.text_encoder_3(text_ids(parts.tokenizer_3, parts.text_encoder_3, text, T5_TOKENS))[0]
+        t5 = parts.text_encoder_3(text_ids(parts.tokenizer_3, parts.text_encoder_3, text, max_sequence_length))[0]
         clips = torch.cat([clip, clip_2], dim=-1)
         clips = nn.functional.pad(clips, (0, t5.shape[-1] - clips.shape[-1]))
         return {"embeds": torch.cat([clips, t5], dim=1)[0], "pooled": torch.cat([pooled, pooled_2], dim=-1)[0]}

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, check_size
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-MAX_PROMPT_TOKENS = 512  # with those of the chat template
+TEXT_UNIT = 32  # tokens, of which the net fills a text up to a multiple
 
 
 class ZImage(ImageModel):
     """Z-Image for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint takes 0.
 
     Options: `cfg_truncation`, the time in [0, 1] after which guidance is off; `cfg_normalization`, the length of the
-    guided velocity is at most that many times the conditional one's, and 0 is no bound.
+    guided velocity is at most that many times the conditional one's, and 0 is no bound;
+    `max_sequence_length`, after how many tokens a text is cut, those of the chat template included.
     """
 
     PIPELINE = "ZImagePipeline"
@@ -32,7 +33,12 @@ class ZImage(ImageModel):
         "vae": ("diffusers", "AutoencoderKL"),
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
-    OPTIONS: ClassVar[Mapping[str, float]] = {"cfg_truncation": 1.0, "cfg_normalization": 0.0}
+    OPTIONS: ClassVar[Mapping[str, float]] = {
+        "cfg_truncation": 1.0,
+        "cfg_normalization": 0.0,
+        "max_sequence_length": 512,
+    }
+    TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ("max_sequence_length",)
     GUIDANCE: ClassVar[Mapping[str, float]] = {"guidance_scale": 0.0}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
@@ -40,19 +46,20 @@ class ZImage(ImageModel):
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
-        _, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
+        places, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
         check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
+        self.check_text_length(params, (places - 2) // TEXT_UNIT * TEXT_UNIT)  # one is padding's, one the image's
         for name, most in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
             if not 0 <= (value := self.option(params, name)) <= most:
                 raise ValueError(f"{name} must be in [0, {most}], got {value}")
 
-    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
+    def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
         """The text features of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
         chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
         text = parts.tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, enable_thinking=True
         )
-        tokens = parts.tokenizer([text], max_length=MAX_PROMPT_TOKENS, truncation=True, return_tensors="pt")
+        tokens = parts.tokenizer([text], max_length=int(max_sequence_length), truncation=True, return_tensors="pt")
         ids = tokens.input_ids.to(parts.text_encoder.device)
         embeds = parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-2][0]
         return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
