@@ -146,9 +146,9 @@ def _live(output: Path, place: dict[str, str], work: Callable[[], Any], before: 
         os._exit(code)
 
 
-def train(folder: Path, args: Any, **how: Any) -> Life:
-    """A start of the FlowGRPO trainer with these settings."""
-    return start(folder, lambda: launch(app.main, args), **how)
+def train(folder: Path, args: Any, *, trainer: Any = app, **how: Any) -> Life:
+    """A start of a trainer with these settings."""
+    return start(folder, lambda: launch(trainer.main, args), **how)
 
 
 def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: Any) -> Life:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import omni_rl.run
@@ -74,14 +75,14 @@ def lose_the_loss(rank):
         app.grpo_loss = lambda *others, **options: LossOutput(grpo_loss(*others, **options).loss, {})
 
 
-def fill_the_disk(rank):
-    """Before a life: rank 1 cannot write its part of the checkpoint after the step that breaks."""
+def fill_the_disk(rank, step=BROKEN):
+    """Before a life: rank 1 cannot write its part of the checkpoint after that step."""
     import omni_train.parts
 
     write_file = omni_train.parts.write_file
 
     def write(path, *data):
-        if rank == 1 and path.parent.name == f"step-{BROKEN:08}.tmp":
+        if rank == 1 and path.parent.name == f"step-{step:08}.tmp":
             raise OSError(28, "No space left on device")
         return write_file(path, *data)
 
@@ -125,6 +126,10 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
         fill_the_disk, [1, 1],
         "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: look at", 1
     ),
+    "a disk that is full from the start": (
+        partial(fill_the_disk, step=0), [1, 1],
+        "rank 0, 1, phase save: OSError: rank 1: [Errno 28] No space left on device\nThe machine refused: look at", -1
+    ),
     "no memory for the model": (
         fail_to_load, [1, 1],
         "rank 1, phase start: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: lower --batch-size, ", -1
@@ -137,7 +142,7 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(BREAKS, 2))
+@pytest.mark.parametrize("name", sampled(BREAKS, 2, always=("a disk that is full from the start",)))
 def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_url, name):
     before, codes, message, newest = BREAKS[name]
     args = settings(bright_url)

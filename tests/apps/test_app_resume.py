@@ -1,5 +1,6 @@
 """A run that is killed at any moment, or told to stop, ends where it would have ended without: bit for bit."""
 
+import importlib
 import json
 import os
 import random
@@ -8,20 +9,23 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import omni_rl.run
+import omni_train.parts
 import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_rl.cli import to_toml
+from omni_train.checkpoint import Checkpoint
 from omni_train.state import train_state
 from safetensors.torch import load_file, save_file
-from trainer_runs import write_eval_prompts
+from trainer_runs import recipe, write_eval_prompts
 
 STEPS = 4
 KINDS = {  # ranks, settings
@@ -137,6 +141,64 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, in_
     kept = sorted(os.listdir(killed / "runs/run/checkpoints"))  # one more if a kill came before the oldest went
     assert kept[-2:] == ["step-00000003", "step-00000004"]
     assert len(kept) <= 3
+
+
+MEDIA = {"eval_prompts": "eval.txt", "eval_num_inference_steps": 2}
+TRAINERS = {  # module, recipe, settings, ranks
+    "flowgrpo": ("train_flowgrpo", "tiny-signs", MEDIA, 1),
+    "flowgrpo on 2 ranks": ("train_flowgrpo", "tiny-signs", MEDIA | {"shard": "fsdp2"}, 2),
+    "nft": ("train_nft", "tiny-signs", MEDIA, 1),
+    "dpo": ("train_dpo", "tiny-signs", MEDIA, 1),
+    "srpo": ("train_srpo", "tiny-signs", MEDIA, 1),
+    "distill": ("train_distill", "tiny-signs", MEDIA, 1),
+    "gspo": ("train_gspo", "tiny-beeps", {}, 1),
+    "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"shard": "fsdp2"}, 2),
+    "unigrpo": ("train_unigrpo", "tiny-colors", {"eval_num_inference_steps": 2}, 1),
+}
+
+
+def small(name, url):
+    """A trainer, small settings of it, and its ranks."""
+    module, preset, changes, ranks = TRAINERS[name]
+    trainer = importlib.import_module(module)
+    args = recipe(trainer, preset)
+    places = {key: str(REPO / getattr(args, key)) for key in ("model", "prompts", "eval_prompts")}
+    places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
+    own = {"group_size": 2} if hasattr(args, "group_size") else {}
+    own |= {"scorer_url": url} if hasattr(args, "scorer_url") and "beeps" not in preset else {}
+    size = {"prompts_per_step": 2, "batch_size": 2, "train_steps": 2, "eval_every": 2, "save_every": 1}
+    return trainer, replace(args, name="run", **(places | size | own | {"shard": "auto"} | changes)), ranks
+
+
+def kill_in_first_save(rank):
+    """Before a life: nothing of the first checkpoint is written before the run has logged a trained step or waits.
+
+    Then each rank that writes is killed.
+    """
+    is_waiting, wait, log = threading.Event(), Checkpoint.wait, Path("runs/run/metrics.jsonl")
+
+    def watched_wait(checkpoints):
+        if checkpoints.is_saving:
+            is_waiting.set()
+        wait(checkpoints)
+
+    def write(path, *data):
+        while not is_waiting.is_set() and log.read_bytes().count(b"\n") < 2:
+            time.sleep(0.002)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Checkpoint.wait, omni_train.parts.write_file = watched_wait, write
+
+
+@pytest.mark.parametrize("name", sampled(TRAINERS, 1, always=("flowgrpo on 2 ranks",)))
+def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(enter, bright_url, name):
+    home = enter("home")
+    trainer, args, ranks = small(name, bright_url)
+    life = lives.train(home, args, trainer=trainer, ranks=ranks, before=kill_in_first_save)
+    assert -signal.SIGKILL in life.wait(), life.text()
+    assert os.listdir(home / "runs/run/checkpoints") == ["step-00000000.tmp"]
+    assert_ends_well(lives.train(home, args, trainer=trainer, ranks=ranks))
+    assert [line["step"] for line in lines(home)] == [0, 1, 2]
 
 
 STOPS = {  # kind of run, the signal, whether all ranks get it, as from torchrun, or only the last one

@@ -55,6 +55,8 @@ def train(folder: Path, num_steps: int = NUM_STEPS) -> None:
             sys.audit("life.logged")
             checkpoints.poll()
             checkpoints.async_save(step, net, optimizer, ema, config={})
+            if step == 0:
+                checkpoints.wait()
             sys.audit("life.saved")
         checkpoints.wait()
     save_file(train_state(net, optimizer, ema), folder / "final.safetensors")

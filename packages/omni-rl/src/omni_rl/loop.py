@@ -140,7 +140,7 @@ class Loop:
                 run.checkpoints.poll()
                 if is_time:  # after the line: none must be lost
                     self._save()
-                if is_last:
+                if is_last or not done:  # lines of trained steps without a checkpoint could be continued by nobody
                     run.checkpoints.wait()
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
