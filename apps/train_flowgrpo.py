@@ -80,6 +80,7 @@ def check_args(args: Args) -> None:
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
     rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
+    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and args.engine == "diffusers")
     require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
@@ -101,6 +102,9 @@ def check_args(args: Args) -> None:
          f"({rounds}), got {args.num_minibatches}"),
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
+        (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
+         f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
+         f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
         (not args.apart or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
          "--sound-weight and --reward-media do not go with grpo-guard, flow-dppo or --old-log-prob correct"),
         (not args.reward_media or not repacks(args),

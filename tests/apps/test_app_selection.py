@@ -307,12 +307,25 @@ def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
 
 
 @pytest.mark.parametrize(
+    "changes", [{"old_log_prob": "recompute"}, {"clip_range": 1.3e-2}, {"algo": "flow-dppo", "kl_threshold": 1.0}]
+)
+def test_a_ratio_tolerance_that_clips_nothing_is_accepted(in_tmp, changes):
+    given = {"old_log_prob": "rollout", "ratio_tolerance": 4e-3, "clip_range": 1e-2} | changes
+    app.check_args(replace(TINY, scorer_url="http://127.0.0.1:1", **given))
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"best_worst_n": 3}, r"--best-worst-n must be even and <= --group-size \(8\), got 3"),
         ({"best_worst_n": 10}, r"--best-worst-n must be even and <= --group-size \(8\), got 10"),
         ({"best_worst_n": -2}, "--best-worst-n must be >= 0, got -2"),
         ({"compress_ratio": 0.0}, r"--compress-ratio must be in \(0, 1\], got 0.0"),
+        (
+            {"old_log_prob": "rollout", "ratio_tolerance": 4e-3, "clip_range": 1e-2},
+            r"--ratio-tolerance must be <= a third of --clip-range \(0.01\) where .* got 0.004",
+        ),
+        ({"old_log_prob": "auto", "ratio_tolerance": 1e-3, "clip_range": 1e-5}, "--ratio-tolerance must be <= a third"),
         ({"filter_groups": True, "old_log_prob": "correct"}, "--old-log-prob correct does not go with"),
         (
             {"algo": "flowgrpo-cps", "old_log_prob": "correct"},
