@@ -39,6 +39,7 @@ class Args:
     prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
     images: str = ""  # Pictures to edit, of every prompt, with commas between; a .jsonl file may name others for each
+    media_root: str = ""  # Folder below which a .jsonl file may name pictures too, beside its own folder
     num_images: int = 1  # Images to draw, going through the prompts in turn
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
     out_dir: str = ""  # Folder for a file of each sample
@@ -117,7 +118,7 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
         with flag("--prompts: "):
-            records = load_prompts(args.prompts, check=check)
+            records = load_prompts(args.prompts, check=check, media_root=args.media_root)
     images = listed(args.images)
     with flag("--images: "):
         reference_sizes(PromptRecord(0, args.prompts, images=images))

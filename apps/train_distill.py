@@ -77,7 +77,7 @@ def check_args(args: Args) -> None:
     )  # fmt: skip
     names = parse_teachers(args.teachers)
     with flag("--prompts: "):
-        for record in load_prompts(args.prompts):
+        for record in load_prompts(args.prompts, media_root=args.media_root):
             teacher = record.meta.get("teacher")
             require((teacher in (None, *names), f'"teacher" must be one of --teachers, got {teacher!r}'))
 

@@ -59,7 +59,7 @@ def check_args(args: Args) -> None:
     if offline:
         with flag("--preferences: "):
             shape = args.num_frames, args.height, args.width
-            check_preferences(args.preferences, shape, frame_rate=args.frame_rate)
+            check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
     require(
         (args.scorer_url or offline or args.dry_run,
          "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),

@@ -23,6 +23,7 @@ from typing import Literal
 
 from omni_rl.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
 from omni_rl.cli import check_least, parse_cli, require
+from omni_rl.engines import ENGINES
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -80,7 +81,7 @@ def check_args(args: Args) -> None:
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
     rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
-    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and args.engine == "diffusers")
+    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and not ENGINES[args.engine].library)
     require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),

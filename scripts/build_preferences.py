@@ -10,6 +10,7 @@ It writes OUT/pairs.jsonl, and beside it each sample as a latent (.safetensors) 
 import argparse
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
     return path.name
 
 
+def keep_references(record: PromptRecord, folder: Path) -> list[str]:
+    """Copy a prompt's references below the folder, as a file may name those alone; return their paths from there."""
+    names = [f"references/{record.index:06}-{i}{image.suffix}" for i, image in enumerate(record.images)]
+    (folder / "references").mkdir(exist_ok=True)
+    for image, name in zip(record.images, names, strict=True):
+        shutil.copyfile(image, folder / name)
+    return names
+
+
 def build(args: Any) -> tuple[int, int]:
     """Writes the file; returns the number of pairs and of prompts that were drawn."""
     records = load_prompts(args.prompts, check=reference_sizes)
@@ -90,7 +100,7 @@ def build(args: Any) -> tuple[int, int]:
                     if record.size:
                         line |= {"height": record.size[0], "width": record.size[1]}
                     if record.images:
-                        line["images"] = [os.path.relpath(image, args.out) for image in record.images]
+                        line["images"] = keep_references(record, args.out)
                     for side, index in (("win", best), ("lose", worst)):
                         path = samples / f"{record.index:06}-{side}"
                         line[side] = f"samples/{save_sample(group, index, path, images=args.save == 'images')}"

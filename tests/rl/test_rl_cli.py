@@ -115,6 +115,9 @@ MISTAKES = {
     "--preset": "--preset needs a value",
     "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
     "--config broken.toml": "--config must be a readable TOML file, got broken.toml: ",
+    "--config deep.toml": "--config must be a readable TOML file, got deep.toml: ",
+    "--config pipe": "--config: path must be a regular file, got pipe",
+    "--config /dev/zero": "--config: path must be a regular file, got /dev/zero",
     "--name \udcff": r"--name must be UTF-8 text, got '\udcff'",
 }
 
@@ -122,6 +125,8 @@ MISTAKES = {
 @pytest.mark.parametrize("words", MISTAKES)
 def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(words: str, tmp_path, monkeypatch, capfd):
     (tmp_path / "broken.toml").write_text("lr 1")
+    (tmp_path / "deep.toml").write_text(f"lr = {'[' * 5000}{']' * 5000}")
+    os.mkfifo(tmp_path / "pipe")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "recipes", lambda app: PRESETS)
     monkeypatch.setattr(sys, "argv", ["program.py"])

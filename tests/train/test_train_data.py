@@ -2,11 +2,11 @@
 
 import hashlib
 import json
+import os
 import sys
 from collections import Counter
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
@@ -141,13 +141,39 @@ def test_json_lines(tmp_path):
 
 def test_references_are_files_relative_to_the_prompts(tmp_path):
     """One path or a list of them; the scorer is told the names as they stand."""
-    lines = [{"prompt": "a"}, {"prompt": "b", "images": "in/b.png"}, {"prompt": "c", "images": ["1.png", "/2.png"]}]
+    lines = [{"prompt": "a"}, {"prompt": "b", "images": "in/b.png"}, {"prompt": "c", "images": ["1.png", "in/2.png"]}]
     path = write(tmp_path, "a.jsonl", *map(json.dumps, lines))
-    files = [(), (tmp_path / "in" / "b.png",), (tmp_path / "1.png", Path("/2.png"))]
+    files = [(), (tmp_path / "in" / "b.png",), (tmp_path / "1.png", tmp_path / "in" / "2.png")]
     sampler = PromptSampler(path, prompts_per_step=3, seed=0)
     for records in (load_prompts(path), sorted(sampler.at(0), key=lambda record: record.index)):
         assert [record.images for record in records] == files
-        assert [record.meta.get("images") for record in records] == [None, "in/b.png", ["1.png", "/2.png"]]
+        assert [record.meta.get("images") for record in records] == [None, "in/b.png", ["1.png", "in/2.png"]]
+
+
+@pytest.mark.parametrize("line", ['"images": ["a.png", NAME]', '"images": NAME', '"audio": NAME', '"video": NAME'])
+@pytest.mark.parametrize("name", ["/etc/a.png", "../a.png", "in/../../a.png", "linked/a.png", "link.png"])
+def test_prompts_name_no_file_outside_their_folder_but_below_the_media_root(tmp_path, line, name):
+    outside, folder = tmp_path / "outside", tmp_path / "prompts"
+    for path in (outside, folder / "in"):
+        path.mkdir(parents=True)
+    (outside / "a.png").touch()
+    (folder / "linked").symlink_to(outside)
+    (folder / "link.png").symlink_to(outside / "a.png")
+    path = write(folder, "a.jsonl", '{"prompt": "x", LINE}'.replace("LINE", line.replace("NAME", json.dumps(name))))
+    rule = f'a.jsonl, line 1: "{line.split(chr(34))[1]}" must name files in the folder of the prompts or below it'
+    with pytest.raises(ValueError, match=f"{rule}, or below media_root, got '{name}'"):
+        load_prompts(path)
+    [record] = load_prompts(path, media_root="/")
+    assert PromptSampler(path, prompts_per_step=1, seed=0, media_root="/").at(0) == [record]
+
+
+def test_prompts_may_be_linked_to_and_so_may_files_beside_them(tmp_path):
+    (tmp_path / "real").mkdir()
+    write(tmp_path / "real", "a.jsonl", '{"prompt": "x", "images": ["a.png", "b.png"]}')
+    (tmp_path / "real" / "b.png").symlink_to("c.png")
+    (tmp_path / "linked").symlink_to("real")
+    [record] = load_prompts(tmp_path / "linked" / "a.jsonl")
+    assert record.images == (tmp_path / "linked" / "a.png", tmp_path / "linked" / "b.png")
 
 
 def test_a_line_may_say_the_size_of_its_picture(tmp_path):
@@ -378,6 +404,14 @@ def parquet_of(rows, folder, monkeypatch):
     return folder / "a.parquet"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.parquet"])
+def test_a_pipe_is_refused_unread(tmp_path, name):
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match=f"path must be a regular file, got {tmp_path / name}"):
+        load_prompts(tmp_path / name)
+
+
 def test_a_row_of_parquet_is_what_a_line_is(tmp_path, monkeypatch):
     part = {"type": "text", "text": "a\u2028b\n", "image": None}
     messages = [{"role": "user", "content": [part, {"type": "image", "text": None, "image": "a.png"}]}]
@@ -400,6 +434,7 @@ def test_a_row_of_parquet_is_what_a_line_is(tmp_path, monkeypatch):
         ({"prompt": "b", "image": b"\x89PNG"}, 'row 2: "image" must hold text, .* files only as images, .*, got .*PNG'),
         ({"prompt": "b", "images": [b"MZ\x90"]}, r'row 2: "images" must .* of the kinds .png, .* got 3: .*MZ'),
         ({"prompt": "b", "video": {"bytes": b"GIF89a" + bytes(2**10), "path": None}}, "row 2: .* at most 1024 bytes"),
+        ({"prompt": "b", "images": [{"bytes": None, "path": "/etc/a.png"}]}, 'row 2: "images" must name files in the'),
         ({"prompt": "b", "n": float("nan")}, 'row 2: "n" must hold text, finite numbers, .* got nan'),
     ],
 )

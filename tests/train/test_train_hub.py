@@ -50,6 +50,7 @@ def test_settings_come_from_a_model_on_the_hub(download):
         ("scorer_token_file = '/etc/passwd'", "scorer_token_file"),
         ("watch_scorer_url = 'http://a:1'", "watch_scorer_url"),
         ("[[eval]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
+        ("media_root = '/'", "media_root"),
     ],
 )
 def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, name, download):
@@ -58,6 +59,39 @@ def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, na
     hub.local_file("hf://owner/name/recipe.toml").write_text(text)
     with pytest.raises(ValueError, match=rf"recipe\.toml must not name a {name}: give the flag, or .*, got '"):
         read_settings(ScoredArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("reward = 'python:a.py:f'", "reward"),
+        ("reward = 'exact + 0.5*python:a.txt:f'", "reward"),
+        ('reward = "\\u0070ython:a.py:f"', "reward"),
+        ("name = 'python:a.py:f'", "name"),
+        ("[[eval]]\nname = 'a'\nprompts = 'python:a.py:f'", "prompts"),
+    ],
+)
+@pytest.mark.parametrize("is_path", [False, True])
+def test_settings_from_the_hub_name_no_python_whatever_the_key(text, key, is_path, download):
+    from omni_rl.token_args import TokenArgs
+
+    address = "hf://owner/name/recipe.toml"
+    file = hub.local_file(address)
+    beside = file.with_name("recipe.toml")
+    file.write_text(text)
+    beside.write_text(text)
+    with pytest.raises(ValueError, match=f"must not name python: in {key}: give the flag, or a copy of the file that"):
+        read_settings(TokenArgs, ["--config", str(beside) if is_path else address], {}, "")
+    copy = file.parents[5] / "copy.toml"
+    copy.write_text(text)
+    read_settings(TokenArgs, ["--config", str(copy)], {}, "")
+
+
+@pytest.mark.parametrize("read", [load_prompts, lambda path: read_settings(object, ["--config", path], {}, "")])
+def test_a_file_of_another_kind_is_not_fetched(read, download):
+    with pytest.raises(ValueError, match=r"path must end in .*, got hf://datasets/owner/name/evil\.py"):
+        read("hf://datasets/owner/name/evil.py")
+    download.assert_not_called()
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,7 @@ class RunArgs:
     # Data
     prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
     eval_prompts: str = ""  # File of evaluation prompts, .txt, .jsonl or .parquet (required, here or in a preset)
+    media_root: str = ""  # Folder below which prompts may name files too, beside the folder of their own file
     eval: tuple[EvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
     eval_samples_per_prompt: int = 1  # Samples of each evaluation prompt, for eval/best@n and pass@k
     pass_threshold: float | None = None  # Score from which on an evaluation's sample passes, for eval/pass@k
@@ -165,6 +166,7 @@ SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for file
 MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
     *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
     "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
+    "media_root",
     "eval", "eval_only", "eval_samples_per_prompt", "pass_threshold",
     "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "verbose", "device_memory_gb", "text_cache",
     "text_cache_mb", "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload",
@@ -235,6 +237,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
+        (not args.media_root or Path(args.media_root).is_dir(),
+         f"--media-root must be a folder, got {args.media_root}"),
         (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
          f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
     )  # fmt: skip
@@ -269,10 +273,16 @@ def check_media(args: MediaArgs, world_size: int) -> None:
     check_urls(args.watch_scorer_url, "--watch-scorer-url")
     with flag("--prompts: "):
         check = check_shapes(args)
-        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=check)
+        PromptSampler(
+            args.prompts,
+            prompts_per_step=args.prompts_per_step,
+            seed=args.seed,
+            check=check,
+            media_root=args.media_root,
+        )
     with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts, check=AllOrNone())
-    check_sets(args.eval, AllOrNone)
+        load_prompts(args.eval_prompts, check=AllOrNone(), media_root=args.media_root)
+    check_sets(args.eval, AllOrNone, media_root=args.media_root)
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:

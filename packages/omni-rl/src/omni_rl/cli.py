@@ -23,7 +23,7 @@ from shutil import get_terminal_size
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 from urllib.parse import urlsplit
 
-from omni_train.hub import local_file
+from omni_train.hub import check_named, is_from_hub, local_file
 
 ConfigT = TypeVar("ConfigT")
 
@@ -143,22 +143,35 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         values |= from_toml(presets[preset], cls, f"--preset {preset}")
     if path is not None:
         with flag("--config: "):
+            check_named(path, (".toml",) if is_from_hub(path) else ())
             file = local_file(path)
         try:
             found = from_toml(file.read_text(encoding="utf-8"), cls, path)
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as exc:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as exc:
             raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
-        if path.startswith("hf:"):  # whoever wrote it shall not choose who gets samples and token
-            for row in [found, *map(vars, found.get("eval", ()))]:
-                for key in ("scorer_url", "watch_scorer_url", "scorer_token_file"):
-                    rule = f"must not name a {key}: give the flag, or a copy of the file that you have read"
-                    require((not row.get(key), f"--config {path} {rule}, got {row.get(key)!r}"))
+        if is_from_hub(path):
+            check_foreign(found, path)
         values |= found
     config = cls(**values | given)
     if wants_help:
         print_help(config, presets, description)
         sys.exit(0)
     return config
+
+
+def check_foreign(values: Mapping[str, Any], path: str) -> None:
+    """Check settings of a file from the hub, which must not choose a server, a secret, a media root or Python to run.
+
+    Raises:
+        ValueError: one of them does.
+    """
+    for row in [*map(vars, values.get("eval", ())), values]:
+        for key, value in row.items():
+            is_place = key in ("scorer_url", "watch_scorer_url", "scorer_token_file", "media_root")
+            what = f"a {key}" if is_place else f"python: in {key}"
+            rule = f"must not name {what}: give the flag, or a copy of the file that you have read"
+            is_fine = not value if is_place else "python:" not in str(value)
+            require((is_fine, f"--config {path} {rule}, got {value!r}"))
 
 
 def parse_flags(cls: type, argv: Sequence[str], presets: Mapping[str, str]) -> dict[str, Any]:

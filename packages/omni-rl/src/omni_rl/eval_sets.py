@@ -52,10 +52,12 @@ BOUNDS = {  # setting -> least and greatest value
 }  # fmt: skip
 
 
-def check_sets(sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None) -> None:
+def check_sets(
+    sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None, *, media_root: str = ""
+) -> None:
     """Raise ValueError for a set that cannot be evaluated, with its number, counted from 1.
 
-    check: makes a check of a set's prompts.
+    check: makes a check of a set's prompts. media_root: as `load_prompts`.
     """
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
@@ -72,7 +74,7 @@ def check_sets(sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] 
             require((value is None or least <= value <= most, rule))
         check_urls(own.scorer_url, f"{at}.scorer_url")
         with flag(f"{at}.prompts: "):
-            count = len(load_prompts(own.prompts, check=check()))
+            count = len(load_prompts(own.prompts, check=check(), media_root=media_root))
         rule = f"{at}.num_prompts must be at most {count}, those of {own.prompts}, got {own.num_prompts}"
         require((own.num_prompts <= count, rule))
 

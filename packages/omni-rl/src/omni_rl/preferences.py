@@ -19,17 +19,19 @@ SUFFIXES = tuple(dict.fromkeys((*FORMATS, *VIDEOS, ".safetensors")))
 SPEED = 0.05  # of the frame rate, by which a video's may differ: the times in a .gif are whole hundredths of a second
 
 
-def check_preferences(path: str | Path, shape: tuple[int, int, int], *, frame_rate: float) -> None:
+def check_preferences(
+    path: str | Path, shape: tuple[int, int, int], *, frame_rate: float, media_root: str = ""
+) -> None:
     """Check that every pair names two whole files in the file's own folder, of the pair's or the run's size.
 
     Decodes nothing, or a first frame, so a large file is checked in seconds. shape: frames, height and width; a pair
-    may have another height and width. frame_rate: of videos.
+    may have another height and width. frame_rate: of videos. media_root: as `load_prompts`, for the references.
 
     Raises:
         ValueError: a name, a path or a file breaks these rules; the pair and the file are named.
     """
     folder = Path(path).parent
-    for record in load_prompts(path):
+    for record in load_prompts(path, media_root=media_root):
         for side in SIDES:
             try:
                 file, size = _file_of(record, side, folder), record.size or shape[1:]

@@ -274,10 +274,14 @@ class AnyRun(ABC, Generic[ArgsT]):
                 check_compiler(self.dist.device)
         with flag("--prompts: "):
             self.prompts = PromptSampler(
-                args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, check=self._check_graded
+                args.prompts,
+                prompts_per_step=args.prompts_per_step,
+                seed=args.seed,
+                check=self._check_graded,
+                media_root=args.media_root,
             )
         with flag("--eval-prompts: "):
-            self.eval_records = load_prompts(args.eval_prompts, check=self._check_graded)
+            self.eval_records = load_prompts(args.eval_prompts, check=self._check_graded, media_root=args.media_root)
         self.eval_more = [self._read_set(own, f"eval[{number}]") for number, own in enumerate(args.eval, start=1)]
         if args.init_weights:
             with flag("--init-weights: "):
@@ -295,7 +299,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         """An evaluation set, whose scorer is opened later. at: what messages call it."""
         check = self._check_record if own.scorer_url else self._check_graded
         with flag(f"{at}.prompts: "):
-            records = load_prompts(own.prompts, check=check)[: own.num_prompts or None]
+            records = load_prompts(own.prompts, check=check, media_root=self.args.media_root)[: own.num_prompts or None]
         with flag(f"{at}: "):
             params = params_of(own, self.eval_params)
             self._check_params(params)
@@ -753,7 +757,7 @@ class Run(AnyRun[MediaT]):
 
     def _read_inputs(self) -> None:
         super()._read_inputs()
-        records = load_prompts(self.args.prompts)
+        records = load_prompts(self.args.prompts, media_root=self.args.media_root)
         self.canary = self._canary([*self.eval_records, *records])
         images = sorted({image for record in records for image in record.images})
         if images:

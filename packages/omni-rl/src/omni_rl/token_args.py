@@ -86,7 +86,7 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
         (args.scorer_url or not asks, f"--scorer-url must be given for {SCORER} in --reward"),
     )
     with flag("--prompts: "):
-        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, media_root=args.media_root)
     with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts)
-    check_sets(args.eval)
+        load_prompts(args.eval_prompts, media_root=args.media_root)
+    check_sets(args.eval, media_root=args.media_root)

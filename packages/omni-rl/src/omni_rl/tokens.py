@@ -216,7 +216,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
 
     def _read_inputs(self) -> None:
         super()._read_inputs()
-        records = load_prompts(self.args.prompts)
+        records = load_prompts(self.args.prompts, media_root=self.args.media_root)
         self.canary = self._canary([*self.eval_records, *records])
         media = sorted({file for record in records for file in media_files(record)})
         if media:

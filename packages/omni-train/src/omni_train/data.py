@@ -10,13 +10,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 
 from omni_train.files import write_atomically
-from omni_train.hub import local_file
+from omni_train.hub import check_named, local_file
 
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
@@ -59,15 +59,23 @@ class PromptSampler:
     maybe "height" and "width", and further keys that become `meta`, as do paths and sizes. Blank lines are skipped. In
     place of "prompt" it may hold "messages", a chat whose last message is the user's. `.parquet` holds such an object a
     row, in which files may also be bytes, as the datasets library has them: see `media_folder`.
-    check: called with every prompt.
+    check, media_root: as `load_prompts`.
 
     Raises:
         ValueError: the file is empty or malformed, or `check` raises one (the line is named), or it holds fewer than P
             prompts.
     """
 
-    def __init__(self, path: str | Path, *, prompts_per_step: int, seed: int, check: RecordCheck | None = None) -> None:
-        self._lines, self._split = _read_lines(local_file(path), check)
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        prompts_per_step: int,
+        seed: int,
+        check: RecordCheck | None = None,
+        media_root: str | Path = "",
+    ) -> None:
+        self._lines, self._split = _read_lines(path, check, media_root)
         if not 1 <= prompts_per_step <= len(self):
             raise ValueError(
                 f"prompts_per_step must be between 1 and the number of prompts in {path} ({len(self)}), "
@@ -160,22 +168,31 @@ Size = tuple[int, int]
 Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None, Path | None, Path | None]
 
 
-def load_prompts(path: str | Path, *, check: RecordCheck | None = None) -> list[PromptRecord]:
-    """All prompts of a `.txt`, `.jsonl` or `.parquet` file, in file order. check: called with each.
+def load_prompts(
+    path: str | Path, *, check: RecordCheck | None = None, media_root: str | Path = ""
+) -> list[PromptRecord]:
+    """Return all prompts of a `.txt`, `.jsonl` or `.parquet` file, in file order.
+
+    check: called with each prompt. media_root: folder in which prompts may name files too, beside that of their file;
+    "" is none.
 
     Raises:
         ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what `check` raises
             (named with the number of the line or row), or pyarrow is not installed.
     """
-    lines, split = _read_lines(local_file(path), check)
+    lines, split = _read_lines(path, check, media_root)
     return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
 
 
-def _read_lines(path: Path, check: RecordCheck | None) -> tuple[list[str], Callable[[str], Parts]]:
-    """The lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
-    if path.suffix not in (".txt", ".jsonl", ".parquet"):
-        raise ValueError(f"path must end in .txt, .jsonl or .parquet, got {path}")
-    split = partial(_split_json, path.parent) if path.suffix != ".txt" else _split_text
+def _read_lines(
+    place: str | Path, check: RecordCheck | None, media_root: str | Path
+) -> tuple[list[str], Callable[[str], Parts]]:
+    """Return the lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
+    check_named(place, (".txt", ".jsonl", ".parquet"))
+    path = local_file(place)
+    roots = [path.parent, media_folder(), *([media_root] if media_root else [])]
+    place_of = partial(_file_in, [os.path.realpath(root) for root in roots], path.parent)
+    split = partial(_split_json, place_of) if path.suffix != ".txt" else _split_text
     is_table = path.suffix == ".parquet"
     lines = _table_lines(path) if is_table else _text_lines(path)
     kept: list[str] = []
@@ -280,7 +297,16 @@ def _split_text(line: str) -> Parts:
     return line, "", {}, (), None, None, None
 
 
-def _split_json(folder: Path, line: str) -> Parts:
+def _file_in(roots: Sequence[str], folder: Path, key: str, name: str) -> Path:
+    """Return the file that a line names under a key, relative to `folder`, which must be below one of the roots."""
+    path = folder / name
+    if not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):
+        rule = "must name files in the folder of the prompts or below it, or below media_root"
+        raise ValueError(f'"{key}" {rule}, got {name!r:.80}')
+    return path
+
+
+def _split_json(place_of: Callable[[str, str], Path], line: str) -> Parts:
     try:
         entry, end = _DECODER.raw_decode(line)
     except (ValueError, RecursionError) as exc:
@@ -307,8 +333,8 @@ def _split_json(folder: Path, line: str) -> Parts:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
-    audio, video = (_path(entry, key, folder) for key in ("audio", "video"))
-    return text, negative, entry, tuple(folder / name for name in names), _size(entry), audio, video
+    audio, video = (_path(entry, key, place_of) for key in ("audio", "video"))
+    return text, negative, entry, tuple(place_of("images", name) for name in names), _size(entry), audio, video
 
 
 def _take_chat(entry: dict[str, object]) -> str:
@@ -372,12 +398,12 @@ def _place_files(entry: dict[str, object], key: str, files: list[object]) -> Non
         entry[key] = named if key == "images" else named[0]
 
 
-def _path(entry: Mapping[str, object], key: str, folder: Path) -> Path | None:
+def _path(entry: Mapping[str, object], key: str, place_of: Callable[[str, str], Path]) -> Path | None:
     """The file that a line names under a key, if it does."""
     name = entry.get(key)
     if name is not None and type(name) is not str:
         raise ValueError(f'"{key}" must be a path, got {name!r:.80}')
-    return folder / name if isinstance(name, str) else None
+    return place_of(key, name) if isinstance(name, str) else None
 
 
 def _size(entry: Mapping[str, object]) -> Size | None:

@@ -5,6 +5,8 @@ hf://datasets/OWNER/NAME@REVISION/FILE      at a branch, tag or commit
 """
 
 import re
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
@@ -23,6 +25,29 @@ def local_file(place: str | Path) -> Path:
     if text not in FETCHED:
         FETCHED[text] = _fetch(text)
     return FETCHED[text]
+
+
+def check_named(place: str | Path, suffixes: Sequence[str]) -> None:
+    """Check a file before it is fetched or opened: its suffix, and that it is no pipe or device, which may never end.
+
+    suffixes: those it may have; none is any.
+
+    Raises:
+        ValueError: it has another one, or is there and is no regular file.
+    """
+    path = Path(place)
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(f"path must end in {' or '.join(', '.join(suffixes).rsplit(', ', 1))}, got {place}")
+    with suppress(OSError):  # which opening it reports
+        if path.exists() and not path.is_file():
+            raise ValueError(f"path must be a regular file, got {place}")
+
+
+def is_from_hub(place: str) -> bool:
+    """True if the place is an address of the hub, or a file in its cache, whose folders are named KIND--OWNER--NAME."""
+    path = Path(place)
+    folders = {*path.absolute().parts, *path.resolve().parts}
+    return place.startswith("hf:") or any(re.match("(models|datasets|spaces)--", folder) for folder in folders)
 
 
 def _fetch(address: str) -> Path:
