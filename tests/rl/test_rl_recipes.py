@@ -1,17 +1,48 @@
-"""Every recipe is a start that its trainer accepts, and says where its numbers are from and whether it has been run."""
+"""Every recipe is a start that its trainer accepts, is the published one, and says whether it has been run."""
 
 import importlib
 import re
+import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import REPO
+from omni_rl.args import parse_numbers
 from omni_rl.cli import from_toml, parse_cli, recipes
+from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
 ALL = [(app, name) for app in APPS for name in recipes(app)]
+REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
+PUBLISHED = tomllib.loads((REPO / "recipes" / "published.toml").read_text("utf-8"))
+FIXED = {"adam_betas": "0.9 0.999", "adam_epsilon": 1e-8, "ema_update_interval": 1}  # no settings here
+TEXT_TOKENS = {  # part of a model's name -> how long its texts are by default
+    "stable-diffusion-3.5": sd3.StableDiffusion3.OPTIONS["max_sequence_length"],
+    "Z-Image": z_image.ZImage.OPTIONS["max_sequence_length"], "Qwen-Image": qwen_image.MAX_PROMPT_TOKENS,
+    "Wan2": wan.TEXT_TOKENS, "FLUX.2": flux2.TEXT_TOKENS, "LTX-2": ltx2.TEXT_TOKENS,
+}  # fmt: skip
+
+
+def head_of(app: str, name: str) -> str:
+    """The comment at the top of a recipe, as one line."""
+    return recipes(app)[name].partition("\n\n")[0].replace("\n# ", " ")
+
+
+def values_of(app: str, name: str) -> dict[str, object]:
+    """What a recipe comes to, by the names of the table of published values."""
+    module = importlib.import_module(app)
+    args = module.Args(**from_toml(recipes(app)[name], module.Args, name))
+    values = FIXED | vars(args if app != "train_gspo" else module.settle(args))
+    values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
+    values |= parse_numbers(values.get("guidance", ""), "guidance")
+    sampling = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2")  # the same in evaluations
+    values |= {f"eval_{key}": values.get(key) for key in sampling}
+    if "true_cfg_scale" in recipes(app)[name]:
+        values["eval_guidance_scale"] = args.true_cfg_scale
+    found = re.search(r"published for (\d+) accelerators?", head_of(app, name))
+    return values | {"accelerators": int(found[1]) if found else None}
 
 
 @pytest.mark.parametrize(("app", "name"), ALL)
@@ -28,6 +59,33 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
         assert any(line.startswith("# Prompts: bring ") for line in head)
     if "Source: chosen here" not in recipes(app)[name]:
         assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
+
+
+@pytest.mark.parametrize(("app", "name"), REAL)
+def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app: str, name: str):
+    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name), values_of(app, name)
+    source = row.pop("source")
+    assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{12}:\S+", source) or "Source: chosen here" in head
+    assert row or source == "none"
+    for key, (value, place) in row.items():
+        assert re.fullmatch(r"(\S+\.(py|sh|yaml):)?\d+", str(place)), key
+        if key == "scorer":
+            assert value in head.lower(), f"the head names no scorer {value}"
+        else:
+            assert values.get(key) == value or re.search(rf"\b{key}\b", head), (
+                f"{key} is {values.get(key)}, published {value}: mend it, or say why in the head"
+            )
+
+
+def test_the_table_of_published_values_names_recipes_alone():
+    assert [(app, name) for app, rows in PUBLISHED.items() for name in rows if (app, name) not in REAL] == []
+
+
+def test_a_recipe_with_another_value_than_the_published_one_is_found(monkeypatch: pytest.MonkeyPatch):
+    text = recipes("train_nft")["z-image-nft-pickscore"].replace("lr = 3e-4", "lr = 1e-4")
+    monkeypatch.setattr(sys.modules[__name__], "recipes", lambda app: {"z-image-nft-pickscore": text})
+    with pytest.raises(AssertionError, match=r"lr is 0.0001, published 0.0003"):
+        test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs("train_nft", "z-image-nft-pickscore")
 
 
 @pytest.mark.parametrize(("app", "name"), ALL)
@@ -79,7 +137,7 @@ def test_who_lacks_the_prompts_of_a_recipe_is_told_where_they_are(tmp_path, monk
 def test_the_recipes_at_the_root_are_those_of_the_package():
     assert (REPO / "recipes").is_symlink()
     assert sorted(path.stem for path in (REPO / "recipes" / "train_nft").glob("*.toml")) == sorted(recipes("train_nft"))
-    assert {path.name for path in (REPO / "recipes").iterdir()} == set(APPS)
+    assert {path.name for path in (REPO / "recipes").iterdir()} == {*APPS, "published.toml"}
 
 
 def test_a_program_without_recipes_has_none():
