@@ -1,5 +1,7 @@
 """Files on the hub, without a network: stand-ins have the signatures of the installed huggingface_hub."""
 
+import os
+import shutil
 from unittest.mock import create_autospec
 
 import huggingface_hub
@@ -139,3 +141,28 @@ def test_weights_are_pushed_with_card_and_settings_in_one_commit(tmp_path, monke
         ValueError, match="run must be a folder with weights, which an evaluation writes, found none in"
     ):
         hub.files_to_push(tmp_path)
+
+
+def test_only_what_an_export_writes_is_pushed(tmp_path):
+    weights = tmp_path / "run" / "weights"
+    (weights / "high" / ".cache").mkdir(parents=True)
+    kept = ["README.md", "high/config.json", "high/model.safetensors"]
+    for name in [*kept, ".env", ".token.json", "high/.cache/key.json", "notes.md", "high/script.py", "core"]:
+        (weights / name).write_text(name)
+    os.mkfifo(weights / "pipe.json")
+    assert list(hub.files_to_push(tmp_path / "run")) == kept
+
+
+@pytest.mark.parametrize("name", ["weights/key.json", "weights/high", "weights", "config.toml"])
+def test_a_link_is_not_pushed(tmp_path, name):
+    """What lies behind it is not the run's."""
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    for folder in (run / "weights", elsewhere):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").touch()
+    (elsewhere / "key.json").touch()
+    if name == "weights":
+        shutil.rmtree(run / "weights")
+    (run / name).symlink_to(elsewhere / "key.json" if "." in name else elsewhere)
+    with pytest.raises(ValueError, match=rf"run must have files of its own to push, but \S+/run/{name} is a link"):
+        hub.files_to_push(run)

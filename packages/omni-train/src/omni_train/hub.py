@@ -9,8 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from omni_train.export import CARD_FILE
+
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
 FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays where it was
+EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
 
 
 def local_file(place: str | Path) -> Path:
@@ -83,11 +86,18 @@ def pinned(place: str) -> str:
 def files_to_push(run: str | Path) -> dict[str, Path]:
     """The files that `push_to_hub` uploads, by their names there: weights, their card, settings as recipe.toml.
 
+    Other files in the folder of the weights, and hidden ones, are left out.
+
     Raises:
-        ValueError: the run has no weights.
+        ValueError: the run has no weights, or links among its files, behind which other files may lie.
     """
     weights, settings = Path(run) / "weights", Path(run) / "config.toml"
-    files = {file.relative_to(weights).as_posix(): file for file in sorted(weights.rglob("*")) if file.is_file()}
+    found = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
+    shown = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
+    if links := [path for path in (weights, *shown.values(), settings) if path.is_symlink()]:
+        raise ValueError(f"run must have files of its own to push, but {links[0]} is a link")
+    exported = {name: path for name, path in shown.items() if name.suffix in EXPORTED or name.name == CARD_FILE}
+    files = {name.as_posix(): path for name, path in exported.items() if path.is_file()}
     if not any(name.endswith(".safetensors") for name in files):
         raise ValueError(f"run must be a folder with weights, which an evaluation writes, found none in {weights}")
     return files | ({"recipe.toml": settings} if settings.is_file() else {})
