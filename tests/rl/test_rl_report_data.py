@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import threading
 from dataclasses import replace
@@ -160,6 +161,39 @@ def test_a_row_cannot_show_a_file_from_elsewhere(tmp_path):
     rows.write_text(rows.read_text().replace("0000.png", "../../../secret.png"))
     with pytest.raises(FileNotFoundError):
         write_report(folder)
+
+
+NAMES = ("metrics.jsonl", "versions.jsonl", "config.toml", "eval/000012/rows.json", "eval/000012/0000.png")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "samples/000012/groups.json"])
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+def test_what_is_no_file_of_a_fair_size_is_named_and_not_read(tmp_path, kind, name):
+    folder = write_run(tmp_path / "run")
+    path = folder / name
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**40)
+    if kind == "huge" and path.suffix == ".png":
+        assert len(json.dumps(run_data(folder))) < 2**20  # it is beyond the page's bytes
+        return
+    with pytest.raises(ValueError, match=rf"{name} must (be a regular file|have at most)|holds no metrics.jsonl"):
+        run_data(folder)
+
+
+def test_integers_beyond_a_computers_words_are_named(tmp_path):
+    folder, huge = write_run(tmp_path / "run"), 10**400
+    (folder / "config.toml").write_text(f"train_steps = {huge}\n")
+    assert run_data(folder)["total"] is None
+    rows = folder / "eval" / "000012" / "rows.json"
+    rows.write_text(re.sub(r'"reward": [^,]*', f'"reward": {huge}', rows.read_text()))
+    with pytest.raises(ValueError, match=r"rows\.json: not valid JSON \(integers must fit into 64 bits, got 1000"):
+        run_data(folder)
 
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

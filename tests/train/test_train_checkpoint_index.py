@@ -75,6 +75,63 @@ def test_an_index_of_files_that_are_not_the_checkpoints_is_damage(checkpoints, c
 @pytest.mark.parametrize(
     "change",
     [
+        lambda index: index.update(step="1"),
+        lambda index: index.update(config=[]),
+        lambda index: index.update(versions=None),
+        lambda index: index.update(files=[]),
+        lambda index: index["files"].update(more={"bytes": "1", "sha256": ""}),
+        lambda index: index.update(tensors=[]),
+        lambda index: index["tensors"].update(more=[]),
+        lambda index: entry(index).pop("pieces"),
+        lambda index: entry(index).update(pieces=["ab"]),
+        lambda index: entry(index)["pieces"][0].__setitem__(1, "0"),
+        lambda index: entry(index)["pieces"][0].__setitem__(1, -1),
+        lambda index: entry(index).update(shape={}),
+        lambda index: entry(index).update(shape=[3, 2.0]),
+        lambda index: entry(index).update(dtype=None),
+    ],
+)
+def test_an_index_of_values_of_other_kinds_is_damage(checkpoints, change):
+    forge(checkpoints.save(1, filled(1.0), config={}), change)
+    with pytest.raises(
+        ValueError, match=r"is damaged: checkpoint\.json must have values of the kinds that a save writes"
+    ):
+        checkpoints.latest()
+
+
+def test_a_number_that_no_computer_word_holds_is_damage(checkpoints):
+    forge(checkpoints.save(1, filled(1.0), config={}), lambda index: index.update(step=10**400))
+    with pytest.raises(
+        ValueError, match=r"checkpoint\.json is not valid JSON \(integers must fit into 64 bits, got 1000"
+    ):
+        checkpoints.latest()
+
+
+@pytest.mark.parametrize(
+    "name", ["step-\uff10\uff10\uff10\uff10\uff10\uff10\uff10\uff12", "step-2", "step-" + "9" * 200]
+)
+def test_a_folder_whose_name_no_save_writes_is_no_checkpoint(checkpoints, name):
+    checkpoints.save(1, filled(1.0), config={})
+    (checkpoints.folder / name).mkdir()
+    assert checkpoints.latest().step == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_an_unfinished_checkpoint_that_is_no_folder_is_refused_and_kept(checkpoints, tmp_path, kind):
+    checkpoints.save(1, filled(1.0), config={})
+    path, elsewhere = checkpoints.folder / "step-00000002.tmp", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    path.symlink_to(elsewhere) if kind == "link" else path.touch()
+    for use in (checkpoints.latest, lambda: checkpoints.save(2, filled(2.0), config={})):
+        with pytest.raises(ValueError, match=r"step-00000002\.tmp must be a folder, which .*: move it away"):
+            use()
+    assert (elsewhere / "kept").exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
         lambda index: entry(index).update(shape=[3, 10**12]),
         lambda index: entry(index).update(shape=[2, 2]),
         lambda index: entry(index).update(shape=[]),

@@ -100,3 +100,18 @@ def test_a_folder_with_training_steps_is_claimed_by_the_run_that_resumes_only(ru
             claim_folder(dist, folder, has_checkpoint=False)
 
     run_ranks(work)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_metrics_that_lead_elsewhere_are_refused_and_nothing_is_written_there(tmp_path, link, is_there):
+    elsewhere, path = tmp_path / "elsewhere", tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    if is_there or link is os.link:
+        elsewhere.write_text('{"step": 0}\n')
+    link(elsewhere, path)
+    with pytest.raises(ValueError, match=r"run/metrics\.jsonl must be a regular file and no link"):
+        claim_folder(init_distributed(), path.parent, has_checkpoint=False)
+    with pytest.raises(ValueError, match=r"run/metrics\.jsonl must be a regular file and no link"):
+        write(path.parent, [1])
+    assert not elsewhere.exists() or elsewhere.read_text() == '{"step": 0}\n'

@@ -7,7 +7,16 @@ from threading import Barrier, get_native_id
 
 import omni_train.files
 import pytest
-from omni_train.files import file_digest, probe_digest, read_jsonl, write_atomically, write_folder_atomically
+from omni_train.files import (
+    file_digest,
+    load_metrics,
+    open_regular,
+    probe_digest,
+    read_jsonl,
+    read_regular,
+    write_atomically,
+    write_folder_atomically,
+)
 
 
 def names(folder):
@@ -139,3 +148,51 @@ def test_digests_change_with_the_content(tmp_path):
     seen.add(probe_digest([path]))
     assert len(seen) == 6
     assert probe_digest([path, path]) != probe_digest([path]) == probe_digest([path])
+
+
+def make(path, kind):
+    """What may lie where a file is looked for."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "huge":
+        path.touch()
+        os.truncate(path, 2**40)  # with nothing in it
+    elif kind == "link":
+        path.with_name("other").write_text("{}\n")
+        path.symlink_to(path.with_name("other"))
+    else:
+        path.mkdir()
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("pipe", "a regular file and no link"),
+        ("device", "a regular file and no link"),
+        ("link", "a regular file and no link"),
+        ("folder", "a regular file and no link"),
+        ("huge", f"at most {2**30} bytes, got {2**40}"),
+    ],
+)
+@pytest.mark.parametrize("read", [read_regular, read_jsonl, load_metrics])
+def test_what_is_no_file_of_a_fair_size_is_refused_and_not_read(tmp_path, kind, told, read):
+    make(tmp_path / "metrics.jsonl", kind)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/metrics\.jsonl must (be|have) {told}: move it away"):
+        read(tmp_path / "metrics.jsonl")
+
+
+def test_a_file_of_two_names_is_read_but_not_written_to(tmp_path):
+    (tmp_path / "a").write_text("text")
+    (tmp_path / "b").hardlink_to(tmp_path / "a")
+    assert read_regular(tmp_path / "b") == b"text"
+    with pytest.raises(ValueError, match=r"/b must be a regular file and no link: move it away"):
+        open_regular(tmp_path / "b", os.O_RDWR | os.O_APPEND)
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "1" + "0" * 5000, "-9223372036854775809"])
+def test_an_integer_of_more_than_64_bits_is_damage(tmp_path, number):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "loss": {number}}}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: not valid JSON \(.*\)\. Delete the line, or move"):
+        load_metrics(tmp_path / "metrics.jsonl")

@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_train.dist import Dist, gather_json, same_error, synchronize
-from omni_train.files import check_file, check_size, sync_folder, write_file
+from omni_train.files import check_file, check_size, parse_int, read_regular, sync_folder, write_file
 from omni_train.parts import (
     Index,
     PartFile,
@@ -80,6 +81,7 @@ class Checkpoint:
 
         Raises:
             ValueError: it is damaged. The message names the file, and the next older checkpoint that has all its files.
+                Or what is named as an unfinished checkpoint is no folder.
         """
         with same_error(self.dist):
             steps = self._steps() if self.dist.is_main else []
@@ -257,8 +259,17 @@ class Checkpoint:
         return self.folder / f"step-{step:08}"
 
     def _steps(self) -> list[int]:
-        found = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
-        return sorted(int(number) for number in found if number.isdecimal())
+        self._litter()
+        found = [re.fullmatch("step-([0-9]{8,19})", path.name) for path in self.folder.glob("step-*")]
+        return sorted(int(match[1]) for match in found if match)
+
+    def _litter(self) -> list[Path]:
+        """The folders of unfinished checkpoints. Raises ValueError for a file or a link, which no save leaves there."""
+        litter = list(self.folder.glob("step-*.tmp"))
+        for path in litter:
+            if path.is_symlink() or path.is_file():
+                raise ValueError(f"{path} must be a folder, which an unfinished checkpoint is: move it away")
+        return litter
 
     def _open(self, step: int) -> Saved:
         """The index of a step, whose files all have the right size."""
@@ -301,7 +312,7 @@ class Checkpoint:
         if final.exists():
             raise ValueError(f"step must be new, but {final} exists")
         self.folder.mkdir(parents=True, exist_ok=True)
-        for litter in self.folder.glob("step-*.tmp"):
+        for litter in self._litter():
             shutil.rmtree(litter)
         final.with_suffix(".tmp").mkdir()
 
@@ -382,19 +393,49 @@ def _read_index(folder: Path) -> Saved:
     if not path.is_file():
         raise ValueError(f"{INDEX_FILE} is missing")
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path), parse_int=parse_int)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
     if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
         raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    if not _is_index(content):
+        raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
     named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
     if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
         raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
     if wrong := sorted(named - content["files"].keys()):
         raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
     return Saved(**content)
+
+
+def _is_index(content: dict[str, Any]) -> bool:
+    """True if the values are of the kinds that a save writes."""
+    match content:
+        case {
+            "step": int(),
+            "config": dict(),
+            "versions": dict(),
+            "world_size": int(),
+            "files": dict(),
+            "tensors": dict(),
+        }:
+            files, tensors = content["files"].values(), content["tensors"].values()
+            return all(map(_is_file, files)) and all(map(_is_tensor, tensors))
+    return False
+
+
+def _is_file(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+
+
+def _is_tensor(entry: object) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "pieces": [*pieces]}:
+            are_named = all(isinstance(piece, list) and [*map(type, piece)] == [str, int] for piece in pieces)
+            return are_named and all(type(n) is int and n >= 0 for n in [*shape, *(first for _, first in pieces)])
+    return False
 
 
 def _digest(content: object) -> str:

@@ -5,10 +5,40 @@ import json
 import math
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from threading import get_native_id
 from typing import Any
+
+
+def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file, which is not a link and, with O_RDWR, has no other name; its descriptor.
+
+    Raises:
+        ValueError: it is something else: a pipe would hang, and behind a link another's file may lie.
+        OSError: it cannot be opened.
+    """
+    if not os.path.islink(path):  # one that comes now is refused as well, in other words
+        number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        found = os.fstat(number)
+        if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
+            return number
+        os.close(number)
+    raise ValueError(f"{path} must be a regular file and no link: move it away")
+
+
+def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        ValueError: as `open_regular`, or it has more than `max_bytes`.
+        OSError: it cannot be read.
+    """
+    with open(open_regular(path), "rb") as file:
+        if (size := os.fstat(file.fileno()).st_size) > max_bytes:
+            raise ValueError(f"{path} must have at most {max_bytes} bytes, got {size}: move it away")
+        return file.read()
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
@@ -93,19 +123,30 @@ def read_jsonl(path: str | Path, skip: int = 0) -> list[dict[str, Any]]:
     skip: lines at the beginning that are left out unread.
 
     Raises:
-        ValueError: any other line is no JSON object.
+        ValueError: any other line is no JSON object, or the file none that `read_regular` takes.
         OSError: the file cannot be read.
     """
     entries = []
-    for number, line in enumerate(Path(path).read_bytes().split(b"\n")[skip:-1], start=skip + 1):
+    for number, line in enumerate(read_regular(path).split(b"\n")[skip:-1], start=skip + 1):
         try:
-            entry = json.loads(line.decode())
+            entry = json.loads(line.decode(), parse_int=parse_int)
         except (ValueError, RecursionError) as exc:
             raise damaged_line(path, number, f"not valid JSON ({exc})") from exc
         if not isinstance(entry, dict):
             raise damaged_line(path, number, f"must be a JSON object, got {type(entry).__name__}")
         entries.append(entry)
     return entries
+
+
+def parse_int(text: str) -> int:
+    """Return the integer of a JSON file, for `json.loads`.
+
+    Raises:
+        ValueError: it needs more than 64 bits, so that no float and no tensor could hold it.
+    """
+    if not -(2**63) <= (number := int(text)) < 2**63:
+        raise ValueError(f"integers must fit into 64 bits, got {text:.20}...")
+    return number
 
 
 def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:

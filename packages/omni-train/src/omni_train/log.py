@@ -17,7 +17,7 @@ from typing import Self
 from torch import Tensor
 
 from omni_train.dist import Dist, Moment, now, same_error, seconds
-from omni_train.files import load_metrics, read_steps, write_atomically
+from omni_train.files import load_metrics, open_regular, read_regular, read_steps, write_atomically
 
 Sink = Callable[[int, Mapping[str, float]], None]
 
@@ -75,7 +75,7 @@ class RunLog:
         if is_main:
             self._path = Path(folder) / "metrics.jsonl"
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.touch()
+            os.close(self._open())
             last = _keep_lines(self._path, resume_step)
             if resume_step is not None and last < resume_step:
                 warnings.warn(f"{self._path} lacks the steps {last + 1} to {resume_step}: they were lost", stacklevel=2)
@@ -186,10 +186,13 @@ class RunLog:
                 self._warned.add(name)
                 warnings.warn(f"metric {name} is {value} at step {step}; written as null", stacklevel=3)
         entry = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        with self._path.open("a", encoding="utf-8") as file:
+        with open(self._open(), "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())  # a checkpoint that the disk has must not outlive the lines before it
+
+    def _open(self) -> int:
+        return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
 
 
 class _Lines:
@@ -268,19 +271,22 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
             saves no checkpoints, whose folder must be new.
 
     Raises:
-        ValueError: `folder` has metrics, which the run would continue as if they were its own, or damaged ones.
+        ValueError: `folder` has metrics, which the run would continue as if they were its own, or damaged ones, or a
+            link in their place.
     """
     with same_error(dist):
         if dist.is_main:
-            path = folder / "metrics.jsonl"
-            lines = load_metrics(path) if path.exists() else []
+            path, lines = folder / "metrics.jsonl", []
+            if os.path.lexists(path):
+                os.close(open_regular(path, os.O_RDWR))
+                lines = load_metrics(path)
             if not has_checkpoint and any(line["step"] > 0 or has_checkpoint is None for line in lines):
                 raise ValueError(f"{folder} holds a run already: give another --name, or move it away")
 
 
 def _keep_lines(path: Path, last_step: int | None) -> int:
     """Drop a last line torn by a crash, and the lines of steps after `last_step`; the last step kept, -1 for none."""
-    data = path.read_bytes()
+    data = read_regular(path)
     steps = [int(entry["step"]) for entry in read_steps(path)]
     kept = [i for i, step in enumerate(steps) if last_step is None or step <= last_step]
     lines = data.split(b"\n")

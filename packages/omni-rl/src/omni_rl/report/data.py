@@ -19,7 +19,7 @@ from types import UnionType
 from typing import Any
 from urllib.parse import quote
 
-from omni_train.files import load_metrics
+from omni_train.files import load_metrics, parse_int, read_regular
 
 from omni_rl.alarms import find_alarms
 from omni_rl.report.folder import read_lines, step_folders
@@ -92,7 +92,7 @@ def charts(runs: Sequence[Mapping[str, Any]]) -> list[Chart]:
 
 
 def _inline(file: Path) -> str:
-    return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(file.read_bytes()).decode()}"
+    return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(read_regular(file)).decode()}"
 
 
 def _linked(folder: Path, link: str, file: Path) -> str:
@@ -106,12 +106,13 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
         ValueError: a file of it cannot be read.
     """
     config = read_config(folder)
+    total = config.get("train_steps")
     seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
     recent = seconds[-20:]
     return {
         "name": folder.resolve().name,
         "step": int(steps[-1]["step"]) if steps else 0,
-        "total": config["train_steps"] if isinstance(config.get("train_steps"), int) else None,
+        "total": total if isinstance(total, int) and total < 2**53 else None,
         "seconds": sum(seconds),
         "pace_s": sum(recent) / len(recent) if recent else None,  # with evaluations, for the time that is left
         "logged_at": (folder / "metrics.jsonl").stat().st_mtime,
@@ -342,7 +343,7 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
     if path.suffix == ".jsonl":
         return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(read_lines(path), start=1)]
     try:
-        entries = json.loads(path.read_bytes())
+        entries = json.loads(read_regular(path), parse_int=parse_int)
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path}: not valid JSON ({exc}). {REMEDY}") from exc
     if not isinstance(entries, list):
@@ -368,6 +369,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / "config.toml"
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return tomllib.loads(read_regular(path).decode()) if path.exists() else {}
     except (ValueError, RecursionError) as exc:
         raise ValueError(f"{path}: not valid TOML: {exc}") from exc

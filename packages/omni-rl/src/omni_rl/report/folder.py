@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omni_reward.media import check_media, check_references
-from omni_train.files import read_jsonl, write_atomically, write_folder_atomically
+from omni_train.files import read_jsonl, read_regular, write_atomically, write_folder_atomically
 
 from omni_rl.report.media import STRIP_FRAMES, Media, files_of, still
 from omni_rl.report.sheet import contact_sheet, score_label
@@ -194,7 +194,9 @@ def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
     """(step, folder) of the folders named after a step up to `last`, in step order; none if `home` is missing."""
     if not home.is_dir():
         return []
-    found = sorted((int(path.name), path) for path in home.iterdir() if path.is_dir() and path.name.isdecimal())
+    found = sorted(
+        (int(path.name), path) for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)
+    )
     return [(step, path) for step, path in found if step <= last]
 
 
@@ -284,7 +286,7 @@ def plain(value: object) -> object:
 
 def _add_line(path: Path, entry: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    before = path.read_bytes() if path.exists() else b""
+    before = read_regular(path) if os.path.lexists(path) else b""
     kept = before[: before.rfind(b"\n") + 1]  # what follows the last newline is torn
     write_atomically(path, kept + _json(entry).encode() + b"\n")
 
