@@ -314,3 +314,14 @@ def test_a_folder_of_another_run(folder):
     (folder / "runs" / "run").mkdir(parents=True)
     (folder / "runs" / "run" / "metrics.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
     lives.assert_refused(folder, [], "runs/run holds a run already: give another --name, or move it away")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device", "link"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock"])
+def test_what_has_the_name_of_a_file_of_the_run_but_is_none(folder, kind, name):
+    path, elsewhere = folder / "runs" / "run" / name, folder / "elsewhere"
+    path.parent.mkdir(parents=True)
+    elsewhere.write_text("a user's")
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero" if kind == "device" else elsewhere)
+    lives.assert_refused(folder, [], rf"run/{name} must be a regular file and no link")
+    assert elsewhere.read_text() == "a user's"

@@ -44,6 +44,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
     "omni_rollout/engines/guest.py": {"setproctitle", "numpy"},  # only to put title and generator back
     "omni_train/*": {"torch", "safetensors", "numpy"},
+    "omni_train/lock.py": {"filelock"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),

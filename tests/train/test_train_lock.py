@@ -1,4 +1,4 @@
-"""A run folder has one writer, also after SIGKILLs and where the file system has no locks; orphaned ranks end."""
+"""A run folder has one writer, also after SIGKILLs; what else is named lock is refused; orphaned ranks end."""
 
 import errno
 import fcntl
@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 
-import omni_train.lock
 import pytest
 from omni_train.dist import init_distributed
 from omni_train.lock import RunLock
@@ -19,12 +18,10 @@ from omni_train.lock import RunLock
 class Writer:
     """A forked process that takes the lock of a folder and keeps it until it is killed."""
 
-    def __init__(self, folder, wait_s, has_locks):
+    def __init__(self, folder, wait_s):
         self.pipe, write = os.pipe()
         self.pid = os.fork()
         if self.pid == 0:
-            if not has_locks:
-                omni_train.lock.BEAT_S, fcntl.flock = 0.2, no_locks
             try:
                 RunLock(folder, init_distributed(), wait_s=wait_s)
                 os.write(write, b"holds")
@@ -43,17 +40,13 @@ class Writer:
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
-def no_locks(*_):
-    raise OSError(errno.ENOLCK, "No locks available")
-
-
 @pytest.fixture
 def start(tmp_path):
     """Start a writer."""
     started = []
 
-    def start(has_locks=True, wait_s=0.0, folder="run"):
-        started.append(Writer(tmp_path / folder, wait_s, has_locks))
+    def start(wait_s=0.0, folder="run"):
+        started.append(Writer(tmp_path / folder, wait_s))
         return started[-1]
 
     yield start
@@ -64,26 +57,21 @@ def start(tmp_path):
             os.waitpid(writer.pid, 0)
 
 
-both_kinds = pytest.mark.parametrize("has_locks", [True, False], ids=["lock", "lease"])
-
-
-@both_kinds
-def test_the_second_writer_is_refused_and_told_who_is_first(start, has_locks):
-    first = start(has_locks)
+def test_the_second_writer_is_refused_and_told_who_is_first(start):
+    first = start()
     assert first.says() == "holds"
-    told = start(has_locks).says()
+    told = start().says()
     assert re.fullmatch(rf"\S+run is in use by pid {first.pid} on \S+: end that run, or give .*", told)
-    assert start(has_locks, folder="another").says() == "holds"
+    assert start(folder="another").says() == "holds"
     assert os.waitpid(first.pid, os.WNOHANG) == (0, 0)  # the first lives on
 
 
-@both_kinds
-def test_a_writer_that_was_killed_leaves_nothing_in_the_way(start, has_locks):
-    first = start(has_locks)
+def test_a_writer_that_was_killed_leaves_nothing_in_the_way(start):
+    first = start()
     assert first.says() == "holds"
     os.kill(first.pid, signal.SIGKILL)
     assert first.code() == -signal.SIGKILL
-    assert start(has_locks).says() == "holds"
+    assert start().says() == "holds"
 
 
 def test_a_writer_that_is_about_to_end_is_waited_for(start):
@@ -95,23 +83,31 @@ def test_a_writer_that_is_about_to_end_is_waited_for(start):
     assert second.says() == "holds"
 
 
-def test_of_two_that_take_a_stale_lease_one_has_it(start, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "lock").write_text(f"{7:020}\npid 1 on a machine that is gone")
-    first, second = start(has_locks=False), start(has_locks=False)
-    holder, refused = sorted([first.says(), second.says()], key=len)
-    assert holder == "holds"
-    assert "is in use by pid" in refused
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, number):
+    def flock(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(
+        OSError, match=r"^--name must name a folder on a disk that has file locks, got \S+/run: \[Errno"
+    ):
+        RunLock(tmp_path / "run", init_distributed())
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
 
 
-def test_who_has_lost_the_lease_ends(start, capfd):
-    first = start(has_locks=False)
-    assert first.says() == "holds"
-    os.kill(first.pid, signal.SIGSTOP)  # no sign of life, for longer than it may be
-    assert start(has_locks=False).says() == "holds"
-    os.kill(first.pid, signal.SIGCONT)
-    assert first.code() == 1
-    assert "another run has taken over" in capfd.readouterr().err
+@pytest.mark.parametrize("kind", ["symlink", "dangling symlink", "hard link", "pipe", "folder"])
+def test_what_is_named_lock_but_is_no_file_of_its_own_is_refused(tmp_path, kind):
+    path, elsewhere = tmp_path / "run" / "lock", tmp_path / "elsewhere"
+    path.parent.mkdir()
+    if kind != "dangling symlink":
+        elsewhere.write_text("a user's")
+    {"hard link": lambda: path.hardlink_to(elsewhere), "pipe": lambda: os.mkfifo(path), "folder": path.mkdir}.get(
+        kind, lambda: path.symlink_to(elsewhere)
+    )()
+    with pytest.raises((ValueError, OSError), match=r"/run/lock must be a regular file|Is a directory: \S+/run/lock"):
+        RunLock(path.parent, init_distributed(), wait_s=0.0)
+    assert not elsewhere.exists() if kind == "dangling symlink" else elsewhere.read_text() == "a user's"
 
 
 def test_a_lock_may_be_taken_again_by_its_holder_and_given_back(start, tmp_path):
