@@ -159,6 +159,8 @@ def main(args: Args) -> None:
         model.check_files()
     with flag("--"):  # the message itself begins with height, width or another setting
         model.check(params)
+    with flag("--model: "):
+        model.sigmas(params)
     records = read_prompts(args, lambda record: model.check(params.of_size(record.size)))
     with flag("--images: "):
         for record in records:

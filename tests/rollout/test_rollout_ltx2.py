@@ -86,7 +86,11 @@ def test_media_are_no_samples_for_preferences():
 @pytest.mark.parametrize(
     ("file", "change", "said"),
     [
-        ("vae/config.json", {"timestep_conditioning": True}, "timestep_conditioning of .* must be false, got true"),
+        (
+            "vae/config.json",
+            {"timestep_conditioning": True},
+            "timestep_conditioning of .* must be false for a LTX2Pipeline, got true",
+        ),
         (
             "connectors/config.json",
             {"audio_connector_num_learnable_registers": None},

@@ -4,14 +4,23 @@ Where our arithmetic is compared with another's, the weights are float64: roundi
 bounds hold on any CPU.
 """
 
+import json
+import math
+import os
+import shutil
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
+import diffusers
+import numpy as np
 import pytest
 import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from helpers import absolute_paths, sampled
 from model_rows import NEGATIVE, ROWS, Row
-from omni_rollout import Model, Prompt, replay
+from omni_rollout import Model, Params, Prompt, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
@@ -374,6 +383,124 @@ def test_a_net_that_is_given_takes_the_place_of_the_checkpoint_s(case, monkeypat
     net = nn.Linear(1, 1)
     monkeypatch.setattr(type(case.model), "load_net", lambda self, **others: pytest.fail("read the weights"))
     assert case.model.load(device="cpu", dtype=torch.float32, net=net).net is net
+
+
+def changed(folder: Path, copy: Path, part: str, **entries: object) -> Path:
+    """A copy of a checkpoint, by links, in which the configuration of a part has other values."""
+    shutil.copytree(folder, copy, copy_function=os.link)
+    file = copy / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    config = json.loads(file.read_text()) | entries
+    file.unlink()
+    file.write_text(json.dumps(config))
+    return copy
+
+
+@pytest.mark.parametrize("case", [name for name, row in ROWS.items() if row.stock], indirect=True)
+def test_a_field_of_the_scheduler_that_is_not_computed_is_refused_by_name(case, tmp_path):
+    others = {
+        "num_train_timesteps": 500,
+        "time_shift_type": "cubic",
+        **dict.fromkeys(
+            [
+                *("invert_sigmas", "stochastic_sampling", "use_beta_sigmas", "use_exponential_sigmas"),
+                *("use_karras_sigmas", "quantization_config"),
+            ],
+            True,
+        ),
+    }
+    for name, value in others.items():
+        folder = changed(case.model.folder, tmp_path / name, "scheduler", **{name: value})
+        with pytest.raises(ValueError, match=rf"^{name} of .*scheduler_config.json must be .*, got "):
+            open_model(folder)
+
+
+@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        *(
+            (name, {"shift_terminal": value})
+            for name in ("sd35-medium", "flux2-klein", "flux-schnell")
+            for value in (0.0, 0.1)
+        ),
+        *(
+            (name, {"use_dynamic_shifting": True, **other})
+            for name in ("z-image", "flux-dev", "qwen-image", "flux2-klein")
+            for other in ({"time_shift_type": "linear"}, {"shift_terminal": 0.1})
+        ),
+    ],
+)
+def test_levels_are_those_of_the_scheduler_of_diffusers(name, entries, steps, tmp_path):
+    folder = changed(ROWS[name].checkpoint(), tmp_path / "model", "scheduler", **entries)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(folder, subfolder="scheduler")
+    size, config = (96, 160), scheduler.config
+    even = {"sigmas": np.linspace(1, 1 / steps, steps)}
+    mu = compute_empirical_mu(6 * 10, steps)
+    if name != "flux2-klein":
+        mu = calculate_shift(
+            *(6 * 10, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift)
+        )
+    scheduler.set_timesteps(**({"num_inference_steps": steps} if name == "sd35-medium" else even), mu=mu)
+    torch.testing.assert_close(open_model(folder).sigmas(Params(steps, *size)), scheduler.sigmas, rtol=0, atol=3e-7)
+
+
+def test_values_of_the_scheduler_are_refused_before_weights_are_loaded(tmp_path):
+    one, params = ROWS["qwen-image"].checkpoint(), Params(1, 48, 80)
+    with pytest.raises(ValueError, match=r"num_inference_steps must be >= 2, as .*scheduler_config.json has a shift_t"):
+        open_model(changed(one, tmp_path / "one", "scheduler", shift_terminal=0.1)).check(params)
+    values = {"shift": math.nan, "use_dynamic_shifting": False}
+    model = open_model(changed(one, tmp_path / "nan", "scheduler", **values))
+    with pytest.raises(ValueError, match=r"shift of .*scheduler_config.json must be finite, got nan"):
+        model.sigmas(params)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "entries", "said"),
+    [
+        (
+            "sd35-medium",
+            "scheduler",
+            {"use_dynamic_shifting": True},
+            "use_dynamic_shifting of .* must be false for a S",
+        ),
+        ("sd35-medium", "vae", {"block_out_channels": [32] * 3}, r"block_out_channels of .* must have 4 entries for a"),
+        ("flux-dev", "vae", {"block_out_channels": [32] * 3}, "block_out_channels of .* must have 4 entries"),
+        ("z-image", "vae", {"block_out_channels": 32}, "block_out_channels of .* must have 4 entries"),
+        ("flux2-klein", "vae", {"block_out_channels": [8] * 3}, "block_out_channels of .* must have 4 entries"),
+        ("qwen-image", "vae", {"temperal_downsample": [True]}, "temperal_downsample of .* must have 3 entries"),
+        ("qwen-image", "transformer", {"guidance_embeds": True}, "guidance_embeds of .* must be false for a QwenImage"),
+        ("qwen-image", "transformer", {"use_additional_t_cond": True}, "use_additional_t_cond of .* must be false"),
+        (
+            "qwen-image",
+            "transformer",
+            {"out_channels": 8},
+            "out_channels of .* must be 16 for a QwenImagePipeline, got 8",
+        ),
+        ("flux-dev", "transformer", {"patch_size": 2}, "patch_size of .* must be 1 for a FluxPipeline, got 2"),
+        ("flux-dev", "transformer", {"in_channels": 32}, "in_channels of .* must be 64 for a FluxPipeline, got 32"),
+        ("flux-dev", "transformer", {"out_channels": 32}, "out_channels of .* must be 64 for a FluxPipeline, got 32"),
+        ("flux2-klein", "transformer", {"in_channels": 64}, "in_channels of .* must be 128 for a Flux2KleinPipeline"),
+        ("sd35-medium", "transformer", {"in_channels": 4}, "in_channels of .* must be 16 for a StableDiffusion3"),
+        ("z-image", "transformer", {"all_patch_size": [4]}, r"all_patch_size of .* must be \[2\] for a ZImagePipeline"),
+        ("ltx23", "transformer", {"in_channels": 8}, "in_channels of .* must be 16 for a LTX2Pipeline, got 8"),
+        ("hunyuan-video15", "transformer", {"out_channels": 8}, "out_channels of .* must be 32 for a HunyuanVideo15"),
+        ("wan21", "transformer", {"out_channels": 8}, "out_channels of .* must be 16 for a WanPipeline, got 8"),
+        (
+            *("sd35-large", "text_encoder_3", {"quantization_config": {"quant_method": "bitsandbytes"}}),
+            r"quantization_config of .*text_encoder_3/config.json must be null for a .*, got .*bitsandbytes",
+        ),
+    ],
+)
+def test_a_shape_that_is_built_in_otherwise_is_refused_by_name(name, part, entries, said, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        open_model(changed(ROWS[name].checkpoint(), tmp_path / "model", part, **entries))
+
+
+def test_sizes_are_multiples_of_a_patch_of_sd3(tmp_path):
+    model = open_model(changed(ROWS["sd35-medium"].checkpoint(), tmp_path / "model", "transformer", patch_size=4))
+    model.check(Params(2, 64, 96))
+    with pytest.raises(ValueError, match=r"height must be a positive multiple of 32 pixels .*, got 48"):
+        model.check(Params(2, 48, 80))
 
 
 def test_all_files_are_there(case):

@@ -58,5 +58,7 @@ def test_the_distilled_checkpoint_is_refused_by_its_sampler(tmp_path):
     shutil.copytree(ROW.checkpoint(), folder)
     file = folder / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"stochastic_sampling": True}))
-    with pytest.raises(ValueError, match=r"stochastic_sampling of .* must be false: a distilled net is no flow's"):
+    with pytest.raises(
+        ValueError, match=r"stochastic_sampling of .* must be false for a StableAudio3Pipeline, got true"
+    ):
         open_model(folder)

@@ -100,7 +100,20 @@ def test_texts_are_cleaned_as_the_stock_pipeline_does_where_ftfy_is_not_installe
         ("wan21", "model_index.json", {"boundary_ratio": 0.9}, "boundary_ratio must be null without a transformer_2"),
         ("wan22", "model_index.json", {"boundary_ratio": None}, r"boundary_ratio must be in \(0, 1\) for two experts"),
         ("wan22", "model_index.json", {"boundary_ratio": 1.5}, r"must be in \(0, 1\) for two experts, .* says 1.5"),
-        ("wan21", "scheduler/scheduler_config.json", {"prediction_type": "epsilon"}, "must be flow_prediction, got"),
+        (
+            "wan21",
+            "scheduler/scheduler_config.json",
+            {"prediction_type": "epsilon"},
+            'must be "flow_prediction" for a WanPipeline, got "e',
+        ),
+        (
+            "wan21",
+            "scheduler/scheduler_config.json",
+            {"final_sigmas_type": "sigma_min"},
+            'final_sigmas_type of .* "zero"',
+        ),
+        ("wan21", "scheduler/scheduler_config.json", {"use_flow_sigmas": False}, "use_flow_sigmas of .* must be true"),
+        ("wan21", "vae/config.json", {"temperal_downsample": [False, True]}, "temperal_downsample of .* 3 entries"),
         ("wan21", "transformer/config.json", {"_class_name": "Other"}, "transformer must be a WanTransformer3DModel"),
     ],
 )

@@ -740,6 +740,8 @@ class Run(AnyRun[MediaT]):
         with flag("--"):  # the message itself begins with height, width or another setting
             for params in (self.base_params, self.eval_params):
                 model.check(params)
+        with flag("--model: "):
+            model.sigmas(self.base_params)
 
     def _open_checkpoint(self) -> Model:
         """The model of --model."""

@@ -1,6 +1,7 @@
 """What models have in common whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
 
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,6 +34,18 @@ JOINT_ATTENTION = (  # the layers of attention to pictures and texts at once, as
     "attn.add_v_proj",
     "attn.to_add_out",
 )
+# The fields of a flow's scheduler that bend its levels or its steps, beside those that `sigmas` takes as they are, and
+# what they must be, a tuple for one of several: nothing else is computed.
+FLOW_SCHEDULER: Mapping[str, object] = {
+    "num_train_timesteps": 1000,
+    "invert_sigmas": False,
+    "stochastic_sampling": False,
+    "time_shift_type": ("exponential", "linear"),
+    "use_beta_sigmas": False,
+    "use_exponential_sigmas": False,
+    "use_flow_sigmas": False,
+    "use_karras_sigmas": False,
+}
 # What a library's class raises when it is made of values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -54,6 +67,7 @@ class DiffusersModel:
     PARTS: ClassVar[Mapping[str, tuple[str, str]]]
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    SCHEDULER: ClassVar[Mapping[str, object]] = FLOW_SCHEDULER
     BLOCK_NAMES: ClassVar[tuple[str, ...]]
     LORA_TARGETS: ClassVar[tuple[str, ...]]
     OPTIONS: ClassVar[Mapping[str, float]] = {}
@@ -74,6 +88,28 @@ class DiffusersModel:
         for part, kind in self.PARTS.items():
             if part not in self.OPTIONAL or self.config.get(part) not in (None, [None, None]):
                 self.config[part] = self._part_config(part, *kind)
+        self._check_config()
+
+    def _check_config(self) -> None:
+        """Raise ValueError for a configuration that is not computed here; a subclass adds what it has built in."""
+        for part in self.parts:
+            self._expect(part, quantization_config=None)
+        self._expect("scheduler", **self.SCHEDULER)
+
+    def _expect(self, part: str, **built_in: object) -> None:
+        """Raise ValueError unless a part's configuration has these values; what an older file lacks is as built in."""
+        for name, value in built_in.items():
+            allowed = value if isinstance(value, tuple) else (value,)
+            if (found := self.config[part].get(name)) not in (None, *allowed):
+                rule = f"must be {' or '.join(map(json.dumps, allowed))} for a {self.PIPELINE}"
+                raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
+
+    def _expect_length(self, part: str, name: str, length: int) -> None:
+        """Raise ValueError unless a list of a part's configuration, if there is one, has as many entries."""
+        found = self.config[part].get(name)
+        if found is not None and not (isinstance(found, list) and len(found) == length):
+            rule = f"must have {length} entries for a {self.PIPELINE}"
+            raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -120,6 +156,8 @@ class DiffusersModel:
         if kind is float and type(value) is int:
             value = float(value)
         of_numbers = not isinstance(value, list) or all(type(entry) in (int, float) for entry in value)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} of {self.config_file(part)} must be finite, got {value}")
         if not isinstance(value, kind) or isinstance(value, bool) != (kind is bool) or not of_numbers:
             raise ValueError(f"{name} of {self.config_file(part)} must be of type {kind.__name__}, got {value!r:.80}")
         return value
@@ -146,6 +184,9 @@ class DiffusersModel:
                 raise ValueError(f"guidance of a {self.PIPELINE} must be {have}, got {name}")
         if "video" not in self.MEDIA and params.num_frames != 1:
             raise ValueError(f"num_frames must be 1 for a {self.PIPELINE}, got {params.num_frames}")
+        if self.terminal and params.num_inference_steps < 2:
+            rule = f"num_inference_steps must be >= 2, as {self.config_file('scheduler')} has a shift_terminal"
+            raise ValueError(f"{rule}, got {params.num_inference_steps}")
         for name, off in self.GUIDANCE.items():
             if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
@@ -160,21 +201,33 @@ class DiffusersModel:
 
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0: even steps, shifted as the scheduler's configuration says."""
-        levels = linear_sigmas(params.num_inference_steps)
-        if self.value("scheduler", "use_dynamic_shifting", bool, False):
-            mu = resolution_mu(
-                self._num_tokens(params),
-                base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
-                max_tokens=self.value("scheduler", "max_image_seq_len", int, 4096),
-                base_mu=self.value("scheduler", "base_shift", float, 0.5),
-                max_mu=self.value("scheduler", "max_shift", float, 1.15),
-            )
-            levels = exponential_shift_sigmas(levels, mu)
-        else:
+        return self._shifted(linear_sigmas(params.num_inference_steps), params)
+
+    def _shifted(self, levels: Tensor, params: Params) -> Tensor:
+        """Levels [S + 1], moved as the scheduler's configuration says."""
+        if not self.value("scheduler", "use_dynamic_shifting", bool, False):
             levels = shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
-        if self.config["scheduler"].get("shift_terminal") is None:
-            return levels
-        return stretch_sigmas(levels, self.value("scheduler", "shift_terminal", float))
+        elif self.value("scheduler", "time_shift_type", str, "exponential") == "linear":
+            levels = shift_sigmas(levels, self._mu(params))
+        else:
+            levels = exponential_shift_sigmas(levels, self._mu(params))
+        return stretch_sigmas(levels, self.terminal) if self.terminal else levels
+
+    @property
+    def terminal(self) -> float:
+        """What the scheduler stretches the lowest level but 0 to; 0 where it does not."""
+        part = "scheduler"
+        return self.value(part, "shift_terminal", float) if self.config.get(part, {}).get("shift_terminal") else 0.0
+
+    def _mu(self, params: Params) -> float:
+        """The strength of a shift by the number of tokens."""
+        return resolution_mu(
+            self._num_tokens(params),
+            base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
+            max_tokens=self.value("scheduler", "max_image_seq_len", int, 4096),
+            base_mu=self.value("scheduler", "base_shift", float, 0.5),
+            max_mu=self.value("scheduler", "max_shift", float, 1.15),
+        )
 
     def _num_tokens(self, params: Params) -> int:
         """How many tokens a sample has, by which a schedule may be shifted."""
@@ -301,6 +354,10 @@ class DiffusersModel:
 
 class ImageModel(DiffusersModel):
     """A DiffusersModel of pictures, whose latents are the scaled code of an AutoencoderKL."""
+
+    def _check_config(self) -> None:
+        super()._check_config()
+        self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
         """(C, h, w)."""

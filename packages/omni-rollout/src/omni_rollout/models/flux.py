@@ -65,6 +65,11 @@ class Flux1(ImageModel):
         """Whether guidance_scale is an input of the net."""
         return self.value("transformer", "guidance_embeds", bool, False)
 
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = 4 * self.value("vae", "latent_channels", int)
+        self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels)
+
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from omni_sched import exponential_shift_sigmas, linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 from torch.nn.functional import pad, pixel_shuffle, pixel_unshuffle
 
@@ -61,6 +60,13 @@ class Flux2Klein(DiffusersModel):
     LAYERS: ClassVar[tuple[int, ...]] = (9, 18, 27)  # of the text encoder, whose states are the features
     CHAT: ClassVar[Mapping[str, bool]] = {"add_generation_prompt": True, "enable_thinking": False}
 
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = 4 * self.value("vae", "latent_channels", int, 32)
+        self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels)
+        self._expect("vae", patch_size=[2, 2])
+        self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
+
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
@@ -84,20 +90,16 @@ class Flux2Klein(DiffusersModel):
         size = params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
         return self.value("transformer", "in_channels", int, 128), *size
 
-    def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, whose shift depends on the size and on the number of steps.
+    def _mu(self, params: Params) -> float:
+        """The strength of a shift by the number of tokens and of steps.
 
-        mu is linear in the tokens at 10 steps and at 200, and between them in the steps; above 4,300 tokens it is what
+        It is linear in the tokens at 10 steps and at 200, and between them in the steps; above 4,300 tokens it is what
         it is at 200 steps.
         """
-        levels, S = linear_sigmas(params.num_inference_steps), params.num_inference_steps
-        if not self.value("scheduler", "use_dynamic_shifting", bool, False):
-            return shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
-        _, h, w = self.latent_shape(params)
+        (_, h, w), S = self.latent_shape(params), params.num_inference_steps
         at_200 = 0.00016927 * h * w + 0.45666666
         at_10 = 8.73809524e-05 * h * w + 1.89833333
-        mu = at_200 if h * w > 4300 else at_200 + (at_10 - at_200) * (200 - S) / 190
-        return exponential_shift_sigmas(levels, mu)
+        return at_200 if h * w > 4300 else at_200 + (at_10 - at_200) * (200 - S) / 190
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, states of several layers."""

@@ -7,7 +7,6 @@ given frame and their width D''.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from omni_rollout.files import read_json
 from omni_rollout.models.diffusers_model import (
+    FLOW_SCHEDULER,
     JOINT_ATTENTION,
     DiffusersModel,
     check_size,
@@ -58,6 +58,7 @@ class HunyuanVideo15(DiffusersModel):
         "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
     }
     MEDIA: ClassVar[tuple[str, ...]] = ("video",)
+    SCHEDULER: ClassVar[Mapping[str, object]] = {**FLOW_SCHEDULER, "use_dynamic_shifting": False}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = (
         "HunyuanVideo15TransformerBlock",
         "HunyuanVideo15IndividualTokenRefinerBlock",
@@ -70,8 +71,10 @@ class HunyuanVideo15(DiffusersModel):
         "ff_context.net.2",
     )
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = self.value("vae", "latent_channels", int)
+        self._expect("transformer", patch_size=1, patch_size_t=1, in_channels=2 * channels + 1, out_channels=channels)
         if self.value("transformer", "use_meanflow", bool, False):
             rule = f"use_meanflow of {self.config_file('transformer')} must be false"
             raise ValueError(f"{rule}: such a net gives the mean velocity of a step, which is no flow's, got true")

@@ -9,7 +9,6 @@ All texts fill all positions with learned registers, so that nothing is masked. 
 import math
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -70,10 +69,12 @@ class LTX2(DiffusersModel):
     }
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        if self.value("vae", "timestep_conditioning", bool, False):
-            raise ValueError(f"timestep_conditioning of {self.config_file('vae')} must be false, got true")
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = self.value("vae", "latent_channels", int, 128)
+        self._expect("transformer", patch_size=1, patch_size_t=1, in_channels=channels, out_channels=channels)
+        self._expect("transformer", audio_patch_size=1, audio_patch_size_t=1)
+        self._expect("vae", timestep_conditioning=False)
         for name in ("video", "audio"):  # else a ValueError: some positions are masked
             self.value("connectors", f"{name}_connector_num_learnable_registers", int, 128)
 

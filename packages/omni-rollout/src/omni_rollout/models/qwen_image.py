@@ -63,6 +63,14 @@ class QwenImage(DiffusersModel):
         "txt_mlp.net.2",
     )
 
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = self.value("vae", "z_dim", int)
+        self._expect("transformer", patch_size=2, in_channels=4 * channels, out_channels=channels)
+        self._expect("transformer", guidance_embeds=False, use_additional_t_cond=False, use_layer3d_rope=False)
+        self._expect("vae", input_channels=3)
+        self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
+
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)

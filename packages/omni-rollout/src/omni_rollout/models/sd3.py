@@ -12,8 +12,8 @@ from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
 from omni_rollout.models.diffusers_model import (
+    FLOW_SCHEDULER,
     JOINT_ATTENTION,
-    PIXELS_PER_TOKEN,
     ImageModel,
     both,
     check_size,
@@ -45,26 +45,34 @@ class StableDiffusion3(ImageModel):
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {"max_sequence_length": 256}
     TEXT_OPTIONS = tuple(OPTIONS)
+    SCHEDULER: ClassVar[Mapping[str, object]] = {**FLOW_SCHEDULER, "use_dynamic_shifting": False}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: 3.5 medium's second attention stays
+
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = self.value("vae", "latent_channels", int)
+        self._expect("transformer", in_channels=channels, out_channels=channels)
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
         self.check_text_length(params)
-        check_size(params, PIXELS_PER_TOKEN, most=self.value("transformer", "pos_embed_max_size", int))
+        check_size(
+            params,
+            8 * self.value("transformer", "patch_size", int, 2),
+            most=self.value("transformer", "pos_embed_max_size", int),
+        )
 
     def sigmas(self, params: Params) -> Tensor:
         """The noise levels [S + 1] from 1 to 0, whatever the size.
 
         diffusers spaces the steps evenly between the shifted ends of the training schedule, and shifts them again.
         """
-        if self.config["scheduler"].get("use_dynamic_shifting"):
-            raise ValueError(f"use_dynamic_shifting of {self.folder / 'scheduler'} must be false for a {self.PIPELINE}")
         shift = self.value("scheduler", "shift", float, 1.0)
-        lowest = shift_sigmas(torch.tensor(1 / self.value("scheduler", "num_train_timesteps", int, 1000)), shift)
+        lowest = shift_sigmas(torch.tensor(1 / 1000), shift)
         levels = torch.linspace(1, float(lowest), params.num_inference_steps)
-        return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
+        return self._shifted(torch.cat([levels, torch.zeros(1)]), params)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 256) -> Cond:
         """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""

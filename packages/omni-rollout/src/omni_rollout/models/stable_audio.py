@@ -5,14 +5,13 @@ Shapes: B samples, C latent channels (256), n latent frames (of 4096 points), N 
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both
+from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEXT_TOKENS = 256
@@ -37,6 +36,12 @@ class StableAudio3(DiffusersModel):
     }
     OPTIONS: ClassVar[Mapping[str, float]] = {"duration": 10.0, "logsnr_min": -6.2, "logsnr_max": 2.0}
     MEDIA: ClassVar[tuple[str, ...]] = ("audio",)
+    SCHEDULER: ClassVar[Mapping[str, object]] = {
+        **FLOW_SCHEDULER,  # distilled checkpoints sample stochastically
+        "num_train_timesteps": (1, 1000),
+        "shift_terminal": None,
+        "use_dynamic_shifting": False,
+    }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("StableAudio3DiTBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (
         "self_attn.to_qkv",
@@ -48,11 +53,9 @@ class StableAudio3(DiffusersModel):
         "ff.proj_out",
     )
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        if self.value("scheduler", "stochastic_sampling", bool, False):
-            rule = f"stochastic_sampling of {self.config_file('scheduler')} must be false"
-            raise ValueError(f"{rule}: a distilled net is no flow's; its base is, got true")
+    def _check_config(self) -> None:
+        super()._check_config()
+        self._expect("transformer", patch_size=1, io_channels=self.value("vae", "latent_dim", int))
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a length or an option that the model lacks."""

@@ -14,7 +14,7 @@ import torch
 from omni_sched import linear_sigmas, shift_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.models.diffusers_model import DiffusersModel, both, check_size, pixels, resized
+from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both, check_size, pixels, resized
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEXT_TOKENS = 512  # where the net has keys of images, it takes all that comes before so many for image tokens
@@ -43,6 +43,15 @@ class Wan(DiffusersModel):
     }
     OPTIONAL: ClassVar[tuple[str, ...]] = ("transformer_2", "image_encoder", "image_processor")
     OPTIONS: ClassVar[Mapping[str, float]] = {"guidance_scale_2": 0.0, "flow_shift": 0.0}
+    SCHEDULER: ClassVar[Mapping[str, object]] = {
+        **FLOW_SCHEDULER,
+        "final_sigmas_type": "zero",
+        "prediction_type": "flow_prediction",
+        "shift_terminal": None,
+        "thresholding": False,
+        "use_dynamic_shifting": False,
+        "use_flow_sigmas": True,
+    }
     MEDIA: ClassVar[tuple[str, ...]] = ("video",)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("WanTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2")
@@ -58,10 +67,16 @@ class Wan(DiffusersModel):
             self.boundary = float(torch.tensor(ratio))  # as a noise level can be equal to it
         elif ratio is not None:
             raise ValueError(f"boundary_ratio must be null without a transformer_2, {index} says {ratio!r:.80}")
-        if (kind := self.value("scheduler", "prediction_type", str, "epsilon")) != "flow_prediction":
-            file = self.config_file("scheduler")
-            raise ValueError(f"prediction_type of {file} must be flow_prediction, got {kind!r:.80}")
         self.IMAGES = self._images()
+
+    def _check_config(self) -> None:
+        self.config["scheduler"] = {"prediction_type": "epsilon", "use_flow_sigmas": False} | self.config["scheduler"]
+        super()._check_config()
+        channels = self.value("vae", "z_dim", int)
+        for net in self.nets.values():
+            self._expect(net, out_channels=channels)
+        self._expect("vae", scale_factor_spatial=8 * (self.config["vae"].get("patch_size") or 1))
+        self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
 
     @property
     def nets(self) -> Mapping[str, str]:

@@ -43,6 +43,11 @@ class ZImage(ImageModel):
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("ZImageTransformerBlock",)
     LORA_TARGETS: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0", "w1", "w2", "w3")
 
+    def _check_config(self) -> None:
+        super()._check_config()
+        channels = self.value("vae", "latent_channels", int)
+        self._expect("transformer", all_patch_size=[2], all_f_patch_size=[1], in_channels=channels)
+
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks."""
         super().check(params)
