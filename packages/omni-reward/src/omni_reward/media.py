@@ -13,7 +13,8 @@ A sample of an edit also has references, the pictures it was made from: uint8 [H
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
 
-import math
+import reprlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -27,6 +28,15 @@ TEXT = "text"  # the one kind that travels in no tensor
 Arrays = dict[str, np.ndarray]
 Meta = list[dict[str, object]]
 References = Sequence[tuple[np.ndarray, ...]]  # of N samples, each with its own number of them; () for none at all
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 30, 100, 100, 100
+
+
+def shown(value: object) -> str:
+    """The first characters of a value's repr, which is never made in full: a client may have sent megabytes."""
+    return _SHORT.repr(value)[:80]
 
 
 @dataclass(frozen=True)
@@ -76,7 +86,7 @@ class ScoreRequest:
     def __post_init__(self) -> None:
         for name, values, item in (("prompts", self.prompts, str), ("meta", self.meta, dict)):
             if not isinstance(values, list) or not all(isinstance(value, item) for value in values):
-                raise ValueError(f"{name} must be a list of {item.__name__}, got {values!r:.80}")
+                raise ValueError(f"{name} must be a list of {item.__name__}, got {shown(values)}")
         if not self.prompts:
             raise ValueError("prompts must hold at least 1 prompt, got 0")
         if len(self.meta) != len(self.prompts):
@@ -98,7 +108,7 @@ def check_text(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
-        raise ValueError(f"{name} must be Unicode text, got {text!r:.80}") from exc
+        raise ValueError(f"{name} must be Unicode text, got {shown(text)}") from exc
 
 
 def check_media(kind: str, array: object, meta: Meta) -> None:
@@ -113,8 +123,8 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{kind} must be finite, got NaN or an infinity")
     for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
-            raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {value!r:.80}")
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+            raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {shown(value)}")
 
 
 def as_texts(texts: object) -> np.ndarray:
@@ -124,10 +134,10 @@ def as_texts(texts: object) -> np.ndarray:
         ValueError: it is no list, or a string is none, too long or no Unicode.
     """
     if not isinstance(texts, list | tuple | np.ndarray):
-        raise ValueError(f"{TEXT} must be a list of strings, got {texts!r:.80}")
+        raise ValueError(f"{TEXT} must be a list of strings, got {shown(texts)}")
     for text in texts:
         if not isinstance(text, str) or len(text) > MAX_TEXT_CHARS:
-            raise ValueError(f"{TEXT} must hold strings of at most {MAX_TEXT_CHARS} characters, got {text!r:.80}")
+            raise ValueError(f"{TEXT} must hold strings of at most {MAX_TEXT_CHARS} characters, got {shown(text)}")
         check_text(TEXT, text)
     return np.fromiter(texts, object, len(texts))
 
@@ -141,7 +151,7 @@ def check_references(references: References, count: int) -> None:
             raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(own)}")
         for picture in own:
             if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8:
-                raise ValueError(f"references must be uint8 arrays, got {getattr(picture, 'dtype', picture)!r:.80}")
+                raise ValueError(f"references must be uint8 arrays, got {shown(getattr(picture, 'dtype', picture))}")
             if not _fits(picture.shape, ("H", "W", 3)):
                 raise ValueError(f"references must have the shape [H, W, 3], got {picture.shape}")
 
@@ -166,7 +176,7 @@ def media_kind(kind: object) -> MediaKind:
         ValueError: there is none.
     """
     if not isinstance(kind, str) or kind not in MEDIA_KINDS:
-        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {kind!r:.80}")
+        raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {shown(kind)}")
     return MEDIA_KINDS[kind]
 
 

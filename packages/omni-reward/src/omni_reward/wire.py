@@ -21,10 +21,26 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from omni_reward.media import TEXT, Arrays, Meta, References, ScoreRequest, as_texts, check_text, media_kind
+from omni_reward.media import (
+    MAX_AXES,
+    MAX_REFERENCES,
+    MEDIA_KINDS,
+    TEXT,
+    Arrays,
+    Meta,
+    References,
+    ScoreRequest,
+    as_texts,
+    check_text,
+    media_kind,
+    shown,
+)
 
 PROTOCOLS = (1, 2)  # the second is that of texts, and else the same
-MAX_HEADER_BYTES = 16 * 2**20  # of JSON in front of the tensors: it is parsed whole, so it has a cap of its own
+# JSON is parsed whole, under the interpreter's lock, so no request may hold more of it than 0.2 s can read.
+MAX_HEADER_BYTES = 8 * 2**20  # in front of the tensors
+MAX_VALUES = 2**16  # of the header, and of the request in it
+MAX_DIGITS = 300  # of an integer, which a float can hold
 MAX_ID_CHARS = 128
 REFERENCE = "reference."  # and a number: the names of references among the tensors
 MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute with float32
@@ -65,16 +81,16 @@ class Score:
 
     def __post_init__(self) -> None:
         if self.value is None and not (isinstance(self.abstained, str) and self.abstained):
-            raise ValueError(f"abstained must be a reason when value is None, got {self.abstained!r:.80}")
+            raise ValueError(f"abstained must be a reason when value is None, got {shown(self.abstained)}")
         if self.value is not None and self.abstained is not None:
-            raise ValueError(f"abstained must be None when there is a value, got {self.abstained!r:.80}")
+            raise ValueError(f"abstained must be None when there is a value, got {shown(self.abstained)}")
         if not isinstance(self.parts, Mapping) or not isinstance(self.details, Mapping):
-            raise ValueError(f"parts and details must be mappings, got {self.parts!r:.80} and {self.details!r:.80}")
+            raise ValueError(f"parts and details must be mappings, got {shown(self.parts)} and {shown(self.details)}")
         if self.value is not None:
             object.__setattr__(self, "value", _finite("value", self.value))
         else:
             object.__setattr__(self, "abstained", clean(str(self.abstained), MAX_REASON_CHARS))
-        parts = {name: _finite(f"parts[{name!r:.80}]", x) for name, x in self.parts.items()}
+        parts = {name: _finite(f"parts[{shown(name)}]", x) for name, x in self.parts.items()}
         object.__setattr__(self, "parts", _copy_json("parts", parts))
         object.__setattr__(self, "details", _copy_json("details", dict(self.details)))
 
@@ -173,7 +189,8 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     Samples that share a reference, one array in memory, send it once.
 
     Raises:
-        ValueError: meta holds something that JSON cannot, or prompts, texts and meta are longer than a header may be.
+        ValueError: meta holds something that JSON cannot, or prompts, texts and meta are longer than a header may be,
+            or of more values.
     """
     media = request.media
     fields: dict[str, object] = {"protocol": protocol_of(media), "request_id": request.request_id, "ids": request.ids}
@@ -202,6 +219,8 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"prompts, texts and meta must be at most {MAX_HEADER_BYTES} bytes as JSON, got {len(text)}")
+    for what, written in (("prompts, texts and meta", header.encode()), ("the tensors", text)):
+        _check_values(what, written)
     return [struct.pack("<Q", len(text)) + text, *parts]
 
 
@@ -212,10 +231,15 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
         ValueError: the body is not a request, or holds more than max_batch samples.
     """
     header, start = _read_header(body)
-    fields = parse_message(header.pop("__metadata__")["request"], "__metadata__.request")
+    request = header.pop("__metadata__")["request"]
+    _check_values("__metadata__.request", request.encode(errors="replace"))
+    fields = parse_message(request, "__metadata__.request")
     prompts: Any = fields.get("prompts")
-    if isinstance(prompts, list) and len(prompts) > max_batch:
-        raise ValueError(f"prompts must hold at most {max_batch} samples, got {len(prompts)}")
+    count = len(prompts) if isinstance(prompts, list) else 0
+    if count > max_batch:
+        raise ValueError(f"prompts must hold at most {max_batch} samples, got {count}")
+    if len(header) > (most := len(MEDIA_KINDS) + count * MAX_REFERENCES):
+        raise ValueError(f"the tensors of {count} samples must be at most {most}, got {len(header)}")
     media = _arrays_in(body, header, start)
     if TEXT in media:
         raise ValueError(f"{TEXT} must be a list of strings in __metadata__.request, got a tensor")
@@ -224,10 +248,10 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     meta: Any = fields.get("meta")
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
-    request = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references)
+    decoded = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references)
     _check_id("request_id", request_id)
-    _check_ids(request.ids, len(prompts))
-    return request
+    _check_ids(decoded.ids, count)
+    return decoded
 
 
 def encode_reply(
@@ -253,17 +277,17 @@ def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: 
     """
     reply = parse_message(body, "the reply", protocol)
     if reply.get("request_id") != request_id:
-        raise MismatchError(f"request_id must be {request_id!r}, got {reply.get('request_id')!r:.80}")
+        raise MismatchError(f"request_id must be {request_id!r}, got {shown(reply.get('request_id'))}")
     results = reply.get("results")
     if not isinstance(results, list):
-        raise ValueError(f"results must be a list, got {results!r:.80}")
+        raise ValueError(f"results must be a list, got {shown(results)}")
     if len(results) != len(ids):
         raise MismatchError(f"results must hold one result per sample ({len(ids)}), got {len(results)}")
     for i, (name, result) in enumerate(zip(ids, results, strict=True)):
         if not isinstance(result, dict) or "score" not in result:
-            raise ValueError(f"results[{i}] must be an object with a score, got {result!r:.80}")
+            raise ValueError(f"results[{i}] must be an object with a score, got {shown(result)}")
         if result.get("id") != name:
-            raise MismatchError(f"results[{i}].id must be {name!r}, as in the request, got {result.get('id')!r:.80}")
+            raise MismatchError(f"results[{i}].id must be {name!r}, as in the request, got {shown(result.get('id'))}")
     return [_decode_result(i, result) for i, result in enumerate(results)]
 
 
@@ -292,11 +316,11 @@ def parse_message(text: bytes | str, what: str, *protocols: int) -> dict[str, An
     """
     fields = _parse_json(text, what)
     if not isinstance(fields, dict):
-        raise ValueError(f"{what} must be a JSON object, got {fields!r:.80}")
+        raise ValueError(f"{what} must be a JSON object, got {shown(fields)}")
     version = fields.get("protocol")
     if type(version) is not int or version not in (protocols or PROTOCOLS):
         known = " or ".join(map(str, protocols or PROTOCOLS))
-        raise MismatchError(f"protocol must be {known}, got {version!r:.80}")
+        raise MismatchError(f"protocol must be {known}, got {shown(version)}")
     return fields
 
 
@@ -313,7 +337,9 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
     size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
-    header = _parse_json(body[8 : 8 + size], "the safetensors header")
+    text = bytes(body[8 : 8 + size])
+    _check_values("the safetensors header", text)
+    header = _parse_json(text, "the safetensors header")
     metadata = header.get("__metadata__") if isinstance(header, dict) else None
     if not isinstance(header, dict) or not isinstance(metadata, dict) or not isinstance(metadata.get("request"), str):
         raise ValueError("the safetensors header must hold the request as text in __metadata__.request")
@@ -326,18 +352,20 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
     for name, entry in entries.items():
         match entry:
             case {"dtype": str(code), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
-                code in NUMPY and all(type(side) is int and 0 <= side <= len(body) for side in shape)
+                code in NUMPY
+                and len(shape) <= MAX_AXES
+                and all(type(side) is int and 0 <= side <= len(body) for side in shape)
             ):
                 found.append((begin, end, name, np.dtype(NUMPY[code]), shape))
             case _:
                 raise ValueError(
-                    f"{name!r:.80} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {entry!r:.80}"
+                    f"{shown(name)} must have a dtype of {sorted(NUMPY)}, shape and offsets, got {shown(entry)}"
                 )
     arrays, place = {}, 0
     for begin, end, name, dtype, shape in sorted(found, key=lambda tensor: tensor[:3]):
         count = math.prod(shape)
         if begin != place or end - begin != count * dtype.itemsize or end > len(body) - start:
-            raise ValueError(f"{name!r:.80} must lie right after the tensor before it, got bytes {begin} to {end}")
+            raise ValueError(f"{shown(name)} must lie right after the tensor before it, got bytes {begin} to {end}")
         arrays[name] = np.frombuffer(body, dtype, count, start + begin).reshape(shape)
         place = end
     if start + place != len(body):
@@ -345,11 +373,26 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
     return arrays
 
 
-def _parse_json(text: bytes | bytearray | str, what: str) -> object:
+def _check_values(what: str, text: bytes) -> None:
+    """Raise ValueError if JSON, in UTF-8, has more than MAX_VALUES values; a value follows a comma or a bracket."""
+    unescaped = text.replace(rb"\\", b"").replace(rb"\"", b"")
+    outside = b"".join(unescaped.split(b'"', 4 * MAX_VALUES)[::2])  # of strings; a value and its key have four quotes
+    if (count := sum(map(outside.count, (b",", b"[", b"{")))) > MAX_VALUES:
+        raise ValueError(f"{what} must hold at most {MAX_VALUES} JSON values, got {count}")
+
+
+def _parse_json(text: bytes | str, what: str) -> object:
     try:
-        return json.loads(text, parse_constant=_refuse_constant)
+        text = text.decode() if isinstance(text, bytes) else text
+        return json.loads(text, parse_constant=_refuse_constant, parse_int=_read_int)
     except (ValueError, RecursionError) as exc:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise ValueError(f"{what} must be JSON: {exc}") from exc
+
+
+def _read_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"an integer must have at most {MAX_DIGITS} digits, got {len(digits)}")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -367,26 +410,26 @@ def _take_references(arrays: Arrays, numbers: object) -> References:
     while (picture := arrays.pop(f"{REFERENCE}{len(pictures)}", None)) is not None:
         pictures.append(picture)
     if not isinstance(numbers, list) or not all(isinstance(own, list) for own in numbers):
-        raise ValueError(f"references must be a list of lists, got {numbers!r:.80}")
+        raise ValueError(f"references must be a list of lists, got {shown(numbers)}")
     if not all(type(i) is int and 0 <= i < len(pictures) for own in numbers for i in own):
-        raise ValueError(f"references must hold numbers of the {len(pictures)} pictures, got {numbers!r:.80}")
+        raise ValueError(f"references must hold numbers of the {len(pictures)} pictures, got {shown(numbers)}")
     if len({i for own in numbers for i in own}) < len(pictures):
-        raise ValueError(f"references must use each of the {len(pictures)} pictures, got {numbers!r:.80}")
+        raise ValueError(f"references must use each of the {len(pictures)} pictures, got {shown(numbers)}")
     return [tuple(pictures[i] for i in own) for own in numbers]
 
 
 def _check_ids(ids: object, count: int) -> None:
     if not isinstance(ids, list) or len(ids) != count:
-        raise ValueError(f"ids must be a list of one id per prompt ({count}), got {ids!r:.80}")
+        raise ValueError(f"ids must be a list of one id per prompt ({count}), got {shown(ids)}")
     for name in ids:
         _check_id("ids", name)
     if len(set(ids)) != count:
-        raise ValueError(f"ids must differ from one another, got {ids!r:.80}")
+        raise ValueError(f"ids must differ from one another, got {shown(ids)}")
 
 
 def _check_id(name: str, value: object) -> None:
     if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
-        raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {value!r:.80}")
+        raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {shown(value)}")
     check_text(name, value)
 
 
@@ -417,4 +460,4 @@ def _finite(name: str, value: object) -> float:
             number = math.inf
         if abs(number) <= MAX_VALUE:
             return number
-    raise ValueError(f"{name} must be a finite number in float32's range, got {value!r:.80}")
+    raise ValueError(f"{name} must be a finite number in float32's range, got {shown(value)}")
