@@ -22,7 +22,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_sched/*": {"torch"},
     "omni_losses/*": {"torch"},
     "omni_reward/*": {"requests", "urllib3", "numpy", "PIL", "safetensors"},
-    "omni_reward/server.py": {"starlette", "uvicorn"},
+    "omni_reward/server.py": {"starlette", "uvicorn", "h11"},
     "omni_reward/scorers/ocr.py": {"rapidocr"},
     "omni_reward/scorers/text.py": {"rapidfuzz"},
     "omni_reward/scorers/neural.py": {"torch", "transformers"},

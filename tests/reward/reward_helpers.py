@@ -11,6 +11,8 @@ import numpy as np
 from omni_reward.wire import decode_request
 from PIL import Image, ImageDraw, ImageFont
 
+HEAD = b"POST /score HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/octet-stream\r\n"  # of a request, so far
+
 
 def draw_sign(text: str, size: int = 26, *, height: int = 32, width: int = 96) -> np.ndarray:
     """Dark text on a light background, [H, W, 3], uint8."""

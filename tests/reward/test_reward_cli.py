@@ -13,6 +13,7 @@ import pytest
 from omni_reward import RewardClient, RewardConnectError, RewardHTTPError, Score
 from omni_reward.cli import public_name
 from omni_reward.server import main
+from reward.reward_helpers import HEAD
 
 OWN = """
 import time
@@ -76,6 +77,21 @@ def test_sigterm_finishes_the_accepted_requests(
     assert process.communicate()[1] == ""
 
 
+@pytest.mark.parametrize("framing", ["Content-Length: 999", "Transfer-Encoding: chunked"])
+def test_a_body_that_never_comes_does_not_keep_the_server(
+    launch: Callable[..., tuple[subprocess.Popen[str], str]], framing: str
+) -> None:
+    process, url = launch("slow")
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    with socket.create_connection(address) as conn, socket.create_connection(address) as other:
+        conn.sendall(HEAD + f"{framing}\r\n\r\n".encode())
+        other.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert other.recv(100)  # so the other one has been read too
+        process.terminate()
+        assert process.wait(30) == 0
+    assert process.communicate()[1] == ""
+
+
 def test_a_scorer_that_hangs_does_not_keep_the_server(launch: Callable[..., tuple[subprocess.Popen[str], str]]) -> None:
     process, url = launch("hangs", "--shutdown-timeout-s", "1")
     with RewardClient(url, timeout_s=5) as client:
@@ -109,7 +125,7 @@ def test_an_address_has_so_many_connections_and_no_more(
             conn.settimeout(5)
         for conn in conns[3:]:
             assert conn.recv(1) == b""
-        conns[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+        conns[0].sendall(b"GET /healthz HTTP/1.1\r\nHost: [::1]\r\n\r\n")
         assert conns[0].recv(100).startswith(b"HTTP/1.1 200 ")
 
 

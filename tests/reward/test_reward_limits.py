@@ -1,24 +1,28 @@
 """What the server lets in: kinds of media, bytes that wait, time to arrive, connections that say nothing."""
 
 import asyncio
+import contextlib
+import json
 import socket
+import struct
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from itertools import islice
 from types import SimpleNamespace
 
+import h11
 import numpy as np
 import pytest
 import requests
 import uvicorn
 from omni_reward import RewardClient, Score, Scorer, server
-from omni_reward.media import ScoreRequest
-from omni_reward.wire import encode_request
-from reward.reward_helpers import halves
+from omni_reward.media import MAX_REFERENCES, ScoreRequest
+from omni_reward.wire import MAX_DIGITS, MAX_HEADER_BYTES, MAX_VALUES, decode_request, encode_request
+from reward.reward_helpers import HEAD, halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
-HEAD = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n"
 
 
 def pack(media: dict[str, np.ndarray], num: int = 1) -> bytes:
@@ -136,3 +140,130 @@ def test_connections_that_bring_no_request_are_closed() -> None:
     assert not closed
     asyncio.run(ours.on_tick(1))
     assert sorted(closed) == ["half", "silent"]
+
+
+def test_a_body_in_tiny_chunks_is_refused_before_they_are_parsed() -> None:
+    connection = server._Connection(h11.SERVER)
+    connection.receive_data(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 40_000)
+    events = iter(connection.next_event, h11.NEED_DATA)
+    assert len(list(islice(events, server.FREE_CHUNKS + 2))) == server.FREE_CHUNKS + 2  # the head is one
+    with pytest.raises(h11.RemoteProtocolError, match="the chunks of a body must have 1024 bytes in the mean"):
+        next(events)
+
+
+@pytest.mark.parametrize("size", [1, 4096])
+def test_bodies_in_few_or_in_large_chunks_are_whole(size: int) -> None:
+    connection = server._Connection(h11.SERVER)
+    data = bytes(min(size * 4 * server.FREE_CHUNKS, 2**22) if size > 1 else server.FREE_CHUNKS)
+    pieces = [data[i : i + size] for i in range(0, len(data), size)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    got = 0
+    for _ in range(2):  # a second request of the same connection begins anew
+        connection.receive_data(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        while not isinstance(event := connection.next_event(), h11.EndOfMessage):
+            got += len(event.data) if isinstance(event, h11.Data) else 0
+        connection.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+        connection.send(h11.EndOfMessage())
+        connection.start_next_cycle()
+    assert got == 2 * len(data)
+
+
+def whole(header: str, data: bytes = bytes(12)) -> bytes:
+    return struct.pack("<Q", len(header.encode())) + header.encode() + data
+
+
+def body(request: str, entries: str = "", data: bytes = bytes(12)) -> bytes:
+    """A body of such a request, with more entries of the header."""
+    image = '"image":{"dtype":"U8","shape":[1,2,2,3],"data_offsets":[0,12]}'
+    return whole(f'{{"__metadata__":{{"request":{json.dumps(request)}}},{image}{entries}}}', data)
+
+
+def fields(entries: str = "", num: int = 1) -> str:
+    """A request's JSON, with more entries in it."""
+    given = {"protocol": 1, "request_id": "r", "prompts": ["a"] * num, "meta": [{}] * num}
+    return json.dumps(given)[:-1] + entries + "}"
+
+
+def many(unit: str, num: int) -> str:
+    return ",".join([unit] * num)
+
+
+ROOM = MAX_HEADER_BYTES - 10_000
+JUST = MAX_VALUES // 2 - 100  # empty lists, of which each counts as two values
+TENSOR = '"{}":{{"dtype":"U8","shape":[1,1,3],"data_offsets":[{},{}]}}'
+COSTLY: dict[str, Callable[[], bytes]] = {
+    "a tensor of 200,000 sides": lambda: body(
+        fields(), f',"latent":{{"dtype":"U8","shape":[{many("255", 200_000)}],"data_offsets":[12,99]}}'
+    ),
+    "100,000 empty tensors": lambda: body(fields(), "".join("," + TENSOR.format(i, 0, 0) for i in range(100_000))),
+    "as many tensors as values allow": lambda: body(
+        fields(num=1024),
+        "".join("," + TENSOR.format(f"reference.{i}", 12 + 3 * i, 15 + 3 * i) for i in range(7000)),
+        bytes(12 + 3 * 7000),
+    ),
+    "lists": lambda: whole(f"[{many('[]', ROOM // 3)}]"),
+    "as many lists as values allow": lambda: whole(f"[{many('[]', JUST)}]"),
+    "lists on both levels": lambda: body(fields(f',"x":[{many("[]", JUST)}]'), f',"y":[{many("[]", JUST)}]'),
+    "objects on both levels": lambda: body(
+        fields(f',"x":[{many(chr(123) + chr(125), JUST)}]'), f',"y":[{many(chr(123) + chr(125), JUST)}]'
+    ),
+    "references": lambda: body(fields(f',"references":[{many("[]", ROOM // 3)}]')),
+    "numbers": lambda: body(fields(f',"ids":[{many("0", ROOM // 2)}]')),
+    "long numbers": lambda: whole(f"[{many('9' * 4300, ROOM // 4301)}]"),
+    "numbers as long as may be": lambda: whole(f"[{many('9' * MAX_DIGITS, ROOM // (MAX_DIGITS + 1))}]"),
+    "one number": lambda: whole("[" + "9" * ROOM + "]"),
+    "keys": lambda: whole("{" + ",".join(f'"{i:x}":0' for i in range(ROOM // 10)) + "}"),
+    "the same key": lambda: whole("{" + many('"a":[]', ROOM // 7) + "}"),
+    "strings": lambda: whole(f"[{many(chr(34) * 2, ROOM // 3)}]"),
+    "escapes": lambda: body(fields(f',"x":"{"a" * 10}' + "\\\\" * (ROOM // 4) + '"')),
+    "escaped quotes beside lists": lambda: body(
+        fields(f',"y":[{many("[]", JUST)}],"x":"' + '\\"' * ((ROOM - 3 * JUST) // 5) + '"'),
+        f',"z":[{many("[]", JUST)}]',
+    ),
+    "escapes of letters": lambda: body(fields(f',"x":"{chr(0x1F600) * (ROOM // 14)}"')),
+    "half a pair, often": lambda: body(fields().replace('"a"', '"' + "\\ud83d" * (ROOM // 8) + '"')),
+    "a long prompt": lambda: body(fields().replace('"a"', '"' + "a" * ROOM + '"')),
+    "spaces": lambda: whole(" " * ROOM + "{}"),
+    "no JSON at the end": lambda: whole("\n" * ROOM + "x"),
+    "deep": lambda: whole("[" * ROOM),
+    "a field that is shown": lambda: body(fields().replace('"r"', '["' + "\u0378" * (ROOM // 8) + '"]')),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_no_request_takes_more_than_a_fifth_of_a_second_to_read(name: str) -> None:
+    data, times = bytearray(COSTLY[name]()), []
+    for _ in range(3):
+        start = time.process_time()
+        with contextlib.suppress(ValueError):
+            decode_request(data, max_batch=1024)
+        times.append(time.process_time() - start)
+        if times[-1] < 0.2:
+            return
+    pytest.fail(f"it took {times} s")
+
+
+def test_a_request_holds_so_many_values_and_tensors_and_such_numbers() -> None:
+    for count, more, message in (
+        (1, f',"x":[{many("0", MAX_VALUES)}]', f"__metadata__.request must hold at most {MAX_VALUES} JSON values, got"),
+        (
+            1,
+            f',"x":{"9" * (MAX_DIGITS + 1)}',
+            f"must be JSON: an integer must have at most {MAX_DIGITS} digits, got 301",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode_request(body(fields(more, count)), max_batch=8)
+    tensors = "".join("," + TENSOR.format(f"reference.{i}", 0, 0) for i in range(2 * MAX_REFERENCES))
+    with pytest.raises(ValueError, match=r"the tensors of 1 samples must be at most 21, got 33"):
+        decode_request(body(fields(), tensors), max_batch=8)
+    commas = ", [{" * MAX_VALUES + '"\\'
+    assert decode_request(body(fields(f',"x":{json.dumps(commas)}')), max_batch=8).prompts == ["a"]
+    with pytest.raises(ValueError, match=f"prompts, texts and meta must hold at most {MAX_VALUES} JSON values, got"):
+        encode_request(ScoreRequest(IMAGE, ["a"], [{"x": [0] * MAX_VALUES}], "r"))
+
+
+@pytest.mark.parametrize("rate", [10**400, "9" * 400])
+def test_a_rate_beyond_floats_is_refused(rate: object) -> None:
+    with pytest.raises(ValueError, match=r"meta\[0\]\['fps'\] must be a finite number > 0 for video, got"):
+        ScoreRequest(VIDEO, ["a"], [{"fps": rate}], "r")

@@ -12,7 +12,7 @@ import requests
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.wire import encode_request
-from reward.reward_helpers import halves
+from reward.reward_helpers import HEAD, halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
@@ -169,10 +169,7 @@ def test_a_reply_that_was_lost_on_its_way_is_there_for_the_repeat(serve: Callabl
 
     url, data = serve(score), body(1, "r")
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as conn:
-        head = (
-            f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\nContent-Length: {len(data)}"
-        )
-        conn.sendall(head.encode() + b"\r\n\r\n" + data)
+        conn.sendall(HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         assert started.wait(10)
     threading.Timer(
         0.1, go_on.set

@@ -15,6 +15,7 @@ from omni_reward import Score
 from omni_reward.media import ScoreRequest
 from omni_reward.server import create_app
 from omni_reward.wire import Scorer, decode_reply, encode_request
+from reward.reward_helpers import HEAD
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
@@ -102,6 +103,27 @@ def test_token_guards_score_and_info_but_not_health(serve: Callable[..., str]) -
     assert requests.get(url + "/healthz", timeout=10).json() == {"status": "ok"}
 
 
+@pytest.mark.parametrize("path", ["/info", "/score"])
+def test_a_server_of_loopback_without_a_token_answers_loopback_s_names_alone(
+    serve: Callable[..., str], path: str
+) -> None:
+    def ask(url: str, host: str, **headers: str) -> requests.Response:
+        call = requests.post if path == "/score" else requests.get
+        return call(url + path, data=pack(), headers={**BINARY, "Host": host, **headers}, timeout=10)
+
+    url = serve(halves, host="scorer.lan")
+    port = url.rpartition(":")[2]
+    for host in ("localhost", f"localhost:{port}", f"127.0.0.1:{port}", "127.8.8.8", f"[::1]:{port}", "Scorer.LAN:80"):
+        assert ask(url, host).status_code == 200
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "10.0.0.1", "[::2", "0.0.0.0"):
+        message = assert_refused(ask(url, host), 403, "forbidden")
+        assert message.startswith("Host must be a name of loopback, such as localhost, where the server has no token")
+        assert host in message
+    with_token = serve(halves, token="s3cret")
+    assert ask(with_token, "node0:8100", Authorization="Bearer s3cret").status_code == 200
+    assert requests.get(url + "/healthz", headers={"Host": "evil.example"}, timeout=10).status_code == 200
+
+
 def test_info_says_what_is_accepted(serve: Callable[..., str]) -> None:
     scorer = Scorer(halves, media=("video", "audio"), batch_size=7, version="halves-2")
     info = requests.get(serve(scorer, name="h", max_body_mb=3, max_batch=5) + "/info", timeout=10).json()
@@ -143,7 +165,7 @@ def test_body_beyond_the_cap_is_413(serve: Callable[..., str]) -> None:
 )
 def test_413_comes_while_the_body_is_still_on_its_way(serve: Callable[..., str], framing: bytes, sent: bytes) -> None:
     port = int(serve(halves, max_body_mb=1).rpartition(":")[2])
-    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\n" + framing + b"\r\n\r\n"
+    head = HEAD + framing + b"\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as conn:
         conn.sendall(head + sent)
         assert conn.recv(100).startswith(b"HTTP/1.1 413 ")
@@ -153,7 +175,7 @@ def test_a_client_that_leaves_mid_body_does_no_harm(
     serve: Callable[..., str], caplog: pytest.LogCaptureFixture
 ) -> None:
     url = serve(halves, max_waiting=0)
-    head = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/octet-stream\r\nContent-Length: 999\r\n\r\n"
+    head = HEAD + b"Content-Length: 999\r\n\r\n"
     for _ in range(3):
         with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as conn:
             conn.sendall(head + b"spam")
@@ -292,8 +314,7 @@ def test_requests_of_clients_that_have_gone_are_not_scored(serve: Callable[..., 
         gone = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(5)]
         for conn in gone:
             body = pack(3)
-            head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\n"
-            conn.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            conn.sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
         time.sleep(0.3)
         for conn in gone:
             conn.close()
@@ -312,10 +333,9 @@ def test_requests_of_clients_that_have_gone_are_not_scored(serve: Callable[..., 
 def test_two_ways_to_say_how_long_a_body_is_are_refused(serve: Callable[..., str]) -> None:
     port = int(serve(halves).rpartition(":")[2])
     body = pack()
-    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\n"
     framing = f"Content-Length: {len(body)}\r\nTransfer-Encoding: chunked\r\n\r\n"
     with socket.create_connection(("127.0.0.1", port), timeout=10) as conn:
-        conn.sendall((head + framing).encode() + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
+        conn.sendall(HEAD + framing.encode() + f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n")
         reply = b""
         while chunk := conn.recv(1000):  # until the server hangs up
             reply += chunk
@@ -327,10 +347,9 @@ def test_two_ways_to_say_how_long_a_body_is_are_refused(serve: Callable[..., str
 def test_bodies_that_trickle_keep_nobody_out(serve: Callable[..., str]) -> None:
     url = serve(halves, max_waiting=1)
     port = int(url.rpartition(":")[2])
-    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: {BINARY['Content-Type']}\r\nContent-Length: 99\r\n\r\n"
     slow = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(20)]
     for conn in slow:
-        conn.sendall(head.encode() + b"x")
+        conn.sendall(HEAD + b"Content-Length: 99\r\n\r\nx")
     time.sleep(0.3)
     assert post(url, pack()).status_code == 200
     for conn in slow:

@@ -31,10 +31,11 @@ from omni_reward.batching import Batcher, ScorerFailedError
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.scorers import load_scorer
-from omni_reward.transport import is_loopback
+from omni_reward.transport import is_loopback, names_loopback
 from omni_reward.wire import ScoreFn, Scorer
 
 try:
+    import h11
     import uvicorn
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
@@ -51,12 +52,15 @@ except ImportError as missing:
 MB = 2**20
 HEAD_S = 10  # longest that the head of a request may take to arrive
 IDLE_S = 150  # a trainer calls once per step; its connection should live from one step to the next
+LAST_BODY_S = 1  # that SIGTERM leaves for bodies on their way
+CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of the chunks of a body, and how many may have any size
 
 logger = logging.getLogger("omni_reward.server")
 
 _CODES = {
-    400: "malformed", 401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 408: "timeout",
-    409: "id_reused", 413: "too_large", 415: "unsupported_media_type", 500: "scorer_failed", 503: "busy",
+    400: "malformed", 401: "unauthorized", 403: "forbidden", 404: "not_found", 405: "method_not_allowed",
+    408: "timeout", 409: "id_reused", 413: "too_large", 415: "unsupported_media_type", 500: "scorer_failed",
+    503: "busy",
 }  # fmt: skip
 
 
@@ -76,6 +80,7 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     *,
     name: str,
     token: str | None = None,
+    host: str = "localhost",
     max_body_mb: int = 256,
     max_batch: int = 1024,
     max_waiting: int = 64,
@@ -92,7 +97,9 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
             takes `image` and gets whole requests; wrap it as `omni_reward.wire.Scorer(score_fn, media=, batch_size=,
             version=, references=)` to say otherwise. It is called from one thread, never twice at a time.
         name: what replies call the scorer.
-        token: bearer token that /score and /info ask for; None lets everyone in.
+        token: bearer token that /score and /info ask for. None lets everyone in; over loopback, only who asks for
+            loopback, so that no web page reaches the server by a name of its own.
+        host: one more name of loopback.
         max_body_mb: largest request body, in MiB.
         max_batch: most samples in a request.
         max_waiting: most requests that wait while one is scored.
@@ -113,7 +120,7 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     if not receive_timeout_s > 0:
         raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
     limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
-    service = _Service(Scorer.of(score_fn), name, token, limits, show_errors)
+    service = _Service(Scorer.of(score_fn), name, token, host, limits, show_errors)
     gets = [Route("/healthz", service.health), Route("/info", service.info), Route("/openapi.json", service.openapi)]
     routes = [*gets, Route("/score", service.score, methods=["POST"])]
     return Starlette(routes=routes, exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply})
@@ -122,8 +129,10 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
 class _Service:
     """The endpoints and what they share."""
 
-    def __init__(self, scorer: Scorer, name: str, token: str | None, limits: _Limits, show_errors: bool) -> None:
-        self._scorer, self._name, self._show_errors = scorer, name, show_errors
+    def __init__(
+        self, scorer: Scorer, name: str, token: str | None, host: str, limits: _Limits, show_errors: bool
+    ) -> None:
+        self._scorer, self._name, self._host, self._show_errors = scorer, name, host, show_errors
         self._document = (files("omni_reward") / "openapi.json").read_bytes()
         self._credentials = f"Bearer {token}".encode() if token is not None else None
         self._limits = limits
@@ -137,14 +146,14 @@ class _Service:
         return Response(self._document, media_type="application/json")
 
     async def info(self, request: Request) -> Response:
-        self._check_token(request)
+        self._check_access(request)
         scorer, limits = self._scorer, asdict(self._limits)
         names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
         takes = {"media": sorted(scorer.media), "references": scorer.references, "batch_size": scorer.batch_size}
         return _json_reply({**names, "version": version("omni-reward"), **takes, "limits": limits})
 
     async def score(self, request: Request) -> Response:
-        self._check_token(request)
+        self._check_access(request)
         if {"content-length", "transfer-encoding"} <= set(request.headers):
             message = "Content-Length and Transfer-Encoding must not come together"
             raise HTTPException(400, message, headers={"Connection": "close"})
@@ -192,50 +201,52 @@ class _Service:
         cause = "".join(traceback.format_exception_only(error.__cause__)).strip()
         return f"the scorer raised {wire.clean(cause, 300)}; the server's log says where"
 
-    def _check_token(self, request: Request) -> None:
+    def _check_access(self, request: Request) -> None:
         if self._credentials is None:
+            address, _ = request.scope.get("server") or ("", None)
+            if is_loopback(address) and not names_loopback(asked := request.headers.get("host", ""), self._host):
+                rule = "Host must be a name of loopback, such as localhost, where the server has no token"
+                raise HTTPException(403, f"{rule}, got {wire.clean(asked, 80)!r}")
             return
         given = request.headers.get("authorization", "").encode("latin-1")
         if not hmac.compare_digest(given, self._credentials):
             raise HTTPException(401, "a valid bearer token is needed", headers={"WWW-Authenticate": "Bearer"})
 
     @asynccontextmanager
-    async def _receive(self, request: Request) -> AsyncIterator[bytes | bytearray]:
+    async def _receive(self, request: Request) -> AsyncIterator[bytearray]:
         """Body of a request, which counts as long as the `with` lasts."""
         self._check_room()
-        chunks: list[bytes | bytearray] = []
+        body = bytearray()  # the scorer's arrays lie in it, and may be written to
         try:
             try:
                 async with asyncio.timeout(self._limits.receive_timeout_s):
-                    await self._collect(request, chunks)
+                    await self._collect(request, body)
             except TimeoutError as exc:
                 raise HTTPException(408, "the body took too long to arrive") from exc
-            chunks[:] = [bytearray().join(chunks)]  # the one copy: the scorer's arrays lie in it, and may be written to
             self._check_room()  # bodies that trickle take nobody's place
             self._num_requests += 1
             try:
-                yield chunks[0]
+                yield body
             finally:
                 self._num_requests -= 1
         finally:
-            self._num_bytes -= sum(map(len, chunks))
+            self._num_bytes -= len(body)
 
     def _check_room(self) -> None:
         if self._num_requests > self._limits.max_waiting:
             raise _busy("too many requests are waiting")
 
-    async def _collect(self, request: Request, chunks: list[bytes | bytearray]) -> None:
-        """Fill chunks with the body, which is refused as soon as it is too long, whatever its Content-Length."""
-        left = self._limits.max_body_bytes
-        too_large = HTTPException(413, f"the body must be at most {left} bytes")
+    async def _collect(self, request: Request, body: bytearray) -> None:
+        """Fill the body, which is refused as soon as it is too long, whatever its Content-Length."""
+        most = self._limits.max_body_bytes
+        too_large = HTTPException(413, f"the body must be at most {most} bytes")
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > left:
+        if declared.isdecimal() and int(declared) > most:
             raise too_large
         async for chunk in request.stream():
-            chunks.append(chunk)
+            body += chunk
             self._num_bytes += len(chunk)
-            left -= len(chunk)
-            if left < 0:
+            if len(body) > most:
                 raise too_large
             if self._num_bytes > self._limits.max_waiting_bytes:
                 raise _busy("too many bytes are waiting")
@@ -295,7 +306,7 @@ def main(argv: list[str] | None = None) -> None:
             scorer = replace(scorer, batch_size=args.batch_size)
         limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
         name, show_errors = cli.public_name(args.scorer), is_loopback(sock.getsockname()[0])
-        app = create_app(scorer, name=name, token=token, show_errors=show_errors, **limits)
+        app = create_app(scorer, name=name, token=token, host=args.host, show_errors=show_errors, **limits)
     except (ImportError, ValueError, OSError) as exc:
         parser.error(str(exc))
     config = uvicorn.Config(
@@ -311,11 +322,29 @@ def main(argv: list[str] | None = None) -> None:
     _Server(config, args.url_file, shutdown_timeout_s=args.shutdown_timeout_s).run(sockets=[sock])
 
 
+class _Connection(h11.Connection):
+    """h11's connection, which refuses bodies in tiny chunks: parsing one takes as long as parsing a kilobyte."""
+
+    _credit = 0  # bytes
+
+    def next_event(self) -> Any:
+        """See the base class; a chunk costs CHUNK_BYTES of the credit, and brings its own bytes."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._credit = FREE_CHUNKS * CHUNK_BYTES
+        elif isinstance(event, h11.Data):
+            self._credit += len(event.data) - CHUNK_BYTES * event.chunk_start
+            if self._credit < 0:
+                raise h11.RemoteProtocolError(f"the chunks of a body must have {CHUNK_BYTES} bytes in the mean")
+        return event
+
+
 class _Protocol(H11Protocol):
     """uvicorn's connection, refused to an address that has too many."""
 
     def __init__(self, *, max_connections: int, **options: Any) -> None:
         super().__init__(**options)
+        self.conn = _Connection(h11.SERVER)
         self._max_connections = max_connections
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -361,11 +390,15 @@ class _Server(uvicorn.Server):
 
     async def _close_late_connections(self) -> None:
         # uvicorn tells the connections it has to close after their reply, then waits until none is left. One that was
-        # accepted in the same moment would be kept alive instead, and the process with it.
+        # accepted in the same moment would be kept alive instead, and the process with it. A request whose body is
+        # still on its way has not been accepted.
+        since = time.monotonic()
         while True:
             await asyncio.sleep(0.1)
-            for connection in list(self.server_state.connections):
+            for connection in cast("list[Any]", list(self.server_state.connections)):
                 connection.shutdown()
+                if time.monotonic() - since > LAST_BODY_S and connection.cycle and connection.cycle.more_body:
+                    connection.transport.close()
 
 
 if __name__ == "__main__":

@@ -204,6 +204,15 @@ def is_loopback(host: str) -> bool:
     return host == "localhost"
 
 
+def names_loopback(host_header: str, own: str) -> bool:
+    """True for a Host header that names loopback, or the server's own name. A page that rebinds a name sends that."""
+    try:
+        host = urlsplit(f"//{host_header}").hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(host) or host == own.lower()
+
+
 def _is_base_url(url: str) -> bool:
     try:
         parts = urlsplit(url)

@@ -30,7 +30,7 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from zlib import crc32
 
 from omni_reward.cli import Parser, bind
-from omni_reward.transport import is_loopback
+from omni_reward.transport import is_loopback, names_loopback
 from omni_train.files import read_steps
 
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, run_data
@@ -281,7 +281,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self) -> tuple[str, BinaryIO]:
         """Type and content of what the address names."""
         server = self.server
-        if not server.is_open and not self._is_asked_as_loopback():
+        if not server.is_open and not names_loopback(self.headers.get("Host", ""), server.host):
             raise Refusal(HTTPStatus.FORBIDDEN, "ask for it as localhost")  # else any page could read by rebinding
         _, *parts = urlsplit(self.path).path.split("/")
         if server.token and not hmac.compare_digest(parts.pop(0).encode(), server.token.encode()):
@@ -297,13 +297,6 @@ class _Handler(BaseHTTPRequestHandler):
             case ["files", *path]:
                 return server.media(unquote("/".join(path)))
         raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
-
-    def _is_asked_as_loopback(self) -> bool:
-        try:
-            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-        except ValueError:
-            return False
-        return is_loopback(host) or host == self.server.host.lower()  # a name of this machine that --host gave
 
     def _range(self, total: int) -> tuple[int, int] | None:
         """The first and the last byte that a player asks for; None for all of them."""
