@@ -17,7 +17,6 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 
 import numpy as np
 
@@ -123,7 +122,7 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         raise ValueError(f"{kind} must be finite, got NaN or an infinity")
     for i, value in enumerate(sample.get(rule.rate) for sample in meta if rule.rate):
-        if not isinstance(value, Real) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
             raise ValueError(f"meta[{i}][{rule.rate!r}] must be a finite number > 0 for {kind}, got {shown(value)}")
 
 

@@ -395,7 +395,7 @@ class _Server(uvicorn.Server):
         since = time.monotonic()
         while True:
             await asyncio.sleep(0.1)
-            for connection in cast("list[Any]", list(self.server_state.connections)):
+            for connection in list(cast("set[Any]", self.server_state.connections)):
                 connection.shutdown()
                 if time.monotonic() - since > LAST_BODY_S and connection.cycle and connection.cycle.more_body:
                     connection.transport.close()
