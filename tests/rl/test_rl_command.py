@@ -67,6 +67,35 @@ def test_the_exit_code_and_the_message_are_the_programs():
     assert run("trian").stderr.startswith("omni-rl: error: the command must be one of ")
 
 
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("--lrr 1", 2, "train_nft.py: error: unknown flag --lrr; did you mean '--lr'?\n"),
+        ("--preset tiny-signs --batch-size 48", 2, "train_nft.py: error: --batch-size times ranks (96) must divide"),
+        ("--preset tiny-signs --scorer-url http://127.0.0.1:1", 2, "omni-rl: error: --scorer-url must be a reward ser"),
+    ],
+)
+def test_the_settings_of_several_ranks_are_checked_once_before_any_starts(monkeypatch, capfd, words, code, said):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(os, "execv", lambda *started: pytest.fail("ranks start"))
+    monkeypatch.setattr(sys, "argv", ["omni-rl", "train", "nft", "--nproc-per-node", "2", *words.split()])
+    with pytest.raises(SystemExit) as end:
+        command.main()
+    out, err = capfd.readouterr()
+    assert (end.value.code, out, err.count("\n")) == (code, "", 1)
+    assert err.startswith(said)
+
+
+@pytest.mark.parametrize("words", ["--help", "--preset tiny-signs --check --scorer-url http://127.0.0.1:1"])
+def test_what_only_prints_prints_once_for_several_ranks(monkeypatch, capfd, words):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setattr(os, "execv", lambda *started: pytest.fail("ranks start"))
+    monkeypatch.setattr(sys, "argv", ["omni-rl", "train", "nft", "--nproc-per-node", "2", *words.split()])
+    with pytest.raises(SystemExit, match=r"^0$"):
+        command.main()
+    assert len(re.findall("(?m)^usage|^name = ", capfd.readouterr().out)) == 1
+
+
 def test_the_program_has_the_process_and_so_the_signals_of_the_terminal(monkeypatch: pytest.MonkeyPatch):
     started = []
     monkeypatch.setattr(sys, "argv", ["omni-rl", "serve", "--port", "1"])

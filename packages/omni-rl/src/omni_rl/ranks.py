@@ -1,9 +1,9 @@
-"""torchrun for one machine, which Ctrl-C ends without a traceback, after the ranks have saved.
+"""torchrun for one machine, which says nothing itself and ends with the exit code of the rank that failed first.
 
     python -m omni_rl.ranks --nproc-per-node 2 train.py FLAGS
 
-Its flags are those of torchrun. The ranks have half an hour for the step that is under way and its checkpoint. A second
-Ctrl-C is passed on to them, and a third one kills those that are left.
+Its flags are those of torchrun. On Ctrl-C the ranks have half an hour for the step that is under way
+and its checkpoint. A second Ctrl-C is passed on to them, and a third one kills those that are left.
 """
 
 import logging
@@ -16,13 +16,18 @@ from types import FrameType
 
 from omni_train.signals import HEARS_ALL
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
-from torch.distributed.run import main
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
 
 
 def launch(words: Sequence[str]) -> None:
-    """Start the ranks and wait for them; a signal ends the program with exit code 128 and its number."""
-    for module in ("agent.server.api", "multiprocessing.api"):  # which say that they pass a signal on
-        logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.ERROR)
+    """Start the ranks and wait for them.
+
+    The program ends with the exit code of the rank that failed first, or 128 plus the number of the signal that ended
+    it or this process.
+    """
+    for module in ("elastic.agent.server.api", "elastic.multiprocessing.api", "run"):  # the ranks say what is wrong
+        logging.getLogger(f"torch.distributed.{module}").setLevel(logging.CRITICAL)
     start = PContext.start
 
     def start_and_listen(ranks: PContext) -> None:
@@ -32,7 +37,12 @@ def launch(words: Sequence[str]) -> None:
     os.environ[HEARS_ALL] = "1"
     PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
     try:
-        main(["--standalone", "--shutdown-timeout", "1800", *words])
+        run(parse_args(["--standalone", "--shutdown-timeout", "1800", *words]))
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        if first.exitcode < 0:  # it could say nothing itself
+            print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
     except SignalException as stop:
         sys.exit(128 + stop.sigval)
     finally:

@@ -1,13 +1,15 @@
 """The `omni-rl` command, which hands its process over to the program that a sub-command names.
 
 `omni-rl train nft --preset tiny-signs` is `python apps/train_nft.py --preset tiny-signs`: exit codes, Ctrl-C and the
-terminal are the program's own. Imports nothing heavy.
+terminal are the program's own. Settings of several ranks are checked once, before they start. Imports nothing heavy.
 """
 
 import ast
 import os
 import shlex
+import subprocess
 import sys
+import tomllib
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -41,12 +43,29 @@ def main() -> None:
             command = python_words(words)
             sys.stdout.flush()
             if words[0] == "train":
+                if "omni_rl.ranks" in command:
+                    check_once(*command[3:])
                 typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
                 os.environ["OMNI_RL_COMMAND"] = typed  # what continues the run
             os.execv(sys.executable, [sys.executable, *command])
     except ValueError as exc:
         print(f"omni-rl: error: {exc}", file=sys.stderr)
         sys.exit(2)
+
+
+def check_once(ranks: str, *program: str) -> None:
+    """Check a trainer's settings before its ranks start; one that refuses them, or only prints, ends this program."""
+    env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
+    prints = not {"-h", "--help", "--check"}.isdisjoint(program)
+    command = [sys.executable, *program, *([] if prints else ["--check"])]
+    answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
+    if prints or answer.returncode:
+        sys.exit(answer.returncode)
+    settings = tomllib.loads(answer.stdout)
+    if not settings["dry_run"]:
+        from omni_rl.cli import knock
+
+        knock(settings.get("scorer_url", ""))
 
 
 def overview() -> str:
