@@ -26,7 +26,7 @@ from omni_rollout import Model, Params
 from omni_rollout.types import Cond, Parts
 from omni_train.dist import Dist
 from omni_train.log import RunLog
-from omni_train.lora import LoraLinear
+from omni_train.lora_linear import LoraLinear
 from omni_train.parts import part_files
 from omni_train.planned import PlannedDevice, planned_ranks
 from omni_train.recompute import Recompute

@@ -13,8 +13,6 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from omni_train.lora import LoraLinear
-
 Bits = Literal["int8", "fp8", "nf4"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # of a weight, with its scales
@@ -54,10 +52,6 @@ class FewBits(nn.Linear):
         return values.mul_(self.scales).view(self.out_features, self.in_features).to(self.used)
 
 
-class FewBitsLora(FewBits, LoraLinear):
-    """The same with adapters."""
-
-
 @torch.no_grad()
 def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], device: torch.device) -> ModuleT:
     """The same object, with the weights of the linear layers in its blocks in fewer bits, which are on `device`.
@@ -69,14 +63,14 @@ def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], devic
     """
     pairs = _pairs().to(device)
     blocks = [block for block in module.modules() if type(block).__name__ in block_names]
-    layers = [layer for block in blocks for layer in block.modules() if isinstance(layer, nn.Linear)]
-    for layer in layers:
-        if type(layer) not in (nn.Linear, LoraLinear) or (bits == "nf4" and layer.in_features % NF4_BLOCK):
+    named = {id(layer): layer for block in blocks for name, layer in block.named_modules() if ".lora_" not in name}
+    for layer in named.values():
+        if type(layer) is not nn.Linear or (bits == "nf4" and layer.in_features % NF4_BLOCK):
             continue
         weight = layer.weight
         del layer.weight
         codes, scales = encode(weight.to(device), bits)
-        layer.__class__ = FewBitsLora if isinstance(layer, LoraLinear) else FewBits
+        layer.__class__ = FewBits
         assert isinstance(layer, FewBits)
         layer.bits, layer.used = bits, weight.dtype
         for name, tensor in {"codes": codes, "scales": scales, "pairs": pairs}.items():

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from omni_train.lora import all_factors
+from omni_train.lora import all_factors, base_name
 from omni_train.shard import shard
 from omni_train.state import local_rows
 
@@ -132,7 +132,7 @@ def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> 
 def _own(net: nn.Module) -> dict[str, Tensor]:
     """The parameters and persistent buffers by their names, without adapters."""
     adapters = all_factors(net)
-    return {name: t for name, t in net.state_dict(keep_vars=True).items() if t not in adapters}
+    return {base_name(name): t for name, t in net.state_dict(keep_vars=True).items() if t not in adapters}
 
 
 def _check_built(net: nn.Module) -> None:

@@ -6,8 +6,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from omni_train.lora import ema_update_params
-
 
 class Snapshot:
     """Copies of `params` as they are, in the same dtype and sharded alike.
@@ -76,3 +74,21 @@ class Ema(Snapshot):
         """
         if self.decay:
             self.move(min(self.decay, (1 + step) / (10 + step)))
+
+
+@torch.no_grad()
+def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float) -> None:
+    """Move each tensor of `dst` towards its partner in `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
+
+    Raises:
+        ValueError: `decay` is outside [0, 1], or the lists differ in length or shapes.
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ValueError(f"decay must be in [0, 1], got {decay}")
+    if [p.shape for p in src] != [p.shape for p in dst]:
+        raise ValueError(f"src and dst must have the same shapes, got {len(src)} and {len(dst)} tensors that differ")
+    if decay == 0.0:  # a copy to the last bit, which the interpolation does not promise
+        for old, new in zip(dst, src, strict=True):  # sharded tensors have no _foreach_copy_
+            old.copy_(new)
+    else:
+        torch._foreach_lerp_(list(dst), list(src), 1.0 - decay)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig, TaskType
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -18,11 +20,12 @@ from omni_train.dist import Dist, same_error
 from omni_train.export import CARD_FILE, model_card
 from omni_train.files import write_folder_atomically
 from omni_train.load import check_files, read_shapes, read_tensors
-from omni_train.lora import LoraLinear, adapter_layers, factors, lora_layers
+from omni_train.lora import adapter_layers, base_name, lora_layers
+from omni_train.lora_linear import LoraLinear, factors
 from omni_train.parts import file_header
 
 FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
-PEFT_FILE, PEFT_PART = "adapter_model.safetensors", "base_model.model"  # peft's, as transformers opens adapters
+PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # as transformers opens adapters
 
 
 @torch.no_grad()
@@ -40,12 +43,12 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     layers = lora_layers(module)
     adapters = tuple(f"{name}.lora_" for name in layers)
-    adapted = {f"{name}.weight": layer for name, layer in layers.items() if layer.active in layer.lora_A}
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if layer.active}
     for name, value in module.state_dict(keep_vars=True).items():
         if name.startswith(adapters):
             continue
         full = _full(value)
-        yield name, _merged(adapted[name], full) if name in adapted else full
+        yield base_name(name), _merged(adapted[name], full) if name in adapted else full
         del full  # before the next one is gathered
 
 
@@ -123,9 +126,15 @@ def save_peft(
     """
     layers = adapter_layers(module, "default")
     rank = len(factors(next(iter(layers.values())), "default")[0])
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank}
-    config |= {"lora_alpha": rank, "target_modules": [f"{prefix}{name}" for name in layers], "inference_mode": True}
-    texts = {"adapter_config.json": json.dumps(config, indent=2) + "\n"}
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        r=rank,
+        lora_alpha=rank,  # B comes multiplied
+        target_modules=[f"{prefix}{name}" for name in layers],
+        inference_mode=True,
+    )
+    texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
     if card is not None:
         texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
     state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."))
@@ -189,7 +198,10 @@ def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transfo
         check_files(module, files)
         return
     file = Path(folder) / LORA_FILE
-    shapes, weights = read_shapes(file), {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    shapes, weights = (
+        read_shapes(file),
+        {base_name(name): tuple(value.shape) for name, value in module.state_dict().items()},
+    )
     wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights, part)]
     if wrong or not shapes:
         such = f", such as {min(wrong)}" if wrong else ""
