@@ -133,29 +133,19 @@ from omni_losses import (
     LossOutput,
     flow_dppo_loss,
     gaussian_kl,
-    group_advantages,
     grpo_guard_loss,
     grpo_loss,
     rollout_weights,
     tempflow_weights,
 )
 from omni_reward import Score
-from omni_rl.early import as_scored, goes_by_group
 from omni_rl.failures import launch
+from omni_rl.grading import advantages_of, graded, needs_own_group
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, check_ratio, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import (
-    TrainBatch,
-    collect,
-    describe_rewards,
-    gather_rewards,
-    groups_of,
-    keep_samples,
-    scores_of,
-    select,
-)
-from omni_rl.streams import over_streams, part_advantages, shares_of, sizes_of
+from omni_rl.scoring import TrainBatch, groups_of, keep_samples, scores_of, select
+from omni_rl.streams import over_streams, shares_of, sizes_of
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
 from torch import Tensor
@@ -209,42 +199,44 @@ RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
 def main(args: Args) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    parts = list(parse_numbers(args.reward_parts, "--reward-parts"))
-    reference, window = bool(args.kl_coef), window_range(args)
     run = Run.start(
         args,
         args.algo,
         scorer=args.scorer_url,
-        parts=parts,
-        reference=reference,
-        steps=window,
+        parts=list(parse_numbers(args.reward_parts, "--reward-parts")),
+        reference=bool(args.kl_coef),
+        steps=window_range(args),
         needs=["streams"] * args.apart + ["routes"] * args.route_replay,
     )
     if args.route_replay:
         run.replay_routes()
-    args = replace(args, sound_weight=shares_of(run)[1]) if args.apart else args
-    run.args, repacked = (settle(args, is_exact=run.engine.is_exact and is_whole) for is_whole in (True, False))
-    has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
-    unit = args.group_size if args.same_start_noise and has_groups else 1  # a group shares what precedes its window
-    by_group = goes_by_group(args, run.dist.world_size, unit=unit) and not repacks(args)
+    if args.apart:
+        run.args = replace(args, sound_weight=shares_of(run)[1])
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, params_at(run, step), unit=unit)
-            graded = partial(grade, run, step, prompts, batches)
-            if by_group:  # the update waits for scores: a batch for its groups', the first optimizer step for all
-                advantages, keep = torch.zeros(len(prompts)), None
-            else:
-                with run.phase("reward_wait"):
-                    advantages, keep = graded(collect(run.dist, pending))
-            chosen = select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
-            if by_group:
-                chosen = as_scored(run, step, chosen, pending, graded)
+                batches, pending = draw(run, prompts, params_at(run, step), unit=unit_of(run))
+            chosen = graded(
+                run,
+                step,
+                batches,
+                pending,
+                partial(grade, run, step, prompts, batches),
+                by_group=needs_own_group(args, run.dist.world_size, unit=unit_of(run)) and not repacks(args),
+                num_minibatches=args.num_minibatches,
+            )
             with run.updating(step):
-                step.metrics |= update(run, step, chosen, run.args if keep is None else repacked)
+                step.metrics |= update(run, step, chosen)
             run.sync(step)
             show(run, step, batches, scores_of(pending))
+
+
+def unit_of(run: Run[Args]) -> int:
+    """Return how many samples in a row one rank takes: a group shares what precedes its window."""
+    args = run.args
+    has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
+    return args.group_size if args.same_start_noise and has_groups else 1
 
 
 def settle(args: Args, *, is_exact: bool) -> Args:
@@ -283,24 +275,17 @@ def params_at(run: Run[Args], step: Step) -> Params:
 
 def grade(
     run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
-) -> tuple[Tensor, Tensor | None]:
-    """Advantages [N] of all ranks' samples, and the mask [N] of those to train on; None where none is left out."""
-    args, groups = run.args, groups_of(prompts)
-    rewards = gather_rewards(run.dist, batches, scores, groups)
-    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
-    if args.reward_parts:
-        advantages = part_advantages(run, batches, scores, rewards, groups)
-    else:
-        advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
-    step.has_signal = bool(advantages.any())
-    step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    if not repacks(args):
-        return advantages, None
-    keep = keep_samples(
-        advantages, rewards, groups, best_worst=args.best_worst_n, drop_silent_groups=args.filter_groups
-    )
-    step.metrics["reward/trained_ratio"] = keep.float().mean().item()
-    return advantages, None if keep.all() else keep
+) -> list[TrainBatch]:
+    """Return this rank's batches to train on."""
+    args, groups, keep = run.args, groups_of(prompts), None
+    advantages, rewards = advantages_of(run, step, prompts, batches, scores)
+    if repacks(args):
+        keep = keep_samples(
+            advantages, rewards, groups, best_worst=args.best_worst_n, drop_silent_groups=args.filter_groups
+        )
+        step.metrics["reward/trained_ratio"] = keep.float().mean().item()
+        keep = None if keep.all() else keep
+    return select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
 
 
 @dataclass(frozen=True)
@@ -311,8 +296,9 @@ class OldStep:
     mean: Tensor | None
 
 
-def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args) -> dict[str, float]:
-    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means. args: settled."""
+def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
+    """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
+    args = settle(run.args, is_exact=run.engine.is_exact and batches[0].is_as_sampled)
     dist, algo = run.dist, ALGOS[args.algo]
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, args.old_log_prob), algo.loss(args)
@@ -325,7 +311,6 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch], args: Args
                 corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.net, batch.trajectory, k)
-                batch.wait()  # for its scores
                 then = before[k] if before else as_old(algo, now)
                 moments = {"mean": now.mean, "old_mean": then.mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, corrections[k])

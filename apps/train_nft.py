@@ -95,20 +95,19 @@ from omni_losses import (
     awm_log_prob,
     awm_loss,
     diffusion_nft_loss,
-    group_advantages,
     old_policy_decay,
     reward_probability,
     velocity_kl,
 )
 from omni_reward import Score
-from omni_rl.early import as_scored, goes_by_group
 from omni_rl.experts import on_one_side
 from omni_rl.failures import launch
+from omni_rl.grading import advantages_of, graded, needs_own_group
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_rewards, groups_of, scores_of
-from omni_rl.streams import add_up, of_stream, part_advantages, shares_of, sizes_of
+from omni_rl.scoring import TrainBatch, scores_of
+from omni_rl.streams import add_up, of_stream, shares_of, sizes_of
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
@@ -160,7 +159,7 @@ def loss_by_stream(sizes: Sequence[int], shares: Sequence[float], loss_of: Loss)
         losses = []
         for m, (now, old, x0, noise, x_t) in enumerate(streams):
             drawn, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
-            batch = replace(at.batch, trajectory=drawn, advantages=own)
+            batch = TrainBatch.of(drawn, own, at.batch.weights)
             losses.append(loss_of(args, now, old, Noised(batch, noise, at.sigma, x_t)))
         return add_up(losses, shares)
 
@@ -191,14 +190,8 @@ def main(args: Args) -> None:
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
                     batches, pending = draw(run, prompts, run.base_params)
-            graded = partial(grade, run, step, prompts, batches)
-            # By group the update waits for scores: a batch for its groups', the first optimizer step for all.
-            if goes_by_group(args, run.dist.world_size):
-                chosen = [TrainBatch(b, *torch.zeros(2, len(b), device=run.dist.device)) for b in batches]
-                chosen = as_scored(run, step, chosen, pending, graded)
-            else:
-                with run.phase("reward_wait"):
-                    chosen = graded(collect(run.dist, pending))
+            by_group, rates = needs_own_group(args, run.dist.world_size), partial(grade, run, step, prompts, batches)
+            chosen = graded(run, step, batches, pending, rates, by_group=by_group, weighted=True)
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
@@ -224,18 +217,10 @@ def refresh_old(run: Run[Args], step: Step) -> float:
 def grade(
     run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[TrainBatch]:
-    """This rank's batches with their advantages, and weight 0 for samples without a score."""
-    args, groups, onto = run.args, groups_of(prompts), partial(to_device, device=run.dist.device)
-    rewards = gather_rewards(run.dist, batches, scores, groups)
-    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
-    if args.reward_parts:
-        advantages = part_advantages(run, batches, scores, rewards, groups)
-    else:
-        advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
-    step.has_signal = bool(advantages.any())
-    step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
-    weights = (~rewards.isnan()).float()
-    return [TrainBatch(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
+    """Return this rank's batches with their advantages, and weight 0 for samples without a score."""
+    advantages, rewards = advantages_of(run, step, prompts, batches, scores)
+    weights, onto = (~rewards.isnan()).float(), partial(to_device, device=run.dist.device)
+    return [TrainBatch.of(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
 
 
 def noise_afresh(run: Run[Args], step: Step, batch: TrainBatch) -> list[Noised]:
@@ -299,7 +284,6 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     for first in range(0, len(points), size):
         for i in range(first, first + size):
             velocity = predict(run, run.net, points[i])
-            points[i].batch.wait()  # for its scores
             old = sampler[i]
             out = loss_of(args, velocity, velocity.detach() if old is None else old, points[i])
             loss, metrics = out.loss, dict(out.metrics)

@@ -62,9 +62,9 @@ def measure(args: Args, path: str, **changes: Any) -> Work:
 
         run.engine.generate = kept  # type: ignore[method-assign]
 
-        def noted(run: Run[app.Args], step: Step, batches: Sequence[TrainBatch], *others: Any) -> dict[str, float]:
+        def noted(run: Run[app.Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
             trained.extend(batches)
-            return update(run, step, batches, *others)
+            return update(run, step, batches)
 
         app.update = noted
         yield Step(0)  # in which blocks measure what they may keep

@@ -177,10 +177,10 @@ def test_the_best_and_the_worst_of_a_group_are_worth_it_and_samples_without_a_sc
 
 def test_weights_multiply_and_tempflow_s_are_the_noise_of_the_step():
     std, first, second = torch.tensor([0.2, 0.4]), torch.tensor([1.0, 0.5]), torch.tensor([2.0, 3.0])
-    batch = TrainBatch(numbered([0, 1]), torch.zeros(2))
+    batch = TrainBatch.of(numbered([0, 1]), torch.zeros(2))
     assert app.step_weights(TINY, batch, 0, std, None) is None
     torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), first)
-    batch = replace(batch, weights=second)
+    batch = TrainBatch.of(batch.trajectory, batch.advantages, second)
     torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), torch.tensor([2.0, 1.5]))
     tempflow = replace(TINY, step_weights="tempflow")
     torch.testing.assert_close(app.step_weights(tempflow, batch, 0, std, None), torch.tensor([0.9, 2.7]))
@@ -197,8 +197,8 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     some = select(run.dist, batches, advantages, keep)
     assert len(some) == 2
     assert len(batches) == 4
-    app.update(run, Step(0), some, run.args)
-    app.update(run, Step(0), select(run.dist, batches, advantages * keep, None), run.args)
+    app.update(run, Step(0), some)
+    app.update(run, Step(0), select(run.dist, batches, advantages * keep, None))
     for part, whole in zip(run.params, kept[1], strict=True):
         part.grad = None if whole is None else whole * 16 / 8
     assert_same_gradients(kept[0], run.params)
@@ -210,8 +210,9 @@ def test_tempflow_trains_with_the_weight_of_the_noise():
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     chosen = select(run.dist, batches, torch.linspace(-1, 1, 16), None)
-    app.update(run, Step(0), chosen, run.args)
-    app.update(run, Step(0), chosen, replace(run.args, step_weights="tempflow"))
+    app.update(run, Step(0), chosen)
+    run.args = replace(run.args, step_weights="tempflow")
+    app.update(run, Step(0), chosen)
     first = batches[0]
     move = sde_step(first.x[:, 0], first.x[:, 0], first.sigma(0), first.sigma_next(0), noise_level=0.4, noise=first.x0)
     for part, equal in zip(run.params, kept[0], strict=True):
@@ -261,7 +262,7 @@ def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than
     advantages = torch.linspace(-1, 1, 16)
     halves = select(run.dist, batches, advantages, None, num_minibatches=2)
     assert [half.trajectory.sde_steps[0].tolist() for half in halves] == [[0], [1]]
-    metrics = app.update(run, Step(0), halves, run.args)
+    metrics = app.update(run, Step(0), halves)
     assert metrics["policy/first_ratio_max_dev"] == metrics["policy/ratio_max_dev"] == 0.0
     for k, ours in enumerate(kept):
         for part in run.params:

@@ -295,8 +295,8 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
-    chosen = [TrainBatch(b, a) for b, a in zip(batches, advantages, strict=True)]
-    app.update(run, Step(0), chosen, app.settle(run.args, is_exact=True))
+    chosen = [TrainBatch.of(b, a) for b, a in zip(batches, advantages, strict=True)]
+    app.update(run, Step(0), chosen)
     losses = [
         -advantages[i] * replay(run.model, run.net, batch, k).log_prob
         for i, batch in enumerate(batches)

@@ -45,7 +45,7 @@ def points_of(run):
     batches, _ = rollout(run, run.base_params)
     advantages, weights = torch.linspace(-1, 2, 8).view(2, 4), torch.ones(2, 4)
     advantages[1, 2] = weights[1, 2] = 0
-    graded = [TrainBatch(*row) for row in zip(batches, advantages, weights, strict=True)]
+    graded = [TrainBatch.of(*row) for row in zip(batches, advantages, weights, strict=True)]
     return graded, [point for batch in graded for point in app.noise_afresh(run, Step(0), batch)]
 
 
@@ -54,7 +54,7 @@ def whole(points):
     drawn = Trajectory.cat([at.batch.trajectory for at in points])
     advantages, weights = (torch.cat([getattr(at.batch, name) for at in points]) for name in ("advantages", "weights"))
     noised = (torch.cat([getattr(at, name) for at in points]) for name in ("noise", "sigma", "x_t"))
-    return app.Noised(TrainBatch(drawn, advantages, weights), *noised)
+    return app.Noised(TrainBatch.of(drawn, advantages, weights), *noised)
 
 
 def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here):
@@ -90,13 +90,13 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
     run = lone_run(args)
     (batch, other), _ = rollout(run, run.base_params)
     ones = torch.ones(4)
-    points = app.noise_afresh(run, Step(0), TrainBatch(batch, ones))
+    points = app.noise_afresh(run, Step(0), TrainBatch.of(batch, ones))
     for at, strata in zip(points, (batch.sigmas[1:3], batch.sigmas[3:5]), strict=True):
         assert all(sigma in strata for sigma in at.sigma)
         level = at.sigma.view(-1, 1, 1, 1)
         torch.testing.assert_close(at.x_t, (1 - level) * batch.x0 + level * at.noise)
     run.args = replace(args, train_levels=4)
-    all_levels = app.noise_afresh(run, Step(0), TrainBatch(other, ones))
+    all_levels = app.noise_afresh(run, Step(0), TrainBatch.of(other, ones))
     assert [at.sigma.tolist() for at in all_levels] == [[sigma.item()] * 4 for sigma in batch.sigmas[1:5]]
     noises = torch.stack([at.noise for at in all_levels])
     used = torch.stack([step_noise([p.seed for p in other.prompts], k, batch.x0.shape[1:]) for k in range(-1, 6)])

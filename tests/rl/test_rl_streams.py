@@ -62,7 +62,7 @@ def test_a_ratio_is_clipped_stream_by_stream():
 
 
 def at(advantages, x0=None):
-    batch = TrainBatch(SimpleNamespace(x0=latents(3) if x0 is None else x0), advantages)
+    batch = TrainBatch.of(SimpleNamespace(x0=latents(3) if x0 is None else x0), advantages)
     return train_nft.Noised(batch, latents(4), torch.full((4,), 0.6), latents(5))
 
 

@@ -153,14 +153,13 @@ class AnyRun(ABC, Generic[ArgsT]):
         Without a signal momentum and weight decay alone would move the weights.
 
         Raises:
-            RewardError: of `step.confirm`, on every rank, before the weights are touched.
+            RewardError: of `step.settle`, on every rank, before the weights are touched.
         """
-        step.confirm()
-        args, dist = self.args, self.dist
+        args, dist, has_signal = self.args, self.dist, step.has_signal
         decay_steps = args.train_steps if args.lr_decay else 0
         lr = warmup_lr(step.number, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
         step.metrics["policy/lr"] = lr
-        if not step.has_signal:
+        if not has_signal:
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
         return optimizer_step(self.optimizer, self.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist)
@@ -927,15 +926,24 @@ def join_ranks(args: RunArgs) -> Dist:
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
-    has_signal: whether any sample of any rank says where to go; a trainer that can tell sets it.
-    confirm: comes before each optimizer step, on every rank; see `omni_rl.early`.
+    settle: grades the samples of all ranks, on every rank; see `omni_rl.grading`.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.metrics: dict[str, float] = {}
-        self.has_signal = True
-        self.confirm: Callable[[], None] = lambda: None
+        self.settle: Callable[[], object] = lambda: None
+        self._has_signal = True
+
+    @property
+    def has_signal(self) -> bool:
+        """True if any sample of any rank has an advantage; a trainer that can tell sets it. Reading it settles."""
+        self.settle()
+        return self._has_signal
+
+    @has_signal.setter
+    def has_signal(self, value: bool) -> None:
+        self._has_signal = value
 
 
 def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:

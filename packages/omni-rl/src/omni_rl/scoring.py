@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -235,18 +235,39 @@ def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *
     return {"reward/abstained_ratio": 1.0}
 
 
+class Grades(NamedTuple):
+    """What scores say of B samples: advantages [B], or [B, M] of M streams, and weights [B], which None sets to 1."""
+
+    advantages: Tensor
+    weights: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class TrainBatch:
-    """Samples of one forward of an update.
+    """Samples of one forward of an update, whose grades are waited for when they are read.
 
-    advantages: [B], or [B, M] of M streams. weights: [B], or None where each sample counts once. wait: returns when
-    both are there; it comes before they are used. See `omni_rl.early`.
+    grades: returns them. is_as_sampled: the rollout had the same batch, so that an exact engine's log-probs are the
+    update's to the last bit.
     """
 
     trajectory: Trajectory
-    advantages: Tensor
-    weights: Tensor | None = None
-    wait: Callable[[], None] = lambda: None
+    grades: Callable[[], Grades]
+    is_as_sampled: bool = True
+
+    @classmethod
+    def of(cls, trajectory: Trajectory, advantages: Tensor, weights: Tensor | None = None) -> "TrainBatch":
+        """Return a batch whose grades are there."""
+        return cls(trajectory, lambda: Grades(advantages, weights))
+
+    @property
+    def advantages(self) -> Tensor:
+        """[B], or [B, M] of M streams."""
+        return self.grades().advantages
+
+    @property
+    def weights(self) -> Tensor | None:
+        """[B], or None where each sample counts once."""
+        return self.grades().weights
 
 
 def keep_samples(
@@ -276,14 +297,17 @@ def select(
     """
     shares = math.gcd(len(batches), num_minibatches)
     if keep is None:
-        chosen = [TrainBatch(b, to_device(advantages[b.indices], dist.device)) for b in batches]
+        chosen = [TrainBatch.of(b, to_device(advantages[b.indices], dist.device)) for b in batches]
     else:
         chosen = repack(dist, batches, advantages, keep, num_minibatches=shares)
-    return chosen if shares == num_minibatches else split_steps(chosen, shares, num_minibatches // shares)
+    return in_minibatches(chosen, shares, num_minibatches)
 
 
-def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[TrainBatch]:
-    """Each share of the batches `parts` times, first with the first of their kept steps, and so on to the last."""
+def in_minibatches(batches: Sequence[TrainBatch], shares: int, num_minibatches: int) -> list[TrainBatch]:
+    """Return the batches minibatch by minibatch, of which several may be the kept steps of one share, a part each."""
+    if shares == num_minibatches:
+        return list(batches)
+    parts = num_minibatches // shares
     size, length = len(batches) // shares, batches[0].trajectory.num_kept // parts
     return [
         replace(batch, trajectory=batch.trajectory.take_steps(start, start + length))
@@ -318,7 +342,8 @@ def repack(
             for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
                 picked, weights = indices[row], keep[indices[row]] * factor
                 onto = partial(to_device, device=dist.device)
-                chosen.append(TrainBatch(_pick(same, row), onto(advantages[picked]), onto(weights)))
+                batch = TrainBatch.of(_pick(same, row), onto(advantages[picked]), onto(weights))
+                chosen.append(replace(batch, is_as_sampled=False))
     return chosen
 
 

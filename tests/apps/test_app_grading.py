@@ -12,10 +12,10 @@ import torch
 from apps.app_lives import TINY
 from omni_losses import group_advantages
 from omni_reward import RewardError, Score
-from omni_rl.early import as_scored, goes_by_group
+from omni_rl.grading import graded, needs_own_group
 from omni_rl.run import Step
 from omni_rl.sampling import draw
-from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
+from omni_rl.scoring import gather_rewards, groups_of
 from omni_rollout import Prompt, Samples
 from trainer_runs import place, recipe, tiny, train, train_on_ranks
 
@@ -49,7 +49,7 @@ def numbers(lines):
 def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
-        patch.setattr(app, "goes_by_group", lambda *args, **options: False)
+        patch.setattr(app, "needs_own_group", lambda *args, **options: False)
         return numbers(train(app, replace(args, name="waiting")))
 
 
@@ -117,28 +117,27 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     expected = group_advantages(rewards, groups_of(prompts), std=std)
     args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
     run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
-    pending, graded, step = [Held() for _ in range(12)], [], Step(0)
-    chosen = [TrainBatch(batch, torch.zeros(3), torch.zeros(3)) for batch in batches]
-    chosen = as_scored(run, step, chosen, pending, graded.append)
+    pending, seen, step = [Held() for _ in range(12)], [], Step(0)
+    chosen = graded(run, step, batches, pending, seen.append, by_group=True, weighted=True)
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
         end = -(-(first + 3) // 4) * 4
         for i in range(0, end, 2):
             if not pending[i // 2].done():
                 pending[i // 2].set_result(scores[i : i + 2])
-        batch.wait()
         assert torch.equal(batch.advantages, expected[first : first + 3])
         assert torch.equal(batch.weights, 1.0 - rewards[first : first + 3].isnan().float())
+    assert not seen
     for _ in range(2):
-        step.confirm()
-    assert graded == [scores]  # once
+        assert step.has_signal
+    assert seen == [scores]  # once
 
 
 def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = replace(FLOW, group_size=4, batch_size=2)
-    assert goes_by_group(args, 1)
-    assert not goes_by_group(args, 2)  # half a group each
-    assert goes_by_group(args, 2, unit=4)
-    assert goes_by_group(replace(args, batch_size=8), 2)
-    assert not goes_by_group(replace(args, batch_size=6), 2)
-    assert not goes_by_group(replace(args, adv_std="batch"), 1)
-    assert not goes_by_group(replace(args, reward_parts="ocr=1"), 1)
+    assert needs_own_group(args, 1)
+    assert not needs_own_group(args, 2)  # half a group each
+    assert needs_own_group(args, 2, unit=4)
+    assert needs_own_group(replace(args, batch_size=8), 2)
+    assert not needs_own_group(replace(args, batch_size=6), 2)
+    assert not needs_own_group(replace(args, adv_std="batch"), 1)
+    assert not needs_own_group(replace(args, reward_parts="ocr=1"), 1)
