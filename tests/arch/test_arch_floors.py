@@ -43,7 +43,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
     "omni_rollout/engines/vllm_omni/pipelines.py": {"transformers"},
     "omni_rollout/engines/guest.py": {"setproctitle", "numpy"},  # only to put title and generator back
-    "omni_train/*": {"torch", "safetensors", "numpy"},
+    "omni_train/*": {"torch", "peft", "safetensors", "numpy"},
     "omni_train/lock.py": {"filelock"},
     "omni_rl/*": {
         *("torch", "safetensors", "numpy", "PIL"),

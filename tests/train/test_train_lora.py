@@ -272,3 +272,11 @@ def test_errors_name_the_argument(run_ranks):
             add_lora(net, ["up"], rank=2, alpha=1, seed=0)
 
     run_ranks(work, world_size=1)
+
+
+def test_a_regular_expression_takes_whole_names_and_no_longer_ones():
+    net = nn.Sequential()
+    net.q, net.inner = nn.Linear(2, 2), nn.Sequential()
+    net.inner.q = nn.Linear(2, 2)
+    assert add_lora(net, "q", rank=1, alpha=1, seed=0) == 1
+    assert list(lora_layers(net)) == ["q"]

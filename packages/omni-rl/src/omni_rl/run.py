@@ -943,6 +943,7 @@ class Step:
 
     @has_signal.setter
     def has_signal(self, value: bool) -> None:
+        """Tell whether there is one."""
         self._has_signal = value
 
 

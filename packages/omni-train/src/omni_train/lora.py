@@ -63,11 +63,13 @@ def add_lora(
     if any(adapter in layer.lora_A for layer in before.values()):
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
-    _check_targets(module, targets)
+    named = _named(module, targets)
+    longer = tuple(f".{name}" for name in named)  # whose ends peft would take for these
     config = LoraConfig(
         r=rank,
         lora_alpha=alpha,  # type: ignore[arg-type]  # which peft divides by the rank
-        target_modules=targets if isinstance(targets, str) else list(targets),
+        target_modules=named,  # as peft reads a regular expression for experts of transformers otherwise
+        exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
     config._register_custom_module({nn.Linear: LoraLinear})
@@ -202,8 +204,8 @@ def _restored(module: nn.Module) -> Iterator[list[LoraLinear]]:
             layer.enable_adapters(not is_disabled)
 
 
-def _check_targets(module: nn.Module, targets: Sequence[str] | str) -> None:
-    """Raise ValueError unless each target names a layer, and linear layers only."""
+def _named(module: nn.Module, targets: Sequence[str] | str) -> list[str]:
+    """Return the names of the linear layers that `targets` names; raise ValueError unless each names one."""
     patterns = {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in targets}
     whole = re.compile("|".join(patterns.values()))
     inside = tuple(f"{name}." for name in lora_layers(module))
@@ -215,3 +217,4 @@ def _check_targets(module: nn.Module, targets: Sequence[str] | str) -> None:
         raise ValueError(f"targets must all name layers of {type(module).__name__}, found none named {missing}")
     if others := [name for name, layer in named.items() if type(layer) not in (nn.Linear, LoraLinear)]:
         raise ValueError(f"targets must name linear layers, got {others[0]}, a {type(named[others[0]]).__name__}")
+    return list(named)
