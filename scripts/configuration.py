@@ -32,8 +32,8 @@ python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
 ```
 
 prints all settings as TOML, and the plan of a training step. Each run writes the settings to `runs/NAME/config.toml`,
-without URLs and token files. [`omni-rl new-recipe`](command.md#a-recipe-of-your-own) writes such a file from a
-preset, and [`omni-rl sweep`](command.md#sweeps) tries several values.
+without URLs and token files. A [recipe of your own](command.md#a-recipe-of-your-own) is such
+a file, and a [loop](command.md#several-runs) tries several values.
 
 Where a setting must be one of some words, the others follow its default.
 """

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from apps.conftest import bright_url as bright_url
 from helpers import REPO
-from omni_rl.cli import recipes
 from omni_rl.command import __main__ as command
-from omni_rl.command import doctor, new_recipe
+from omni_rl.command import doctor
 
 APPS = REPO / "apps"
 RUN = ["-m", "omni_rl.ranks", "--nproc-per-node"]
@@ -132,10 +131,6 @@ def test_the_entry_point_is_there():
     assert getattr(importlib.import_module(module), name) is command.main
 
 
-def write(*words: str) -> None:
-    new_recipe.main(["mine", "--from", "tiny-signs", "--trainer", "flowgrpo", *words])
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that looks like a clone."""
@@ -143,57 +138,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("checkpoints", "data"):
         (tmp_path / name).symlink_to(REPO / name)
     return tmp_path
-
-
-def test_a_new_recipe_is_its_preset_but_for_what_is_set(place: Path):
-    write("--set", "lr=1e-4", "window-size=2", "lr_decay=false", "window_high=None")
-    text = (place / "mine.toml").read_text()
-    source = recipes("train_flowgrpo")["tiny-signs"]
-    was, now = tomllib.loads(source), tomllib.loads(text)
-    del was["window_high"]
-    assert now == was | {"name": "mine", "lr": 1e-4, "window_size": 2, "lr_decay": False}
-    head = [line for line in text.splitlines() if line.startswith("#")]
-    assert head[0] == f"# mine: {source.splitlines()[0][2:]}"
-    assert "# Run here: no." in head
-    assert (
-        "# From the preset tiny-signs of train_flowgrpo; changed here: lr, window_size, lr_decay, window_high." in head
-    )
-    assert sum(line.startswith("# Source: ") for line in head) == 1
-    checked = run("train", "flowgrpo", "--config", str(place / "mine.toml"), "--dry-run", "--check")
-    assert tomllib.loads(checked.stdout)["window_size"] == 2
-
-
-def test_a_new_recipe_says_what_its_trainer_still_misses(place: Path, capsys: pytest.CaptureFixture[str]):
-    new_recipe.main(["big.toml", "--from", "sd35-medium-cps-ocr", "--trainer", "flowgrpo"])
-    assert "before that it needs: --prompts: path must be a file" in capsys.readouterr().out
-    assert tomllib.loads((place / "big.toml").read_text())["name"] == "big"
-
-
-@pytest.mark.parametrize(
-    ("words", "mistake"),
-    [
-        (["--set", "lrr=1"], r"--set: unknown flag --lrr; did you mean '--lr'\?"),
-        (["--set", "lr=fast"], "--set: --lr must be a number, got 'fast'"),
-        (["--set", "batch_size=7"], "--set: --batch-size times ranks .* must divide"),
-        (["--set", "lr"], "--set must be NAME=VALUE"),
-        (["--set", "name=other"], "--set must be NAME=VALUE, each name once and not name"),
-        (["--from", "tiny-sings"], "--from must be one of .* did you mean 'tiny-signs'"),
-        (["--trainer", "flow"], "--trainer must be one of"),
-    ],
-)
-def test_a_recipe_that_would_not_be_accepted_is_not_written(place: Path, capsys, words: list[str], mistake: str):
-    with pytest.raises(SystemExit, match=r"^2$"):
-        write(*words)
-    assert re.match(f"omni-rl new-recipe: error: {mistake}", capsys.readouterr().err)
-    assert not (place / "mine.toml").exists()
-
-
-def test_a_recipe_that_is_there_stays(place: Path, capsys: pytest.CaptureFixture[str]):
-    (place / "mine.toml").write_text("lr = 1\n")
-    with pytest.raises(SystemExit, match=r"^2$"):
-        write()
-    assert capsys.readouterr().err == "omni-rl new-recipe: error: NAME must be new, and mine.toml is there\n"
-    assert (place / "mine.toml").read_text() == "lr = 1\n"
 
 
 def diagnose(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

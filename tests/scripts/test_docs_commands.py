@@ -5,7 +5,6 @@ whoever adds one says here who runs it.
 """
 
 import importlib
-import math
 import re
 import shlex
 import subprocess
@@ -23,8 +22,7 @@ from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
 from omni_rl import args as settings
-from omni_rl.cli import from_toml, parse_cli
-from omni_rl.command import new_recipe, sweep
+from omni_rl.cli import from_toml, parse_cli, recipes
 from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
@@ -169,25 +167,16 @@ def check_sample(words, place):
 def check_command(words, place):
     """The program that it stands for can start so."""
     if "mine.toml" in words:
-        new_recipe.main(["mine", "--from", "tiny-signs", "--trainer", "flowgrpo"])
+        (place.folder / "mine.toml").write_text(recipes("train_flowgrpo")["tiny-signs"])
     started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
     start = ["torchrun", "--standalone", *started[2:]] if "omni_rl.ranks" in started else ["python", *started]
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
 
 
-def check_sweep(words, place):
-    """The trainer accepts the settings of every run."""
-    (place.folder / "recipes").symlink_to(REPO / "recipes")
-    end = words.index("--scorer-url")
-    vary = sweep.parse_vary(words[words.index("--vary") + 1 : end])
-    members = sweep.plan(words[2], vary, ["--scorer-url", place.url], trainer=None, name="")
-    assert len(members) == math.prod(map(len, vary.values()))
-
-
-def check_new_recipe(words, place):
-    """The recipe is written."""
-    new_recipe.main(words[2:])
-    assert Path(f"{words[2]}.toml").is_file()
+def check_loop(words, place):
+    """A loop of the shell, whose body can start."""
+    variable, value, body = words[1], words[3], words[words.index("do") + 1 : -1]
+    check_command([word.rstrip(";").replace(f"${variable}", value) for word in body], place)
 
 
 def check_report(words, place):
@@ -242,8 +231,7 @@ RULES = {  # how a command begins -> what runs it
     r"python -m omni_reward\.server ": check_server,
     r"python -m omni_reward\.testing .+ -- ": check_beside,
     r"omni-rl (train|sample|serve|report) ": check_command,
-    r"omni-rl sweep ": check_sweep,
-    r"omni-rl new-recipe ": check_new_recipe,
+    r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,
     r"python -m omni_rl\.report ": check_report,

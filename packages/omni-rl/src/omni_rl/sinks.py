@@ -39,7 +39,7 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
 
     Args:
         kind: the libraries.
-        folder: the run folder, whose name is the run's in the trackers, below runs/ as sweep-lr=1 of runs/sweep/lr=1.
+        folder: the run folder, whose name is the run's in the trackers, below runs/ as seeds-1 of runs/seeds/1.
         project: what gathers runs in W&B and Trackio.
 
     Raises:

@@ -22,8 +22,6 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
     "sample": ("Draw from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
     "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
     "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.hub"]),
-    "sweep": ("Train a recipe with several values of its settings, and compare", ["-m", "omni_rl.command.sweep"]),
-    "new-recipe": ("Write a recipe of your own from a preset", ["-m", "omni_rl.command.new_recipe"]),
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
     "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.command.doctor"]),
 }
