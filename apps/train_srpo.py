@@ -35,11 +35,12 @@ class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     OFFLOAD = "encoder optimizer activations"  # its update decodes pictures
+    RATES = (5e-6, 1e-5)
 
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
     group_size: int = 1  # Samples of each prompt
     num_inference_steps: int = 25  # Denoising steps of a rollout
-    lr: float = 5e-6  # Learning rate of AdamW
+    lr: float | None = None  # Learning rate of AdamW; unset, 1e-5 with LoRA and 5e-6 without
     max_grad_norm: float = 0.1  # Norm down to which larger gradients are scaled
 
     # Algorithm

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -19,6 +20,8 @@ from omni_rl.args import (
     sharding,
     without_secrets,
 )
+from omni_rl.cli import to_toml
+from omni_rl.token_args import TokenArgs
 from omni_train.attention import BACKENDS
 
 
@@ -29,6 +32,17 @@ def good(tmp_path: Path) -> ScoredArgs:
     args = ScoredArgs(model="some/model", prompts=str(prompts), eval_prompts=str(prompts), scorer_url="http://a:1")
     check_scored(args, 1)
     return args
+
+
+def test_the_learning_rate_and_the_scale_of_lora_follow_from_its_rank_unless_given():
+    def settled(args: RunArgs) -> tuple[float | None, int]:
+        printed = tomllib.loads(to_toml(without_secrets(args)))
+        assert (args.lr, args.lora_alpha) == (printed["lr"], printed["lora_alpha"])
+        return args.lr, args.lora_alpha
+
+    assert [settled(MediaArgs(lora_rank=rank)) for rank in (0, 8, 64)] == [(1e-5, 0), (3e-4, 16), (3e-4, 128)]
+    assert [settled(TokenArgs(lora_rank=rank)) for rank in (0, 32)] == [(1e-6, 0), (3e-6, 64)]
+    assert settled(MediaArgs(lora_rank=8, lora_alpha=8, lr=0.0)) == (0.0, 8)
 
 
 UNUSABLE = {
@@ -42,7 +56,7 @@ UNUSABLE = {
     "height": [10**12, 0],
     "eval_num_inference_steps": [10**12, 1],
     "num_inference_steps": [10**12],
-    "lora_alpha": [10**400, 0],
+    "lora_alpha": [10**400, -1],
     "train_steps": [2**31],
     "group_size": [1],
     "model": [""],

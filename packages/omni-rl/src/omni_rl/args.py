@@ -29,10 +29,12 @@ ArgsT = TypeVar("ArgsT", bound="RunArgs")
 class RunArgs:
     """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them.
 
-    OFFLOAD: the parts that --offload may name, those first whose copies take least time.
+    OFFLOAD: the parts that --offload may name, those first whose copies take least time. RATES: the learning rates that
+    are taken where none is given, of all weights and of LoRA.
     """
 
     OFFLOAD = "encoder engine optimizer activations"
+    RATES = (1e-5, 3e-4)
 
     # Run
     name: str = "run"  # Name of the run, which writes to runs/NAME; the same command continues it
@@ -56,7 +58,7 @@ class RunArgs:
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
     lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
-    lora_alpha: int = 128  # LoRA scale times rank: the scale is alpha / rank
+    lora_alpha: int = 0  # LoRA scale times rank: the scale is alpha / rank; 0 is twice the rank
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
@@ -90,12 +92,17 @@ class RunArgs:
 
     # Optimizer
     num_minibatches: int = 1  # Optimizer steps per rollout
-    lr: float = 3e-4  # Learning rate of AdamW
+    lr: float | None = None  # Learning rate of AdamW; unset, 3e-4 with LoRA and 1e-5 without
     lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
     warmup_steps: int = 0  # Training steps over which the learning rate rises
     weight_decay: float = 1e-4  # Weight decay of AdamW
     max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
     ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
+
+    def __post_init__(self) -> None:
+        """Put numbers in place of what is not given, so that printed and saved settings have them."""
+        lr = self.RATES[self.lora_rank > 0] if self.lr is None else self.lr
+        vars(self).update(lr=lr, lora_alpha=self.lora_alpha or 2 * self.lora_rank)
 
 
 @dataclass(frozen=True)
@@ -175,7 +182,7 @@ MAY_CHANGE = (  # settings that a run may continue with although its checkpoint 
 LEAST = {  # setting -> least value
     "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1,
     "eval_samples_per_prompt": 1, "hang_timeout_s": 1.0,
-    "lora_rank": 0, "lora_alpha": 1, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
+    "lora_rank": 0, "lora_alpha": 0, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
     "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
     "keep_products_gb": 0.0, "profile": 0, "shard_size": 0, "scorer_timeout_s": 1e-3, "score_batch_size": 0,
 }  # fmt: skip

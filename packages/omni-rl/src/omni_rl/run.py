@@ -119,6 +119,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         self.args, self.algorithm, self.dist = args, algorithm, dist
         self.mode = sharding(args, dist.world_size)
         self.offload = offloaded(args)
+        self.lr = args.lr or 0.0  # a number, as Args settles it
         self.dtype: torch.dtype = getattr(torch, args.dtype)
         self.attention = "auto" if dist.is_planned else args.attention
         self.compiles = False
@@ -157,7 +158,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         """
         args, dist, has_signal = self.args, self.dist, step.has_signal
         decay_steps = args.train_steps if args.lr_decay else 0
-        lr = warmup_lr(step.number, lr=args.lr, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
+        lr = warmup_lr(step.number, lr=self.lr, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
         step.metrics["policy/lr"] = lr
         if not has_signal:
             self.optimizer.zero_grad(set_to_none=True)
@@ -440,7 +441,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         if self.mode != "none":
             self.backward = SummedBackward(self.net, self.dist.mesh, mode=self.mode)
         on_host = "optimizer" in self.offload
-        self.optimizer = build_adamw(self.params, lr=args.lr, weight_decay=args.weight_decay, on_host=on_host)
+        self.optimizer = build_adamw(self.params, lr=self.lr, weight_decay=args.weight_decay, on_host=on_host)
         self._group_params()
         self.ema = Ema(self.params, decay=args.ema_decay)
         if self._keeps("old"):
@@ -728,7 +729,7 @@ class Run(AnyRun[MediaT]):
         only = " or ".join(("both", *filter(None, model.nets)))
         require(
             (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
-            (args.low_expert_lr is None or (len(self.trained) == 2 and args.lr),
+            (args.low_expert_lr is None or (len(self.trained) == 2 and self.lr),
              "--low-expert-lr needs two experts that are trained, and --lr > 0"),
             (not args.freeze_audio or "audio" in model.BRANCHES,
              "--freeze-audio needs a model that draws video with sound"),
@@ -878,7 +879,7 @@ class Run(AnyRun[MediaT]):
         if args.low_expert_lr is not None:
             low, group = set(self.net.get_submodule("low").parameters()), self.optimizer.param_groups[0]
             group["params"] = [p for p in self.params if p not in low]
-            own = {"params": [p for p in self.params if p in low], "lr_scale": args.low_expert_lr / args.lr}
+            own = {"params": [p for p in self.params if p in low], "lr_scale": args.low_expert_lr / self.lr}
             self.optimizer.add_param_group(own)
 
     @property

@@ -17,6 +17,7 @@ class TokenArgs(RunArgs):
     """Settings of a run that draws text."""
 
     OFFLOAD = "optimizer activations"
+    RATES = (1e-6, 3e-6)
 
     # Sampling
     max_prompt_tokens: int = 0  # Most tokens of a prompt, those of its media among them; 0 is any
@@ -37,7 +38,7 @@ class TokenArgs(RunArgs):
     scorer_url: str = ""  # URL of the server that --reward calls scorer, or several of equal ones with commas between
 
     # Optimizer
-    lr: float = 1e-6  # Learning rate of AdamW
+    lr: float | None = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
     tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
 
     @property
