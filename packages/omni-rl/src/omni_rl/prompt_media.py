@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from omni_train.data import PromptRecord
-from PIL import Image, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageSequence
+
+from omni_rl.pictures import decoding
+from omni_rl.videos import num_frames
 
 if TYPE_CHECKING:
     from omni_rollout import Prompt
@@ -60,19 +63,18 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
     as it is remembered.
 
     Raises:
-        ValueError: there is no such file, it is no WAV of 16 bits, or longer than MAX_SOUND_S.
+        ValueError: there is no such file, it is no whole WAV of 16 bits, or longer than MAX_SOUND_S.
     """
     import torch
 
-    try:
-        with wave.open(str(path), "rb") as file:
-            channels, width, rate, points = file.getparams()[:4]
-            if width != 2 or not 0 < points <= MAX_SOUND_S * rate:
-                rule = f"must have 16 bits and 1 point to {MAX_SOUND_S} s"
-                raise ValueError(f"{path} {rule}, got {8 * width} bits and {points} points at {rate} Hz")
-            data = file.readframes(points)
-    except (OSError, EOFError, wave.Error) as exc:
-        raise ValueError(f"audio must name a WAV file that can be read, got {path}: {exc}") from exc
+    with decoding(path, "whole WAV file"), wave.open(str(path), "rb") as file:
+        channels, width, rate, points = file.getparams()[:4]
+        data = file.readframes(min(points, MAX_SOUND_S * rate))
+    if width != 2 or not 0 < points <= MAX_SOUND_S * rate:
+        rule = f"must have 16 bits and 1 point to {MAX_SOUND_S} s"
+        raise ValueError(f"{path} {rule}, got {8 * width} bits and {points} points at {rate} Hz")
+    if len(data) != 2 * channels * points:
+        raise ValueError(f"{path} is cut short: its header has {points} points, got {len(data) // (2 * channels)}")
     return torch.from_numpy(np.frombuffer(data, "<i2").reshape(-1, channels).astype(np.float32) / 32768), float(rate)
 
 
@@ -82,22 +84,24 @@ def read_video(path: Path) -> "tuple[Tensor, float]":
     it is remembered.
 
     Raises:
-        ValueError: there is no such file, it is no such picture, or has more than MAX_FRAMES frames or MAX_PIXELS.
+        ValueError: there is no such file, it is no whole picture of these, or has more than MAX_FRAMES frames or
+            MAX_PIXELS.
     """
     import torch
 
-    try:
-        with Image.open(path, formats=["WEBP", "GIF"]) as file:
-            if (count := getattr(file, "n_frames", 1)) > MAX_FRAMES:
-                raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
-            if count * file.width * file.height > MAX_PIXELS:
-                rule = f"{path} must have at most {MAX_PIXELS} pixels in all"
-                raise ValueError(f"{rule}, got {count} frames of {file.width} x {file.height}")
+    with decoding(path, "whole animated WebP or GIF"):
+        file = Image.open(path, formats=["WEBP", "GIF"])
+        count = num_frames(file, path)
+    with file:
+        if count > MAX_FRAMES:
+            raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
+        if count * file.width * file.height > MAX_PIXELS:
+            rule = f"{path} must have at most {MAX_PIXELS} pixels in all"
+            raise ValueError(f"{rule}, got {count} frames of {file.width} x {file.height}")
+        with decoding(path, "whole animated WebP or GIF"):
             read = [
-                (np.array(frame.convert("RGB")), frame.info.get("duration", 0))
-                for frame in ImageSequence.Iterator(file)
+                (np.array(image.convert("RGB")), image.info.get("duration", 0))
+                for image in ImageSequence.Iterator(file)
             ]
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError) as exc:
-        raise ValueError(f"video must name an animated WebP or GIF that can be read, got {path}: {exc}") from exc
-    frames, times = zip(*read, strict=True)
-    return torch.from_numpy(np.stack(frames)), 1000 * len(times) / (sum(times) or 40 * len(times))
+            frames, times = zip(*read, strict=True)
+            return torch.from_numpy(np.stack(frames)), 1000 * len(times) / (sum(times) or 40 * len(times))

@@ -4,14 +4,17 @@ PIL reads .gif and .webp. PyAV (`omni-rl[video]`) reads .mp4 and .webm, and writ
 """
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageSequence, UnidentifiedImageError
+from PIL import Image, ImageSequence
+
+from omni_rl.pictures import decoding
 
 if TYPE_CHECKING:  # preference files are checked before torch is imported
     from torch import Tensor
@@ -35,46 +38,58 @@ def video_facts(path: Path) -> tuple[int, int, int, float]:
     kind = path.suffix.lower()
     if kind in CONTAINERS:
         return _container_facts(path)
-    try:
-        with Image.open(path, formats=[ANIMATIONS[kind]]) as image:
-            frames: int = getattr(image, "n_frames", 1)
-            image.load()
-            (width, height), ms = image.size, image.info.get("duration", 0)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, EOFError) as exc:
-        raise ValueError(f"{path} is no whole {kind} video: {exc}") from exc
-    if kind == ".gif" and not path.read_bytes().endswith(b";"):
-        raise ValueError(f"{path} is no whole {kind} video: it is cut short")
+    with decoding(path, f"whole {kind} video"), Image.open(path, formats=[ANIMATIONS[kind]]) as image:
+        frames = num_frames(image, path)
+        image.load()
+        (width, height), ms = image.size, image.info.get("duration", 0)
     return frames, height, width, 1000 / ms if ms else 0.0
+
+
+def num_frames(image: Image.Image, path: Path) -> int:
+    """The number of frames of a WebP or GIF file; a GIF that lacks its last byte is a ValueError."""
+    if image.format == "GIF" and not path.read_bytes().rstrip(b"\0").endswith(b";"):
+        raise ValueError("it is cut short")
+    return getattr(image, "n_frames", 1)
 
 
 def _container_facts(path: Path) -> tuple[int, int, int, float]:
     if not has_av():
         raise ValueError(f"{path} takes PyAV to read it: pip install 'omni-rl[video]'")
+    with _opened(path) as file:
+        stream = file.streams.video[0]
+        frames = sum(packet.size > 0 for packet in file.demux(stream))  # what a header says may be cut off
+        return frames, stream.height, stream.width, float(stream.average_rate or 0)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The container, open, with whatever is wrong with it as a ValueError that names the file."""
     import av
 
     kind = path.suffix.lower()
-    try:
-        with av.open(str(path), format=kind[1:]) as file:
-            stream = file.streams.video[0]
-            frames = sum(packet.size > 0 for packet in file.demux(stream))  # what a header says may be cut off
-            return frames, stream.height, stream.width, float(stream.average_rate or 0)
-    except (av.FFmpegError, IndexError) as exc:
-        raise ValueError(f"{path} is no whole {kind} video: {exc}") from exc
+    with decoding(path, f"whole {kind} video"):
+        try:
+            with av.open(str(path), format=kind[1:], metadata_errors="replace") as file:
+                yield file
+        except av.FFmpegError as exc:  # some of which are of no built-in class
+            raise ValueError(str(exc)) from exc
 
 
 def read_video(path: Path) -> "Tensor":
-    """The frames, uint8 [F, H, W, 3], of a video that `video_facts` has found whole."""
+    """The frames, uint8 [F, H, W, 3], of a video that `video_facts` has found whole.
+
+    Raises:
+        ValueError: its frames are broken.
+    """
     import torch
 
     if (kind := path.suffix.lower()) in ANIMATIONS:
-        with Image.open(path, formats=[ANIMATIONS[kind]]) as image:
-            frames = [np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)]
-    else:
-        import av
-
-        with av.open(str(path), format=kind[1:]) as file:
-            frames = [frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]
-    return torch.from_numpy(np.stack(frames))
+        with decoding(path, f"whole {kind} video"), Image.open(path, formats=[ANIMATIONS[kind]]) as image:
+            return torch.from_numpy(
+                np.stack([np.array(frame.convert("RGB")) for frame in ImageSequence.Iterator(image)])
+            )
+    with _opened(path) as file:
+        return torch.from_numpy(np.stack([frame.to_ndarray(format="rgb24") for frame in file.decode(video=0)]))
 
 
 def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | None = None, rate: float = 0) -> bytes:
