@@ -197,10 +197,15 @@ def roll_out(run: TokenRun[Args], step: Step) -> Drawn:
             scores += collect(run.dist, pending)
         prompts, batches = prompts + own, batches + more
         rewards = gather_rewards(run.dist, batches, scores, groups_of(prompts))
-        if filter_groups(rewards, groups_of(prompts)).sum() >= args.prompts_per_step * args.group_size:
+        if len(differing(rewards, groups_of(prompts))) >= args.prompts_per_step:
             break
     step.metrics["reward/rounds"] = len(prompts) / (args.prompts_per_step * args.group_size)
     return Drawn(prompts, rewards, batches, scores)
+
+
+def differing(rewards: Tensor, groups: Tensor) -> Tensor:
+    """The groups that have two different scores, in order."""
+    return groups[filter_groups(rewards, groups)].unique()
 
 
 def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor]:
@@ -216,9 +221,9 @@ def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor
     if args.overlong_tokens:
         rewards = rewards + overlong_penalty(lengths, max_tokens=args.max_new_tokens, buffer=args.overlong_tokens)
     advantages = group_advantages(rewards, groups, std=algo.std)
-    keep = filter_groups(drawn.rewards, groups) if algo.dynamic else ~rewards.isnan()
+    keep = ~rewards.isnan()
     if algo.dynamic:  # of more groups than were asked for, the first
-        keep &= keep.cumsum(dim=0) <= args.prompts_per_step * args.group_size
+        keep &= torch.isin(groups, differing(drawn.rewards, groups)[: args.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())

@@ -3,8 +3,10 @@
 import json
 import re
 import wave
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import build_tiny_models
 import numpy as np
@@ -235,6 +237,30 @@ def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
     wanted = group_advantages(torch.tensor([1.0, 1, 0.5, 0, 0, 0, 1, 0]), torch.arange(8) // 2, std="group")
     torch.testing.assert_close(advantages, wanted)
     assert step.metrics["answer/truncated_ratio"] == pytest.approx(1 / 8)
+
+
+def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_group(monkeypatch):
+    """Whole groups are counted and kept: the first two, one of which has a sample without a score."""
+    args = replace(TINY, algo="dapo", prompts_per_step=2, group_size=4, overlong_tokens=0, rounds=2)
+    run, step = TokenRun(app.settle(args), "test", place()), Step(0)
+    rewards = torch.tensor([1.0, 0, torch.nan, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1])
+    records, asked = [PromptRecord(i, f"say {i}") for i in range(2)], []
+
+    def answer(run, prompts, params):
+        first = prompts[0].index
+        asked.append(first)
+        return [answers([2] * len(prompts), first=first)], [rewards[first : first + len(prompts)].tolist()]
+
+    monkeypatch.setattr(app, "draw_answers", answer)
+    monkeypatch.setattr(app, "collect", lambda dist, pending: [Score.of(value) for value in pending[0]])
+    monkeypatch.setattr(run, "phase", lambda name: nullcontext(), raising=False)
+    run.prompts, run.base_params = SimpleNamespace(at=lambda number: records), TokenParams(8)
+    app.roll_out(run, step)
+    assert (asked, step.metrics["reward/rounds"]) == ([0], 1)
+    more = [Prompt("x", i // 4, i, i) for i in range(16)]
+    scores = [Score(0.0)] * 16
+    _, keep = app.grade(run, step, app.Drawn(more, rewards, [answers([2] * 16)], scores))
+    assert keep.tolist() == [True, True, False, *[True] * 5, *[False] * 8]
 
 
 def test_what_lies_after_the_end_has_no_part_in_the_kl():

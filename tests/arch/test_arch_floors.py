@@ -37,7 +37,8 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/scorers/imagebind.py": {"torch", "transformers", "imagebind"},
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
-    "omni_rollout/text_files.py": {"safetensors"},  # which diffusers brings
+    "omni_rollout/files.py": {"safetensors"},  # which diffusers brings
+    "omni_rollout/text_files.py": {"safetensors"},
     "omni_rollout/engines/diffusers.py": {"diffusers", "transformers"},
     "omni_rollout/engines/transformers.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform
@@ -56,6 +57,8 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
     "omni_reward/testing.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
+    "omni_rollout/models/parts.py": {"huggingface_hub"},
+    "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates
     "omni_rollout/engines/vllm.py": {"vllm"},
     "omni_train/data.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
@@ -226,6 +229,20 @@ def safety_faults(place: str, source: str) -> list[str]:
     return [f"{place} must not use {fault}" for fault in faults]
 
 
+def remote_faults(place: str, source: str) -> list[str]:
+    """Classes of transformers that may run the Python of a model's folder: Auto ones, and those that no name fixes."""
+    faults = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        kind, said = ast.unparse(node.func.value), {each.arg: ast.unparse(each.value) for each in node.keywords}
+        is_fixed = re.fullmatch(r"(\w+\.)*(?!Auto[A-Z])[A-Z]\w+", kind)
+        opens = node.func.attr == "from_pretrained" or (node.func.attr == "from_config" and "Auto" in kind)
+        if opens and not is_fixed and said.get("trust_remote_code") != "False":
+            faults.append(f"{place} must give {kind}.{node.func.attr} trust_remote_code=False")
+    return faults
+
+
 def tracked_faults(place: str, source: str) -> list[str]:
     """Lock files, which record where packages came from, and addresses of package registries."""
     faults = [f"{place} names {host}" for host in HOSTS if host in source]
@@ -283,9 +300,10 @@ Rule = Callable[[str, str], list[str]]
         (alone_faults, app_sources),
         (device_faults, package_sources),
         (safety_faults, all_sources),
+        (remote_faults, everything),
         (tracked_faults, tracked_files),
     ],
-    ids=["floors", "models", "engines", "open", "alone", "devices", "safety", "tracked"],
+    ids=["floors", "models", "engines", "open", "alone", "devices", "safety", "remote", "tracked"],
 )
 def test_the_tree_keeps_the_rule(rule: Rule, sources: Sources):
     places = dict(sources())
@@ -358,6 +376,10 @@ BAD = [
     (safety_faults, "apps/sample.py", "eval(sys.argv[1])"),
     (safety_faults, "apps/sample.py", "exec(code, {})"),
     (safety_faults, "apps/sample.py", "importlib.import_module(args.algo)"),
+    (remote_faults, "omni_rl/run.py", "AutoTokenizer.from_pretrained(path)"),
+    (remote_faults, "omni_rl/run.py", "transformers.AutoModel.from_config(config, dtype=dtype)"),
+    (remote_faults, "omni_rollout/models/flux2.py", "self._class(part).from_pretrained(path, trust_remote_code=True)"),
+    (remote_faults, "scripts/score.py", "kind.from_pretrained(name)"),
     (tracked_faults, "packages/omni-sched/uv.lock", "version = 1"),
     (tracked_faults, ".ci/run", f"pip install --index-url {'https:'}//example.invalid/simple torch"),
     (tracked_faults, "pyproject.toml", "[[tool.uv." + 'index]]\nurl = "https://example.invalid"'),
@@ -390,6 +412,8 @@ def test_the_rule_can_fail(rule: Rule, place: str, source: str):
         (open_faults, "omni_rl/run.py", "def f(args: RunArgs): return getattr(type(args)(), name)"),
         (device_faults, "omni_rollout/engines/vllm_omni/engine.py", "torch.cuda.is_available()"),
         (device_faults, "omni_train/dist.py", 'def f():\n    """On cuda and npu."""\n    input_ids = num_inputs = 1'),
+        (remote_faults, "omni_rl/run.py", "AutoTokenizer.from_pretrained(path, trust_remote_code=False)"),
+        (remote_faults, "scripts/score.py", "AutoencoderKL.from_pretrained(path)\ndiffusers.VAE.from_config(config)"),
         (safety_faults, "omni_rollout/types.py", "net.eval()\nre.compile(x)\nnet.compile()"),
         (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=True)"),
     ],

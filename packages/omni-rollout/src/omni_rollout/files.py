@@ -1,9 +1,16 @@
 """The files of a checkpoint: what their configuration says, and whether they are whole; no weight is read."""
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+COUNTS = re.compile("layers|depth|blocks")  # in names of a configuration's entries
+MAX_LAYERS = 1000
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -23,23 +30,62 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def safetensors_files(folder: Path) -> list[Path]:
-    """The safetensors files of a part's folder: those that its index names, or the one that has the libraries' name.
+def check_counts(config: Mapping[str, object], file: Path) -> None:
+    """Raises ValueError for a number of layers in a file's object that no net has: building it would not end."""
+    open_parts: list[object] = [config]
+    while open_parts:
+        part = open_parts.pop()
+        items = part.items() if isinstance(part, Mapping) else enumerate(part) if isinstance(part, list) else ()
+        for name, value in items:
+            open_parts.append(value)
+            values = value if isinstance(value, list) else [value]
+            if COUNTS.search(str(name)) and any(type(v) in (int, float) and abs(v) > MAX_LAYERS for v in values):
+                raise ValueError(f"{name} of {file} must be at most {MAX_LAYERS}, got {value!r:.80}")
+
+
+def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> list[Path]:
+    """The safetensors files of a part's folder: those that its index names, or the one of that name.
+
+    name: the library's; it is `model` in folders of transformers.
 
     Raises:
         ValueError: there are none, or the index is damaged.
     """
-    for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
-        index = folder / f"{name}.index.json"
-        if not index.is_file():
-            if (folder / name).is_file():
-                return [folder / name]
-            continue
+    file = folder / f"{name}.safetensors"
+    index = folder / f"{name}.safetensors.index.json"
+    if index.is_file() and not (name == "model" and file.is_file()):  # as the libraries themselves choose
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
-        return sorted({folder / name for name in names.values()})
-    raise ValueError(f"model must have its weights as safetensors, {folder} holds none")
+        return sorted({folder / own for own in names.values()})
+    if not file.is_file():
+        raise ValueError(f"model must have its weights as safetensors, {folder} holds none: {file.name} is missing")
+    return [file]
+
+
+@contextmanager
+def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
+    """The tensors in safetensors files by their names, as slices of which none is read yet.
+
+    Raises:
+        ValueError: the file, and what is wrong with it.
+    """
+    found: dict[str, Any] = {}
+    with ExitStack() as stack:
+        for file in files:
+            if not file.is_file():
+                raise ValueError(f"model is incomplete: {file} is missing")
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except SafetensorError as exc:
+                raise ValueError(
+                    f"model is damaged: {file} is no whole safetensors file: {' '.join(str(exc).split()):.300}"
+                ) from exc
+            for name in opened.keys():  # noqa: SIM118 - the file is no dict
+                if name in found:
+                    raise ValueError(f"model is damaged: {file} must not repeat a weight of another file, got {name}")
+                found[name] = opened.get_slice(name)
+        yield found
 
 
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
@@ -48,26 +94,5 @@ def safetensors_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
     Raises:
         ValueError: the file, and what is wrong with it.
     """
-    return {name: shape for file in files for name, shape in _shapes(file).items()}
-
-
-def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
-    """What a safetensors file holds: an 8-byte length, a JSON header of that length, then the tensors."""
-    if not file.is_file():
-        raise ValueError(f"model is incomplete: {file} is missing")
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if 8 + length > size:
-            raise ValueError(f"model is incomplete: {file} has {size} bytes, not even its header")
-        try:
-            header = json.loads(stream.read(length))
-            header.pop("__metadata__", None)
-            ends = [int(entry["data_offsets"][1]) for entry in header.values()]
-            shapes = {name: tuple(map(int, entry["shape"])) for name, entry in header.items()}
-        except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as exc:
-            raise ValueError(f"model is damaged: {file} has no header of a safetensors file") from exc
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise ValueError(f"model is incomplete: {file} has {size} bytes, its header says {expected}")
-    return shapes
+    with safetensors_slices(files) as slices:
+        return {name: tuple(part.get_shape()) for name, part in slices.items()}

@@ -111,7 +111,7 @@ def load_model(
     given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
     try:
         with _readable(name):
-            model, info = kind.from_pretrained(source, **given, output_loading_info=True)
+            model, info = kind.from_pretrained(source, **given, output_loading_info=True, trust_remote_code=False)
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random ones

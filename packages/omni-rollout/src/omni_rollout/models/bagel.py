@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.files import read_json, safetensors_shapes
 from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, local_folder, pixels
+from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
 MAX_TOKENS_PER_SIDE = 64  # along a side, as the weights have it; the released config.json says 32
@@ -196,7 +197,7 @@ class Bagel(ImageModel):
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "tokenizer":
             return super()._load(part, device, dtype)
-        tokenizer = self._class(part).from_pretrained(self.folder)
+        tokenizer = open_tokenizer(self._class(part), self.folder)
         if lacking := [mark for mark in MARKS if mark not in tokenizer.get_vocab()]:
             raise ValueError(f"tokenizer of {self.folder} must have the tokens {MARKS}, lacks {lacking}")
         return tokenizer

@@ -14,7 +14,8 @@ import torch
 from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, shift_sigmas, stretch_sigmas
 from torch import Tensor, nn
 
-from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
+from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes
+from omni_rollout.models.parts import made_of, open_processor, open_tokenizer
 from omni_rollout.offload import arrive, leave, places_of
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -46,8 +47,6 @@ FLOW_SCHEDULER: Mapping[str, object] = {
     "use_flow_sigmas": False,
     "use_karras_sigmas": False,
 }
-# What a library's class raises when it is made of values that it does not check.
-UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
 
 class DiffusersModel:
@@ -240,7 +239,10 @@ class DiffusersModel:
     def check_files(self) -> None:
         """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
         for part in self.parts:
-            if part in ("scheduler", "tokenizer") or self.PARTS[part][1].endswith(("Tokenizer", "Processor")):
+            if part == "scheduler":
+                continue
+            if not issubclass(self._class(part), nn.Module):
+                self._load(part, "cpu", torch.float32)  # a tokenizer or a processor
                 continue
             wanted = self._empty(part).state_dict()
             if Path(self.path).is_dir() and self.reads_weights:  # what a hub id names is fetched when it is loaded
@@ -292,7 +294,8 @@ class DiffusersModel:
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """The safetensors files of a part; those of a hub id are fetched."""
         local_folder(self.path, f"{part}/*.safetensors")
-        return safetensors_files(self.folder / part)
+        name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
+        return safetensors_files(self.folder / part, name)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
         """Nothing: the text is all that is conditioned on."""
@@ -309,7 +312,7 @@ class DiffusersModel:
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         cls = self._class(part)
         if not issubclass(cls, nn.Module):
-            return cls.from_pretrained(self.folder, subfolder=part)
+            return (open_tokenizer if "tokenizer" in part else open_processor)(cls, self.folder / part)
         if not self.reads_weights:
             empty = partial(torch.empty_like, dtype=dtype, device=device)
             return self._empty(part, buffers=True)._apply(lambda t: empty(t) if t.is_meta else t.to(device)).eval()
@@ -326,22 +329,23 @@ class DiffusersModel:
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
         """A part with its weights, and the names of those that its files lack."""
         module, report = self._class(part).from_pretrained(
-            self.folder, subfolder=part, dtype=dtype, use_safetensors=True, output_loading_info=True
+            self.folder,
+            subfolder=part,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
         return module, report["missing_keys"]
 
     def _empty(self, part: str, *, buffers: bool = False) -> nn.Module:
         from accelerate import init_empty_weights
-        from huggingface_hub.errors import StrictDataclassError
 
         cls, file = self._class(part), self.config_file(part)
         _check_types(inspect.signature(cls.__init__), self.config[part], file)
-        try:
-            with init_empty_weights(include_buffers=False) if buffers else torch.device("meta"):
-                module = self._make(part)
-        except (*UNUSABLE, StrictDataclassError) as exc:
-            reason = " ".join(str(exc).split())
-            raise ValueError(f"model is damaged: no {cls.__name__} can be made of {file}: {reason:.300}") from exc
+        check_counts(self.config[part], file)
+        with made_of(file, cls.__name__), init_empty_weights(False) if buffers else torch.device("meta"):
+            module = self._make(part)
         return module.requires_grad_(False)
 
     def _make(self, part: str) -> nn.Module:

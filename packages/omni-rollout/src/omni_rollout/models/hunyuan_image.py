@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_files
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, local_folder, where_needed
+from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
 TRAIN_STEPS = 1000
@@ -95,7 +96,7 @@ class HunyuanImage(ImageModel):
     def weight_files(self, part: str = "transformer") -> list[Path]:
         """The safetensors files, each of which may have weights of any part; those of a hub id are fetched."""
         local_folder(self.path, "*.safetensors")
-        return safetensors_files(self.folder)
+        return safetensors_files(self.folder, "model")
 
     def check(self, params: Params) -> None:
         """Raises ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""
@@ -188,7 +189,7 @@ class HunyuanImage(ImageModel):
     def _load(self, part: str, device: torch.device | str, dtype: torch.dtype) -> Any:
         if part != "tokenizer":
             return super()._load(part, device, dtype)
-        tokenizer = self._class(part).from_pretrained(self.folder)
+        tokenizer = open_tokenizer(self._class(part), self.folder)
         marks = ["<boi>", "<cfg>", f"<img_size_{self.base}>", *(f"<img_ratio_{i}>" for i in set(self.sizes.values()))]
         if lacking := [mark for mark in marks if mark not in tokenizer.get_vocab()]:
             raise ValueError(f"tokenizer of {self.folder} must have the tokens of sizes and ratios, lacks {lacking}")

@@ -29,7 +29,8 @@ def open_token_model(path: str | Path) -> TokenModel:
     """
     folder = local_folder(path)
     found = read_json(folder / "config.json").get("architectures")
-    kind = found[0] if isinstance(found, list) and found else found
+    kind = found[0] if isinstance(found, list) and found else None
     if not isinstance(kind, str) or kind not in TOKEN_MODELS:
-        raise ValueError(f"model must be the folder of a {' or '.join(TOKEN_MODELS)}, {folder} holds a {kind!r:.80}")
+        shown = found if kind is None else kind
+        raise ValueError(f"model must be the folder of a {' or '.join(TOKEN_MODELS)}, {folder} holds a {shown!r:.80}")
     return TOKEN_MODELS[kind](path)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from omni_rollout.models.parts import open_processor
 from omni_rollout.models.tokens.transformers_model import TransformersModel
 from omni_rollout.types import Cond, Prompt
 
@@ -20,10 +21,7 @@ class Patches:
     def __init__(self, folder: Path) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-        try:
-            self.processor: Any = Qwen2VLImageProcessorPil.from_pretrained(folder)
-        except (OSError, ValueError) as exc:
-            raise ValueError(f"model is incomplete: {folder} has no preprocessor_config.json: {exc}") from exc
+        self.processor: Any = open_processor(Qwen2VLImageProcessorPil, folder)
 
     def of_images(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The patches [n, D] of pictures, uint8 [H, W, 3] each, and their grids [images, 3]: 1, rows, columns."""

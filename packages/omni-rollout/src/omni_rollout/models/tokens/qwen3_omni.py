@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json
+from omni_rollout.models.parts import open_processor
 from omni_rollout.models.tokens.qwen2_5_vl import Patches
 from omni_rollout.models.tokens.transformers_model import TransformersModel
 from omni_rollout.types import Cond, Prompt
@@ -40,16 +41,14 @@ class Qwen3Omni(TransformersModel):
 
         super().__init__(path)
         self.patches = Patches(self.folder)
-        self.listen: Any = WhisperFeatureExtractor.from_pretrained(self.folder)
+        self.listen: Any = open_processor(WhisperFeatureExtractor, self.folder)
         self.sample_rate = int(self.listen.sampling_rate)
-        is_whole = "thinker_config" in read_json(self.folder / "config.json")
-        self.prefix = "thinker." if is_whole else ""
+        self.prefix = "thinker." if "thinker_config" in read_json(self.file) else ""
 
     def read_config(self) -> dict[str, Any]:
         """The configuration of the thinker, also of the whole model's."""
-        config = read_json(self.folder / "config.json")
-        own = self.net_config().to_dict()
-        return own | {"architectures": config["architectures"]}
+        own: dict[str, Any] = self.net_config().to_dict()
+        return own | {"architectures": read_json(self.file)["architectures"]}
 
     def net_class(self) -> Any:
         """The class of the thinker."""
@@ -57,12 +56,11 @@ class Qwen3Omni(TransformersModel):
 
         return Qwen3OmniMoeThinkerForConditionalGeneration
 
-    def net_config(self) -> Any:
-        """The configuration as the thinker's class takes it."""
+    def config_of(self, content: dict[str, Any]) -> Any:
+        """The configuration of the thinker, also of the whole model's."""
         from transformers import Qwen3OmniMoeThinkerConfig
 
-        config = read_json(self.folder / "config.json")
-        return Qwen3OmniMoeThinkerConfig(**config.get("thinker_config", config))
+        return Qwen3OmniMoeThinkerConfig(**content.get("thinker_config", content))
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
         """The tensors of a prompt's pictures, video and sound, and the tokens that each takes."""

@@ -3,8 +3,13 @@
 Shapes: B samples, P tokens of the longest prompt, T of the longest answer.
 """
 
+import json
 import shutil
-from collections.abc import Mapping, Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from omni_rollout.files import read_json, safetensors_files, safetensors_shapes
+from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices
 from omni_rollout.models.diffusers_model import local_folder
+from omni_rollout.models.parts import UNUSABLE, made_of, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
 PARTS = {
@@ -22,6 +28,8 @@ PARTS = {
     "audio": "audio",
 }  # what a prompt may hold -> how a chat template names it
 MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # what towers take
+
+MAX_RENDERED = 2**20  # letters that a chat template may add to a chat
 
 
 class TransformersModel:
@@ -46,25 +54,24 @@ class TransformersModel:
         from transformers import AutoTokenizer
 
         self.path, self.folder = str(path), local_folder(path)
+        self.file = self.folder / "config.json"
         self.config = self.read_config()
-        try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError, TypeError) as exc:
-            raise ValueError(f"model is incomplete: {self.folder} has no tokenizer: {exc}") from exc
+        self.net_config()  # or the tokenizer, which reads it too, would stumble over its faults
+        self.tokenizer: Any = open_tokenizer(AutoTokenizer, self.folder)
         template = self.folder / "chat_template.json"  # where releases of models with media have it
         if self.tokenizer.chat_template is None and template.is_file():
-            self.tokenizer.chat_template = read_json(template)["chat_template"]
-        self.suppressed = tuple(int(self.config[name]) for name in self.PLACES)
+            self.tokenizer.chat_template = read_json(template).get("chat_template")
+        self.suppressed = tuple(_token(self.file, name, self.config.get(name)) for name in self.PLACES)
         said = self.folder / "generation_config.json"
         ends = read_json(said).get("eos_token_id", []) if said.is_file() else []
         ends = [self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
-        self.ends = tuple(dict.fromkeys(int(end) for end in ends if end is not None))
+        self.ends = tuple(dict.fromkeys(_token(said, "eos_token_id", end) for end in ends if end is not None))
         if not self.ends:
             raise ValueError(f"model must have a token that ends answers, {self.folder} names none")
 
     def read_config(self) -> dict[str, Any]:
         """The configuration of the net."""
-        return read_json(self.folder / "config.json")
+        return read_json(self.file)
 
     @property
     def nets(self) -> Mapping[str, str]:
@@ -72,9 +79,19 @@ class TransformersModel:
         return {"": "."}
 
     def check_files(self) -> None:
-        """Raises ValueError unless the weights are there and whole; of a hub id they are fetched when they are read."""
-        if Path(self.path).is_dir():
-            safetensors_shapes(safetensors_files(self.folder))
+        """Raises ValueError unless all files are whole and fit each other; of a hub id weights are left to `load_net`.
+
+        No weight is read.
+        """
+        with _quiet():
+            net: Any = self._read(torch.float32, values=False) if Path(self.path).is_dir() else self.empty_net()
+        size, highest = net.get_input_embeddings().num_embeddings, max(self.tokenizer.get_vocab().values())
+        if (token := max(highest, *self.suppressed, *self.ends)) >= size:
+            raise ValueError(f"model is damaged: {self.folder} has tokens up to {token}, its vocab_size is {size}")
+        if self.tokenizer.chat_template is not None:
+            chat = self.chat_of(Prompt("Hi.", group=0, index=0, seed=0), ())
+            special = json.dumps(self.tokenizer.special_tokens_map)
+            check_template(self.folder, self.tokenizer.get_chat_template(), json.dumps(chat), special)
 
     def net_class(self) -> Any:
         """The class of the net."""
@@ -86,28 +103,64 @@ class TransformersModel:
         """The net with the checkpoint's weights, frozen, in eval mode.
 
         Raises:
-            ValueError: the weights do not fit the configuration.
+            ValueError: the weights do not fit the configuration, or some are not finite.
         """
         local_folder(self.path, "*.safetensors", "*.json")
-        net, told = self.net_class().from_pretrained(
-            self.folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True
-        )
-        lacking = sorted({*told["missing_keys"], *(str(key) for key in told["mismatched_keys"])})
-        if lacking:
-            raise ValueError(f"model is incomplete: {self.folder} lacks {len(lacking)} weights, such as {lacking[0]}")
-        loaded: nn.Module = net.requires_grad_(False).eval().to(device)
+        net = self._read(dtype, values=True)
+        for name, weight in net.named_parameters():
+            if not weight.isfinite().all():
+                raise ValueError(f"model is damaged: {name} of {self.folder} is not finite")
+        return net.requires_grad_(False).eval().to(device)
+
+    def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
+        """The net of the files, with all of their weights; without values by their shapes, on the meta device.
+
+        transformers opens no file: it has other rules than ours of which one to take, pickles among them.
+        """
+        cls = self.net_class()
+        with safetensors_slices(safetensors_files(self.folder, "model")) as slices, made_of(self.file, cls.__name__):
+            own = {name: part for name, part in slices.items() if name.startswith(self.prefix)}
+            net, told = cls.from_pretrained(
+                None,
+                config=self.net_config(),
+                state_dict=own if values else {n: torch.empty(p.get_shape(), device="meta") for n, p in own.items()},
+                device_map=None if values else "meta",
+                dtype=dtype,
+                attn_implementation="sdpa",
+                ignore_mismatched_sizes=True,  # so that they are reported, as below
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+        if missing := told["missing_keys"]:
+            raise ValueError(f"model is incomplete: {self.folder} lacks {len(missing)} weights, such as {min(missing)}")
+        if surplus := told["unexpected_keys"]:
+            some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
+            raise ValueError(f"model is damaged: {self.folder} has {some}")
+        for name, found, shape in told["mismatched_keys"]:
+            says = f"{tuple(found)}, its configuration says {tuple(shape)}"
+            raise ValueError(f"model is damaged: {name} of {self.folder} has the shape {says}")
+        loaded: nn.Module = net
         return loaded
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
         """The net on the meta device, for names and shapes."""
         cls = self.net_class()
-        with torch.device("meta"):
+        with made_of(self.file, cls.__name__), torch.device("meta"):
             net: nn.Module = cls._from_config(self.net_config(), attn_implementation="sdpa")
         return net.requires_grad_(False).eval()
 
     def net_config(self) -> Any:
         """The configuration as the net's class takes it."""
-        return self.net_class().config_class.from_pretrained(self.folder)
+        content, cls = read_json(self.file), self.net_class()
+        check_counts(content, self.file)
+        if "quantization_config" in content:
+            raise ValueError(f"model must not be quantized, {self.file} has a quantization_config")
+        with made_of(self.file, cls.__name__):
+            return self.config_of(content)
+
+    def config_of(self, content: dict[str, Any]) -> Any:
+        """The configuration that a file's object stands for."""
+        return self.net_class().config_class.from_dict(content)
 
     def encode(self, prompt: Prompt) -> Cond:
         """One prompt: `input_ids` [P], and the tensors of its media under the net's own names.
@@ -124,7 +177,7 @@ class TransformersModel:
         text = prompt.text
         if self.tokenizer.chat_template is not None:
             chat = prompt.meta.get("messages") or self.chat_of(prompt, kinds)
-            text = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+            text = self._render(chat)
         elif "messages" in prompt.meta:
             raise ValueError(f"messages need a chat template, and {self.folder} has none")
         ids = self.tokenizer(text, add_special_tokens=False).input_ids
@@ -133,6 +186,18 @@ class TransformersModel:
         counts = {token: iter(sizes) for token, sizes in places.items()}
         spread = [token for token in ids for _ in range(next(counts[token]) if token in counts else 1)]
         return {"input_ids": torch.tensor(spread), **media}
+
+    def _render(self, chat: Sequence[Mapping[str, object]]) -> str:
+        """A chat as the checkpoint's template has it."""
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        except (TemplateError, *UNUSABLE) as exc:
+            raise ValueError(f"messages must fit the chat template of {self.folder}, got {one_line(exc)}") from exc
+        if len(text) > (most := MAX_RENDERED + 2 * len(repr(chat))):
+            raise ValueError(f"the chat template of {self.folder} must write at most {most} letters, got {len(text)}")
+        return text
 
     def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
         """The messages of a prompt that has none: the system's, if any, and the user's with media before the text."""
@@ -188,3 +253,45 @@ class TransformersModel:
             is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
             if is_small and not (folder / file.name).exists():
                 shutil.copyfile(file, folder / file.name)
+
+
+def _token(file: Path, name: str, value: object) -> int:
+    """A token that a file names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{name} of {file} must be a token, got {value!r:.80}")
+    return value
+
+
+@cache
+def check_template(folder: Path, template: str, chat: str, special: str) -> None:
+    """Raises ValueError for a chat template that fails, or takes too much time or memory, for a chat of one word.
+
+    A process of its own renders it, as nothing else bounds both. chat, special: as `rendering` has them, in JSON.
+    """
+    asked = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
+    script = Path(__file__).with_name("rendering.py")
+    done = subprocess.run([sys.executable, "-I", script], input=asked, capture_output=True, text=True)
+    if done.returncode:
+        why = done.stderr.strip().rpartition("\n")[2] if done.returncode > 0 else "it took longer"
+        rule = "must render a chat of one word within 10 s and 2 GB"
+        raise ValueError(f"model is damaged: the chat template of {folder} {rule}, got {why:.300}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Within the `with` block transformers prints nothing: what it would report is raised."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
