@@ -47,7 +47,9 @@ class Args(TokenArgs):
     )
     mask_truncated: bool = False  # Leave answers without an end out of the update
     kl_coef: float = 0.0  # Weight of the KL to the policy before training
-    ratio_tolerance: float | None = None  # Largest |ratio - 1| of update and sampler (default: 1e-4 in float32, or any)
+    ratio_tolerance: float | None = (
+        None  # Largest |ratio - 1| to the sampler (default: 1e-4 in float32, 1e-3 for vllm, or any)
+    )
     rollout_correction: Correction = "auto"  # Weights for vllm: off, or token_ or sequence_ with truncate or mask
     rollout_correction_cap: float = 2.0  # Largest of these importance weights; a larger one is cut, or masked to 0
 
@@ -140,7 +142,7 @@ def settle(args: Args) -> Args:
     """The settings with what None stands for."""
     algo = ALGOS[args.algo]
     overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
-    tolerance = 1e-4 if is_exact and args.dtype == "float32" else torch.inf
+    tolerance = torch.inf if args.dtype != "float32" else 1e-4 if is_exact else 1e-3
     correction: Correction = "off" if is_exact else "sequence_truncate" if args.algo == "gspo" else "token_truncate"
     return replace(
         args,

@@ -461,6 +461,8 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     settled = [app.settle(tiny(engine="vllm", algo=algo)) for algo in ("gspo", "grpo")]
     assert [args.rollout_correction for args in settled] == ["sequence_truncate", "token_truncate"]
     assert app.settle(tiny()).rollout_correction == "off"
+    assert [app.settle(tiny(engine=e)).ratio_tolerance for e in ("vllm", "transformers")] == [1e-3, 1e-4]
+    assert app.settle(tiny(engine="vllm", dtype="bfloat16")).ratio_tolerance == torch.inf
 
 
 def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatch):

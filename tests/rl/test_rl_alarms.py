@@ -3,16 +3,19 @@
 import math
 
 import pytest
-from omni_rl.alarms import MAX_ABSTAINED, MAX_CLIPPED, Watch, find_alarms
+from omni_rl.alarms import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE, Watch, find_alarms
 
 WINDOW = 5
 HEALTHY = {
     "reward/zero_variance_ratio": 0.2, "reward/min": 0.0, "reward/max": 1.0, "reward/abstained_ratio": 0.0,
     "policy/clip_fraction": 0.1, "policy/skipped_updates": 0.0, "policy/loss": 0.0,
+    "policy/rollout_gap": 0.1, "policy/correction_effective_fraction": 1.0,
 }  # fmt: skip
 DEAD = HEALTHY | {"reward/zero_variance_ratio": 1.0, "reward/max": 0.0}
 SILENT = HEALTHY | {"reward/abstained_ratio": MAX_ABSTAINED + 0.1}
 CLIPPED = HEALTHY | {"policy/clip_fraction": MAX_CLIPPED + 0.1}
+FAR = HEALTHY | {"policy/rollout_gap": MAX_GAP + 0.5}
+UNEVEN = HEALTHY | {"policy/correction_effective_fraction": MIN_EFFECTIVE - 0.1}
 SKIPPED = HEALTHY | {"policy/skipped_updates": 1.0}
 BROKEN = HEALTHY | {"policy/loss": math.nan}
 
@@ -42,6 +45,8 @@ def test_a_healthy_run_has_none(lines):
         (DEAD, "The reward tells nothing", WINDOW),
         (SILENT, "Many samples have no score", WINDOW),
         (CLIPPED, "Many ratios are clipped", WINDOW),
+        (FAR, "The engine samples with another policy", WINDOW),
+        (UNEVEN, "Importance weights leave few samples", WINDOW),
         (SKIPPED, "Updates were skipped", 1),
         (BROKEN, "policy/loss is not finite", 1),
     ],

@@ -13,6 +13,8 @@ Line = Mapping[str, float]
 
 MAX_ABSTAINED = 0.2  # share of samples without a score
 MAX_CLIPPED = 0.3  # share of ratios outside the clip range
+MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; in bfloat16 a rare token's may near it
+MIN_EFFECTIVE = 0.5  # share of samples that would be left if all weighed the same
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,11 @@ ALARMS = (
          "A gradient was not finite, or no sample had a signal. Look at learning rate, dtype and rewards."),
     Rule("Many ratios are clipped", ("policy/clip_fraction",), 5, lambda shares: _mean(shares) > MAX_CLIPPED,
          "The policy moves far in a step. Look at learning rate, minibatches and clip range."),
+    Rule("The engine samples with another policy", ("policy/rollout_gap",), 5, lambda gaps: _mean(gaps) > MAX_GAP,
+         "Its log-probs are far from the trainer's. Look at the sync of weights, and at the engine's dtype."),
+    Rule("Importance weights leave few samples", ("policy/correction_effective_fraction",), 5,
+         lambda shares: _mean(shares) < MIN_EFFECTIVE,
+         "A few samples weigh more than all others. Look at policy/rollout_gap, and lower --rollout-correction-cap."),
 )  # fmt: skip
 
 
