@@ -16,12 +16,14 @@ from functools import cache
 from pathlib import Path
 
 import omni_rl.run
+import omni_train.checkpoint
 import omni_train.parts
 import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_rl.cli import to_toml
+from omni_rl.report.process import ReportProcess
 from omni_train.checkpoint import Checkpoint
 from omni_train.state import train_state
 from safetensors.torch import load_file, save_file
@@ -199,6 +201,38 @@ def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(en
     assert os.listdir(home / "runs/run/checkpoints") == ["step-00000000.tmp"]
     assert_ends_well(lives.train(home, args, trainer=trainer, ranks=ranks))
     assert [line["step"] for line in lines(home)] == [0, 1, 2]
+
+
+def stop_the_report(rank):
+    """Before a life: the process that writes evaluations stands still, and "reached" tells of the first checkpoint."""
+    begin, sync = ReportProcess.__init__, omni_train.checkpoint.sync_folder
+
+    def begin_and_stop(report, *args):
+        begin(report, *args)
+        os.kill(report._process.pid, signal.SIGSTOP)
+        Path("report").write_text(str(report._process.pid))
+
+    def note(path):
+        sync(path)
+        Path("reached").touch()
+
+    ReportProcess.__init__, omni_train.checkpoint.sync_folder = begin_and_stop, note
+
+
+def test_a_kill_loses_no_image_of_an_evaluation(enter, bright_url):
+    """A checkpoint is complete when the images of the evaluations before it are on the disk."""
+    home = enter("home")
+    life = lives.train(home, settings(bright_url), before=stop_the_report)
+    while not (home / "reached").exists():
+        assert not life.has_ended(0), life.text()
+        time.sleep(0.002)
+    time.sleep(0.5)
+    life.kill()
+    os.kill(int((home / "report").read_text()), signal.SIGKILL)
+    assert os.listdir(home / "runs/run/checkpoints") == ["step-00000000.tmp"]
+    assert_ends_well(lives.train(home, settings(bright_url)))
+    shown = sorted(path.name for path in (home / "runs/run/eval").iterdir())
+    assert shown == [f"{step:06}{end}" for step in (0, 2, 4) for end in ("", ".png")]
 
 
 STOPS = {  # kind of run, the signal, whether all ranks get it, as from torchrun, or only the last one

@@ -135,7 +135,7 @@ SIGNATURES = {
     "omni_train.weights.load_weights": "module, folder, *, part='transformer'",
     "omni_train.weights.load_adapter": "module, folder, *, adapter='default', part='transformer', "
     "file='pytorch_lora_weights.safetensors'",
-    "omni_train.checkpoint.Checkpoint": "folder, dist, *, keep=2",
+    "omni_train.checkpoint.Checkpoint": "folder, dist, *, keep=2, wait_for=...",
     "omni_train.checkpoint.Checkpoint.save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.Checkpoint.async_save": "self, step, module, optimizer=None, ema=None, *, config",
     "omni_train.checkpoint.Checkpoint.poll": "self",

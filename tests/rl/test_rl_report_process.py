@@ -112,6 +112,34 @@ def test_a_step_does_not_wait_for_a_process_that_stands_still(tmp_path):
     assert (tmp_path / "eval" / "000007.png").is_file()
 
 
+def test_who_waits_finds_the_images_of_all_evaluations(tmp_path):
+    with ReportProcess(tmp_path) as report:
+        report.wait()
+        for step in (1, 2):
+            report.show_eval(step, images(8), samples([0.5] * 8))
+        report.wait()
+        assert sorted(path.name for path in (tmp_path / "eval").iterdir()) == [
+            "000001",
+            "000001.png",
+            "000002",
+            "000002.png",
+        ]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_nobody_waits_for_ever(tmp_path, monkeypatch, capfd, number):
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(process_module, "WAIT_S", 0.1)
+    report = ReportProcess(tmp_path)
+    os.kill(report._process.pid, number)
+    report.show_eval(1, images(8), samples([0.5] * 8))
+    report.wait()
+    is_late = "an evaluation is not in" in capfd.readouterr().err
+    assert is_late == (number == signal.SIGSTOP)
+    report._process.send_signal(signal.SIGCONT)
+    report.close()
+
+
 def test_a_process_that_dies_is_said_once_and_the_run_goes_on(tmp_path, capfd):
     report = ReportProcess(tmp_path)
     with RunLog(tmp_path, is_main=True, total_steps=3, tty=False, sinks=[report]) as log:

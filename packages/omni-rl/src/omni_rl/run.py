@@ -127,7 +127,9 @@ class AnyRun(ABC, Generic[ArgsT]):
         self.flops: FlopTable | None = None
         self.memory_limit = 0.0  # bytes, of a device that a plan speaks of
         self.folder = Path("runs") / args.name
-        self.checkpoints = Checkpoint(self.folder / "checkpoints", dist, keep=args.keep_checkpoints)
+        self.checkpoints = Checkpoint(
+            self.folder / "checkpoints", dist, keep=args.keep_checkpoints, wait_for=self._await_samples
+        )
         self.counts: Counter[str] = Counter()
         self.calls: Calls = Counter()
         self.version = -1
@@ -237,6 +239,11 @@ class AnyRun(ABC, Generic[ArgsT]):
         self.lock.release()
 
     # The parts of `start`, in their order
+
+    def _await_samples(self) -> None:
+        """Wait until the samples of evaluations are on the disk: what comes before a checkpoint is not drawn again."""
+        if self.report:
+            self.report.wait()
 
     def _check_settings(self, told: bool = True) -> None:
         """Compare the settings of all ranks and find what the run continues from; a dry run prints its plan.

@@ -22,7 +22,7 @@ import platform
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -66,12 +66,23 @@ class Saved:
 class Checkpoint:
     """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
 
-    def __init__(self, folder: str | Path, dist: Dist, *, keep: int = 2) -> None:
+    def __init__(
+        self, folder: str | Path, dist: Dist, *, keep: int = 2, wait_for: Callable[[], object] = lambda: None
+    ) -> None:
+        """Open the folder.
+
+        Args:
+            folder: of the checkpoints, made by the first save.
+            dist: the ranks.
+            keep: number of newest checkpoints to keep.
+            wait_for: what the first rank calls before a checkpoint is complete, in the thread that writes it: it may
+                wait for other files, which are then on the disk if the checkpoint is.
+        """
         if keep < 1:
             raise ValueError(f"keep must be >= 1, got {keep}")
         self.folder = Path(folder)
         self.dist = dist
-        self.keep = keep
+        self.keep, self._wait_for = keep, wait_for
         self._verified: Saved | None = None
         self._saving: tuple[int, Saving] | None = None
         self._memory: list[Tensor] = []  # of the copies that are written beside training, one a file
@@ -353,6 +364,7 @@ class Checkpoint:
         content = asdict(Saved(**index, world_size=self.dist.world_size))
         write_file(temporary / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
         sync_folder(temporary)
+        self._wait_for()
         os.rename(temporary, final)
         sync_folder(self.folder)
         for step in self._steps()[: -self.keep]:

@@ -2,7 +2,8 @@
 
     python -m omni_rl.report.process FOLDER TRACKERS PROJECT     what ReportProcess starts
 
-Each message on its standard input is a length, so many bytes of JSON, and the arrays that it names.
+Each message on its standard input is a length, so many bytes of JSON, and the arrays that it names. On its standard
+output it says a line when the tracker is open, or why it is not, and a dot for each evaluation that it has written.
 When that input breaks off before the message "end", the run has died, and the process ends at once: whatever it writes,
 it writes atomically. It is in a session of its own, as Ctrl-C and torchrun speak to the run alone.
 """
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from omni_rl.report.folder import AllMedia
 
 MAX_SHARE = 0.25  # of the process's time that goes into the page
+WAIT_S = 60.0  # for images of evaluations that are being written
 MAX_WAITING = 3  # steps whose samples wait to be written; those of older ones would be deleted soon anyway
 GROUPS = 4  # of a step, that are shown
 Message = tuple[dict[str, Any], Sequence[np.ndarray]]  # the second holds what the first names by number
@@ -69,10 +71,11 @@ class ReportProcess:
         self._waiting: deque[Message] = deque()
         self._change = threading.Condition()
         self._is_lost = self._has_told = False
+        self._num_evals = self._num_written = 0  # evaluations
         command = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project]
         pipe = subprocess.PIPE
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
-        if track != "none" and (answer := _end(self._process.stdout).read().decode()):
+        if track != "none" and (answer := _end(self._process.stdout).readline().decode().strip()):
             raise ValueError(f"track must be a tracker that opens, got {track}: {answer}")
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
@@ -85,6 +88,7 @@ class ReportProcess:
         """Hand on the samples of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
         self._tell_abstention(f"the evaluation after step {step}", samples)
         shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
+        self._num_evals += 1
         self._put(*_about("eval", step, samples[:MAX_SHEET], shown))
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
@@ -94,6 +98,17 @@ class ReportProcess:
         places = {i: place for place, i in enumerate(i for indices in groups for i in indices)}
         shown = host_media(media, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
         self._put(*_about("samples", step, [samples[i] for i in places], {places[i]: own for i, own in shown.items()}))
+
+    def wait(self) -> None:
+        """Wait until the samples of all evaluations are on the disk or the process has ended, at most `WAIT_S`."""
+        stream, deadline = _end(self._process.stdout), time.monotonic() + WAIT_S
+        while self._num_written < self._num_evals:
+            if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                _say(f"an evaluation is not in {self._folder} after {WAIT_S:g} s: if the run is killed, it may be lost")
+                return
+            if not (dots := stream.read(1024)):
+                return
+            self._num_written += len(dots)
 
     def close(self) -> None:
         """Wait until all is written and the process has ended."""
@@ -275,13 +290,15 @@ def main(folder: str, track: str, project: str) -> None:
     os.nice(5)  # training comes first
     stream = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # to the end of the process
     threading.Thread(target=_end_with, args=(stream,), daemon=True).start()
-    with os.fdopen(os.dup(1), "w") as answer:
-        os.dup2(2, 1)
-        try:
-            sinks = tracker(track, folder, project)
-        except Exception as exc:  # of any library
-            answer.write(f"{type(exc).__name__}: {exc}")
-            return
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        sinks = tracker(track, folder, project)
+    except Exception as exc:  # of any library
+        os.write(answer, " ".join(f"{type(exc).__name__}: {exc}".split()).encode())
+        return
+    if track != "none":
+        os.write(answer, b"\n")
     pages, is_old, due = _Pages(Path(folder), sinks), False, 0.0
     while True:
         now = time.monotonic()
@@ -294,6 +311,8 @@ def main(folder: str, track: str, project: str) -> None:
             if about["kind"] == "end":
                 break
             pages.take(about, arrays)
+            if about["kind"] == "eval":
+                os.write(answer, b".")
             is_old = is_old or about["kind"] == "log"  # samples come before the line of their step
     pages.close()
 
