@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import diffusers
 import torch
 from build_tiny_models import build_qwen_processor, build_qwen_tokenizer, tiny_checkpoint
-from diffusers.pipelines.wan import pipeline_wan_i2v
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEdit
@@ -155,13 +153,11 @@ def mend_flux2_dev(pipe: Any) -> None:
 def mend_wan(pipe: Any, *, shift: float = 5.0) -> Any:
     """Give a stock pipeline the levels of Wan's released code, by Euler's steps, and what it lacks here.
 
-    Its scheduler is another solver, and begins a thousandth below pure noise. Frames are given to the second pipeline
-    alone, which wants a library that mends broken characters, of which the texts have none.
+    Its scheduler is another solver, and begins a thousandth below pure noise.
     """
     pipe.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=shift)
     set_timesteps = pipe.scheduler.set_timesteps
     pipe.scheduler.set_timesteps = lambda n, device: set_timesteps(sigmas=[1 - i / n for i in range(n)], device=device)
-    vars(pipeline_wan_i2v)["ftfy"] = SimpleNamespace(fix_text=lambda text: text)
     if getattr(pipe, "image_encoder", None):
         pipe.image_processor = CLIPImageProcessorPil.from_pretrained(
             pipe.config._name_or_path, subfolder="image_processor"

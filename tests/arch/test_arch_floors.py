@@ -59,6 +59,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
     "omni_rollout/models/parts.py": {"huggingface_hub"},
     "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates
+    "omni_rollout/models/wan.py": {"ftfy"},
     "omni_rollout/engines/vllm.py": {"vllm"},
     "omni_train/data.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from diffusers.pipelines.wan import pipeline_wan
 from model_rows import ROWS, built
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -32,7 +31,7 @@ def test_with_a_first_and_a_last_frame_that_clip_sees_videos_are_those_of_the_st
     drawn = engine.generate(prompts, params)
     ours = model.decode(engine.parts, drawn.x0, drawn.cond, params)[0]["video"]
     noise = step_noise([p.seed for p in prompts], INITIAL_NOISE, model.latent_shape(params))
-    theirs = row.draw_stock(row.stock_pipeline(model.folder, torch.float64), prompts, params, noise.double())
+    theirs = row.draw_stock(row.stock_pipeline(model.folder, torch.float32), prompts, params, noise.double())
     torch.testing.assert_close(ours.movedim(-1, -3), theirs.float(), rtol=0, atol=1e-5)
 
 
@@ -82,15 +81,26 @@ def test_a_given_first_frame_is_where_samples_end_and_nothing_is_learned_about_i
     assert not any(p.grad is not None and p.grad.any() for p in engine.net.parameters())
 
 
-def test_texts_are_cleaned_as_the_stock_pipeline_does_where_ftfy_is_not_installed(monkeypatch):
-    monkeypatch.setattr(pipeline_wan, "is_ftfy_available", lambda: False)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "  a  sign\n\tof &amp;lt;b&amp;gt; &quot;A&quot; ",
+        "a\u00a0sign",
+        "é &eacute;",
+        "a sign that says \u201cA\u201d, it\u2019s red",
+        "a sign\uff0cblue\uff0cJPEG\u3002",
+        "a \ufb01sh, cafÃ©",
+    ],
+)
+def test_texts_are_cleaned_as_the_stock_pipeline_does(text):
+    """Curly quotes, full-width marks and ligatures too, which its library makes plain."""
     model, engine = open_row(ROWS["wan21"])
-    for text in ("  a  sign\n\tof &amp;lt;b&amp;gt; &quot;A&quot; ", "a\u00a0sign", "é &eacute;"):
-        own, theirs = (
-            model.encode(engine.parts, Prompt(each, 0, 0, seed=0))["embeds"]
-            for each in (text, pipeline_wan.prompt_clean(text))
-        )
-        assert torch.equal(own, theirs)
+    pipe = ROWS["wan21"].stock_pipeline(model.folder, torch.float32)
+    theirs, _ = pipe.encode_prompt(text, do_classifier_free_guidance=False, max_sequence_length=512)
+    own = model.encode(engine.parts, Prompt(text, 0, 0, seed=0))["embeds"]
+    torch.testing.assert_close(own, theirs[0].to(own.dtype), rtol=0, atol=1e-6)
+    negative = model.encode(engine.parts, Prompt("a", 0, 0, seed=0, negative=text), negative=True)["embeds"]
+    assert torch.equal(own, negative)
     assert own.shape[0] == 512
 
 

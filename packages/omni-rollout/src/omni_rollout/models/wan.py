@@ -118,7 +118,10 @@ class Wan(DiffusersModel):
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
         """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, zeros after the text."""
-        text = html.unescape(html.unescape(prompt.negative if negative else prompt.text))  # twice, as diffusers does
+        from ftfy import fix_text
+
+        text = fix_text(prompt.negative if negative else prompt.text)
+        text = html.unescape(html.unescape(text))  # twice, as diffusers does
         tokens = parts.tokenizer(
             [" ".join(text.split())], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         )
