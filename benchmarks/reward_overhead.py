@@ -117,7 +117,7 @@ def pickles_in_flight(url: str, token: str, images: np.ndarray, prompts: list[st
 
 
 def ocr_ms(images: np.ndarray, prompts: list[str]) -> float:
-    """Milliseconds per image of the OCR scorer in this process, with nothing around it."""
+    """Milliseconds per image of the OCR scorer, which searches it, in this process, with nothing around it."""
     from omni_reward.scorers.ocr import load_ocr
 
     score, times = load_ocr(), []

@@ -1,6 +1,6 @@
 """Make a preference file for apps/train_dpo.py: draw samples, ask a scorer, keep each prompt's best and worst.
 
-    python -m omni_reward.server --scorer ocr --port 8100
+    python -m omni_reward.server --scorer ocr --option reading=line --port 8100
     python scripts/build_preferences.py --scorer-url http://127.0.0.1:8100 --num-prompts 256 --out data/pairs
 
 It writes OUT/pairs.jsonl, and beside it each sample as a latent (.safetensors) or, with --save images, as a picture

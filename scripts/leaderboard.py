@@ -84,7 +84,7 @@ def measure(jobs: Sequence[Job], at_a_time: int) -> list[str]:
     failed = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started is ended too
     with (
-        serving("ocr", token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server,
+        serving("ocr", "--option", "reading=line", token=secrets.token_urlsafe(32), env=ENVIRONMENT) as server,
         ThreadPoolExecutor(at_a_time) as pool,
     ):
         futures = {pool.submit(make, job, server, running): job for job in left}

@@ -42,7 +42,7 @@ def main() -> None:
     parts = model.load(device="cpu", dtype=torch.float32)
     if args.weights:
         load_weights(parts.net, args.weights)
-    engine, ocr, color = DiffusersEngine(model, parts), load_ocr(), load_color()
+    engine, ocr, color = DiffusersEngine(model, parts), load_ocr(reading="line"), load_color()
     prompts = [
         Prompt(r.text, group=i, index=i, seed=sample_seed(args.seed, -1, r.index, 0)) for i, r in enumerate(records)
     ]

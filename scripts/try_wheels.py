@@ -94,7 +94,9 @@ def try_rewards(place: Path, wheel: Path) -> None:
     ports = {"8100": free_port(), "8101": free_port()}
     servers = [
         subprocess.Popen(
-            [str(python), "-m", "omni_reward.server", "--scorer", "ocr", "--port", port], cwd=place, env=clean()
+            [str(python), "-m", "omni_reward.server", "--scorer", "ocr", "--option", "reading=line", "--port", port],
+            cwd=place,
+            env=clean(),
         )
         for port in ports.values()
     ]
@@ -147,7 +149,7 @@ def try_command(place: Path, python: Path) -> None:
         "--eval-prompts",
         "few.txt",
     ]
-    command = [str(python), "-m", "omni_reward.testing", "ocr", "--", *train, *little]
+    command = [str(python), "-m", "omni_reward.testing", "ocr", "--option", "reading=line", "--", *train, *little]
     subprocess.run(command, cwd=place, env=clean(), check=True)
     assert (place / "runs" / "tried" / "report.html").exists()
 

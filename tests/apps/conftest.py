@@ -36,7 +36,7 @@ def bright_urls(bright_url):
 @pytest.fixture(scope="session")
 def ocr_flags():
     """The trainer's flags for a real OCR server in a process of its own, with a token."""
-    with serving("ocr", token="a-token-for-the-tests") as server:
+    with serving("ocr", "--option", "reading=line", token="a-token-for-the-tests") as server:
         yield server.flags
     assert server.process.returncode == 0
 

@@ -45,8 +45,9 @@ def test_a_small_model_learns_to_change_a_word_and_still_keeps_the_board(tmp_pat
         "prompts": str(REPO / "data/tiny-edit/train.jsonl"),
         "eval_prompts": str(REPO / "data/tiny-edit/eval.jsonl"),
     }
-    reward = load_scorer("0.5*ocr + 0.5*likeness", options={"likeness.measure": "ground", "likeness.zero_at": "0.1"})
-    with serving_here(reward, name="edit") as url, serving_here(load_ocr(), name="ocr") as ocr_url:
+    options = {"ocr.reading": "line", "likeness.measure": "ground", "likeness.zero_at": "0.1"}
+    reward = load_scorer("0.5*ocr + 0.5*likeness", options=options)
+    with serving_here(reward, name="edit") as url, serving_here(load_ocr(reading="line"), name="ocr") as ocr_url:
         args = replace(recipe(train_nft, "tiny-signs-edit"), scorer_url=url, watch_scorer_url=ocr_url, **data)
         lines = train(train_nft, replace(args, model=str(REPO / args.model)))
     rewards, ocr = ([line[name] for line in lines if name in line] for name in ("eval/reward", "eval/watch"))

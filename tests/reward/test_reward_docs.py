@@ -46,8 +46,8 @@ def test_the_reply_of_the_protocol_page_is_one() -> None:
 def readme_server() -> Iterator[str]:
     """URL of the scorer that the README's command starts, on a free port."""
     [command] = blocks(README, "bash")
-    assert command == "python -m omni_reward.server --scorer ocr --port 8100\n"
-    with serving("ocr", "--port", "0") as server:
+    assert command == "python -m omni_reward.server --scorer ocr --option reading=line --port 8100\n"
+    with serving("ocr", "--option", "reading=line", "--port", "0") as server:
         yield server.url
 
 

@@ -97,7 +97,7 @@ def test_the_commands_of_the_page_parse() -> None:
     rules = [name.removeprefix("rules:") for name in named if name.startswith("rules:")]
     assert [term.name for reward in rules for term in open_rules(reward)] == ["number", "format"]
     recipes = [parse(name) for name in named if not name.startswith("rules:")]
-    assert len(recipes) == 8
+    assert len(recipes) == 10
     assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
         "frames:likeness",
         "frames:ocr",

@@ -49,6 +49,20 @@ def test_the_worst_frame_speaks_for_the_video() -> None:
     assert score.details["prompt"] == "a"
 
 
+def test_frames_without_any_of_the_word_do_not_count_where_flow_grpo_leaves_them_out() -> None:
+    """Source of the numbers: every fourth frame, and the mean of the scores above 0, or 0."""
+
+    def first_pixel(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
+        return [float(value) for value in media["image"][:, 0, 0, 0] / 100]
+
+    clips = np.zeros((2, 9, 4, 4, 3), np.uint8)
+    clips[0, ::4] = np.array([0, 50, 100])[:, None, None, None]
+    clips[:, 1] = 100  # not looked at
+    scores = over_frames(Scorer(first_pixel), frames="positive", every=4)({"video": clips}, PROMPTS, META)
+    assert [score.value for score in scores] == [0.75, 0.0]
+    assert scores[0].details["frames"] == [0.0, 0.5, 1.0]
+
+
 def test_a_frame_that_cannot_be_judged_makes_an_abstention() -> None:
     def dark(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
         means = media["image"].mean(axis=(1, 2, 3))

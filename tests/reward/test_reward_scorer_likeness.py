@@ -111,7 +111,7 @@ def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:
 
 
 def test_an_edit_is_graded_by_what_it_says_and_by_what_it_leaves_alone() -> None:
-    options = {"likeness.measure": "ground", "likeness.zero_at": "0.25"}
+    options = {"ocr.reading": "line", "likeness.measure": "ground", "likeness.zero_at": "0.25"}
     both = load_scorer("0.5*ocr + 0.5*likeness", options=options)
     reference = sign("yellow", "K7QX")
     images = np.stack([sign("yellow", "AB"), sign("yellow", "K7QX"), sign("white", "AB")])

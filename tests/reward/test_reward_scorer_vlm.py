@@ -129,6 +129,8 @@ def test_a_transcription_is_compared_like_that_of_the_ocr_scorer(endpoint: Calla
     assert scores[2].abstained == "the prompt has no text between double quotes"
     assert len(fake.requests) == 2  # what needs no answer is not asked
     assert "K7QA" not in json.dumps(fake.requests)  # nor is the target told
+    [part] = score(load_vlm(fake.url, task="ocr_contained"), 'says "k7"')
+    assert part.value == 1.0  # verl-omni's formula
 
 
 def test_alignment_and_rating_are_brought_to_0_to_1(endpoint: Callable[..., FakeEndpoint]) -> None:
@@ -292,7 +294,7 @@ def test_the_version_names_the_model_and_exactly_this_question(endpoint: Callabl
     url = endpoint(GOOD["ocr"]).url
     versions = [load_vlm(url, task=task).version for task in TASKS]
     assert all(version.startswith("judge-7b ") for version in versions)
-    assert len({version.split()[-1] for version in versions}) == len(TASKS)
+    assert len(set(versions)) == len(TASKS)
 
 
 def test_one_of_several_models_must_be_named(endpoint: Callable[..., FakeEndpoint]) -> None:
@@ -317,7 +319,7 @@ def test_something_else_than_an_endpoint_is_refused(misbehave: Callable[..., str
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"task": "beauty"}, "task must be one of ['alignment', 'ocr', 'rating'], got 'beauty'"),
+        ({"task": "beauty"}, "task must be one of ['alignment', 'ocr', 'ocr_contained', 'rating'], got 'beauty'"),
         ({"url": "127.0.0.1:8000"}, "url must be http(s)://host"),
         ({"url": "file:///etc/passwd"}, "url must be http(s)://host"),
         ({"url": "http://"}, "url must be http(s)://host"),

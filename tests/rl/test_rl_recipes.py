@@ -2,6 +2,7 @@
 
 import importlib
 import re
+import shlex
 import sys
 import tomllib
 from dataclasses import replace
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
+from omni_reward.cli import read_options
+from omni_reward.scorers import load_scorer
 from omni_rl.args import parse_numbers
 from omni_rl.cli import from_toml, parse_cli, recipes
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
@@ -132,6 +135,42 @@ def test_who_lacks_the_prompts_of_a_recipe_is_told_where_they_are(tmp_path, monk
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, words, app="train_flowgrpo")
     assert re.search(rf"--prompts: .*\.txt: No such file or directory{ends}\n$", capsys.readouterr().err)
+
+
+def test_a_recipe_of_words_names_the_scorer_that_reads_its_images():
+    """Small signs are read as one line; in the others text is searched for, and the formula is the published one."""
+    signs: dict[str, bool] = {}
+    for app, name in ALL:
+        found = re.findall(r"^# Scorer: omni-rl serve --scorer (.*) --port 8100$", recipes(app)[name], re.MULTILINE)
+        if "data/ocr/" in recipes(app)[name] or name.startswith("tiny-signs"):
+            [command] = found
+            assert signs.setdefault(command, name.startswith("tiny-signs")) == name.startswith("tiny-signs")
+    assert set(signs.values()) == {True, False}
+    for command, is_sign in signs.items():
+        scorer, *words = shlex.split(command)
+        options = read_options([word for word in words if word != "--option"])
+        kind, formula = ("video", "capped") if scorer.startswith("frames:") else ("image", "contained")
+        assert load_scorer(scorer, options=options).media == (kind,)
+        own = {key.removeprefix("ocr."): value for key, value in options.items()}
+        assert (own.get("reading"), own.get("formula")) == (("line", None) if is_sign else (None, formula))
+
+
+@pytest.mark.parametrize(
+    ("preset", "command"),
+    [
+        ("tiny-signs-fast", "--scorer ocr --option reading=line"),
+        ("qwen-image-ocr", "--scorer ocr --option formula=con"),
+    ],
+)
+def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys, preset, command):
+    monkeypatch.chdir(REPO)
+    monkeypatch.setenv("RANK", "0")  # as under torchrun
+    (tmp_path / "x.txt").write_text('a sign that says "K7"\n' * 128)
+    module = importlib.import_module("train_flowgrpo")
+    prompts = [word for key in ("--prompts", "--eval-prompts") for word in (key, str(tmp_path / "x.txt"))]
+    with pytest.raises(SystemExit):
+        parse_cli(module.Args, module.check_args, ["--preset", preset, *prompts], app="train_flowgrpo")
+    assert f"; start one: omni-rl serve {command}" in capsys.readouterr().err
 
 
 def test_the_recipes_at_the_root_are_those_of_the_package():

@@ -46,7 +46,7 @@ def test_words_of_instructions_and_of_references_are_those_of_the_part_alone(par
 
 
 def test_an_edit_changes_the_word_and_nothing_else():
-    rng, ocr, likeness = random.Random(0), load_ocr(), load_likeness(measure="ground")
+    rng, ocr, likeness = random.Random(0), load_ocr(reading="line"), load_likeness(measure="ground")
     edits = [tiny_edit.draw_edit(rng) for _ in range(24)]
     prompts, before, after = zip(*edits, strict=True)
     for images, least, most in ((before, 0.0, 0.3), (after, 0.97, 1.0)):
@@ -67,7 +67,7 @@ def test_the_checkpoint_is_small_keeps_the_board_and_is_half_taught():
     drawn = engine.generate(prompts, Params(4, height=32, width=96, guidance={"image_area": 3072}))
     media, texts = {"image": drawn.media["image"].numpy()}, [prompt.text for prompt in prompts]
     references = [(prompt.images[0].numpy(),) for prompt in prompts]
-    assert 0.4 < np.mean([score.value for score in load_ocr()(media, texts, [{}] * 24)]) < 0.8
+    assert 0.4 < np.mean([score.value for score in load_ocr(reading="line")(media, texts, [{}] * 24)]) < 0.8
     likeness = load_likeness(measure="ground", zero_at=0.1)
     assert np.mean([score.value for score in likeness(media, texts, [{}] * 24, references)]) > 0.8
 

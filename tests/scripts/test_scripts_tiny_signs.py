@@ -50,7 +50,7 @@ def test_the_scorer_reads_every_rendered_sign():
     rng = random.Random(0)
     signs = [tiny_signs.draw_prompt(rng) for _ in range(32)]
     images = np.stack([tiny_signs.render(rng, color, word) for _, color, word in signs])
-    scores = load_ocr()({"image": images}, [prompt for prompt, _, _ in signs], [{}] * 32)
+    scores = load_ocr(reading="line")({"image": images}, [prompt for prompt, _, _ in signs], [{}] * 32)
     assert np.mean([score.value for score in scores]) > 0.97
 
 
@@ -69,7 +69,7 @@ def test_the_checkpoint_is_small_and_half_taught():
         output_type="np",
     ).images
     pixels = (images * 255).round().astype(np.uint8)
-    scores = load_ocr()({"image": pixels}, prompts, [{}] * len(prompts))
+    scores = load_ocr(reading="line")({"image": pixels}, prompts, [{}] * len(prompts))
     assert 0.4 < np.mean([score.value for score in scores]) < 0.8
 
 

@@ -86,9 +86,12 @@ def parse_cli(
         if "--check" not in argv and not getattr(config, "dry_run", False):
             knock(getattr(config, "scorer_url", ""))
     except ValueError as exc:
-        texts = (presets.get(word, "") for word in argv)  # of the preset, which says where its prompts are had
-        sources = (re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE) for text in texts)
-        refuse("; ".join([str(exc), *(found[1] for found in sources if found and f"got {found[2]}/" in str(exc))]))
+        text = "".join(presets.get(word, "") for word in argv)  # of the preset, which says what it goes with
+        prompts = re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE)
+        scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
+        hints = [prompts[1]] if prompts and f"got {prompts[2]}/" in str(exc) else []
+        hints += [f"start one: {scorer[1]}"] if scorer and "--scorer-url must be" in str(exc) else []
+        refuse("; ".join([str(exc), *hints]))
     if "--check" in argv:
         sys.exit(0)
     return config

@@ -1,6 +1,7 @@
 """Scorers of images on the frames of a video: `frames:NAME` for any of them.
 
     mean      mean of the scores of every n-th frame
+    positive  mean of those of them that are above 0, or 0: flow_grpo's for words (omni_reward/scorers/text.py)
     min       the least of them: one bad frame costs the whole video
     first, last      the score of that frame alone
 
@@ -18,7 +19,7 @@ from omni_reward.media import Arrays, Meta
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "frames:"
-FRAMES = ("mean", "min", "first", "last")
+FRAMES = ("mean", "positive", "min", "first", "last")
 
 
 def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scorer:
@@ -57,8 +58,9 @@ def _join(scores: list[Score], frames: str) -> Score:
     values = [round(score.value, 6) for score in scores if score.value is not None]
     if len(values) < len(scores):
         return next(score for score in scores if score.value is None)
-    if frames == "mean":
+    if frames in ("mean", "positive"):
         parts = {name: math.fsum(score.parts[name] for score in scores) / len(scores) for name in scores[0].parts}
-        return Score(math.fsum(values) / len(values), parts=parts, details={"frames": values})
+        counted = [value for value in values if value > 0] or [0.0] if frames == "positive" else values
+        return Score(math.fsum(counted) / len(counted), parts=parts, details={"frames": values})
     least = scores[values.index(min(values))]
     return replace(least, details={**least.details, "frames": values})

@@ -7,6 +7,7 @@ neither end the quotation nor be taken for our own words.
 | task | fields | score |
 |---|---|---|
 | `ocr` | `text`: all text in the image | agreement with the text in quotes in the prompt, as of `ocr`, in [0, 1] |
+| `ocr_contained` | as `ocr` | the same by the formula `contained`, as of verl-omni's reward |
 | `alignment` | `reason`; `score`, 0 to 10 | score / 10 |
 | `rating` | `alignment`, `coherence`, `style`, 1 to 5 each | (mean - 1) / 4, in [0, 1] |
 
@@ -100,6 +101,10 @@ def _score_ocr(fields: dict[str, Any], prompt: str) -> Score:
     return agreement(str(wanted_text(prompt)), fields["text"])
 
 
+def _score_contained(fields: dict[str, Any], prompt: str) -> Score:
+    return agreement(str(wanted_text(prompt)), fields["text"], "contained")
+
+
 def _score_alignment(fields: dict[str, Any], prompt: str) -> Score:
     return Score(fields["score"] / _SCALE[1], details={"reason": fields["reason"]})
 
@@ -112,6 +117,7 @@ def _score_rating(fields: dict[str, Any], prompt: str) -> Score:
 QUESTIONS = tomllib.loads((files("omni_reward.scorers") / "questions.toml").read_text("utf-8"))
 TASKS = {
     "ocr": Task(QUESTIONS["ocr"], {"text": None}, _score_ocr, _decline_without_text),
+    "ocr_contained": Task(QUESTIONS["ocr"], {"text": None}, _score_contained, _decline_without_text),
     "alignment": Task(QUESTIONS["alignment"], {"reason": None, "score": _SCALE}, _score_alignment),
     "rating": Task(QUESTIONS["rating"], {"alignment": _STARS, "coherence": _STARS, "style": _STARS}, _score_rating),
 }

@@ -1,9 +1,17 @@
 """The text that a prompt asks for in quotes, and how closely a text that was read agrees with it.
 
-    score = 1 - edit_distance(target, read) / max(len(target), len(read))          in [0, 1]
+With D the edit distance from the text that was read to the target, a score in [0, 1] is, by one of three formulas,
 
-The length of what was read stands below the line, so extra text costs as much as missing text. Both sides are brought
-to one form first: Unicode NFKC, upper case, no white space.
+    strict       1 - D / max(len(target), len(read))
+    contained    1 where the target stands in the text that was read, else 1 - min(D, len(target)) / len(target)
+    capped       1 - min(D, len(target)) / len(target)
+
+By `strict`, extra text costs as much as missing text. By the others, text beside the target costs nothing or little.
+Both sides are brought to one form first: Unicode NFKC, upper case, no white space. The sources compare in lower case.
+
+Source of `contained`: OcrScorer in flow_grpo/ocr.py of github.com/yifan123/flow_grpo, for images, and
+`_levenshtein_score` in verl_omni/utils/reward_score/genrm_ocr.py of github.com/verl-project/verl-omni. Of `capped`:
+OcrScorer_video_or_image in flow_grpo/ocr.py, which scores every fourth frame and takes the mean of those above 0.
 """
 
 import re
@@ -13,6 +21,7 @@ from rapidfuzz.distance import Levenshtein
 
 from omni_reward.wire import Score
 
+FORMULAS = ("strict", "contained", "capped")
 _CURLY_QUOTES = dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f\uff02"), '"')
 
 
@@ -33,6 +42,13 @@ def wanted_text(prompt: str) -> str | Score:
     return target or Score(None, abstained="the prompt has no text between double quotes")
 
 
-def agreement(target: str, read: str) -> Score:
+def agreement(target: str, read: str, formula: str = "strict") -> Score:
     """Score of a text that was read, with both texts in `details`; the target is in one form already."""
-    return Score(Levenshtein.normalized_similarity(target, normalize(read)), details={"read": read, "target": target})
+    seen = normalize(read)
+    if formula == "strict":
+        value = Levenshtein.normalized_similarity(target, seen)
+    elif formula == "contained" and target in seen:
+        value = 1.0
+    else:
+        value = 1 - min(Levenshtein.distance(target, seen), len(target)) / len(target)
+    return Score(value, details={"read": read, "target": target})
