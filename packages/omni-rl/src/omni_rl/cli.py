@@ -90,7 +90,7 @@ def parse_cli(
         prompts = re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE)
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
         hints = [prompts[1]] if prompts and f"got {prompts[2]}/" in str(exc) else []
-        hints += [f"start one: {scorer[1]}"] if scorer and "--scorer-url must be" in str(exc) else []
+        hints += [f"start one: {scorer[1]}"] if scorer and " a reward server" in str(exc) else []
         refuse("; ".join([str(exc), *hints]))
     if "--check" in argv:
         sys.exit(0)
