@@ -374,10 +374,16 @@ def test_a_malformed_chat_is_named(tmp_path, line, message):
 class Table:
     """What pyarrow reads, stood in for: rows as its `to_pylist` gives them, with every key of every row."""
 
-    def __init__(self, rows):
-        self.rows = rows
+    def __init__(self, rows, columns=(), **facts):
+        self.rows, self.columns = rows, columns
+        chunk = {"num_values": len(rows), "total_uncompressed_size": 0, "path_in_schema": "prompt"}
+        chunk |= {"physical_type": "BYTE_ARRAY"} | facts
+        group = SimpleNamespace(num_columns=1, column=[SimpleNamespace(**chunk)].__getitem__)
+        num_rows = facts.get("num_rows", len(rows))
+        self.metadata = SimpleNamespace(num_rows=num_rows, num_row_groups=1, row_group=[group].__getitem__)
 
-    def open(self, path):
+    def open(self, path, read_dictionary=("prompt",)):
+        assert list(read_dictionary) == ["prompt"]
         if not path.exists():
             raise FileNotFoundError(path)
         if path.name == "strange.parquet":
@@ -385,7 +391,8 @@ class Table:
         return self
 
     def iter_batches(self, batch_size):
-        return [SimpleNamespace(to_pylist=partial(list, self.rows[i : i + 2])) for i in range(0, len(self.rows), 2)]
+        starts = range(0, len(self.rows), 2)
+        return [SimpleNamespace(to_pylist=partial(list, self.rows[i : i + 2]), columns=self.columns) for i in starts]
 
 
 class ArrowError(Exception):
@@ -396,10 +403,10 @@ class NotImplementedArrowError(NotImplementedError, ArrowError):
     """As pyarrow raises it, which is no ValueError."""
 
 
-def parquet_of(rows, folder, monkeypatch):
+def parquet_of(rows, folder, monkeypatch, **facts):
     (folder / "a.parquet").touch()
     package = ModuleType("pyarrow")
-    package.parquet, package.ArrowException = SimpleNamespace(ParquetFile=Table(rows).open), ArrowError
+    package.parquet, package.ArrowException = SimpleNamespace(ParquetFile=Table(rows, **facts).open), ArrowError
     monkeypatch.setitem(sys.modules, "pyarrow", package)
     return folder / "a.parquet"
 
@@ -445,6 +452,38 @@ def test_a_malformed_row_is_named(tmp_path, monkeypatch, row, message):
     with pytest.raises(ValueError, match=f"a.parquet, {message}"):
         load_prompts(path)
     assert not (tmp_path / "cache").exists()
+
+
+class Texts:
+    """A text of 64 MiB that a column repeats by its index, or lists and structs of it, as Arrow keeps them."""
+
+    def __init__(self, count):
+        self.dictionary = [SimpleNamespace(as_buffer=lambda: SimpleNamespace(size=2**26))]
+        self.indices = SimpleNamespace(to_pylist=lambda: [0] * count + [None])
+
+
+@pytest.mark.parametrize("nest", [lambda t: t, lambda t: SimpleNamespace(flatten=lambda: [t])], ids=["text", "struct"])
+def test_texts_of_parquet_are_measured_before_they_take_memory(tmp_path, monkeypatch, nest):
+    monkeypatch.setattr(data, "_row_line", lambda row, place: json.dumps(row))
+    assert load_prompts(parquet_of([{"prompt": "a"}], tmp_path, monkeypatch, columns=[nest(Texts(1))]))
+    monkeypatch.setattr(data, "_row_line", lambda row, place: pytest.fail("a row was read"))
+    path = parquet_of([{"prompt": "a"}], tmp_path, monkeypatch, columns=[nest(Texts(2))])
+    with pytest.raises(ValueError, match=rf"a\.parquet, row 1: must have at most {2**26} bytes .* got {2**27}"):
+        load_prompts(path)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"num_rows": 2**16 + 1}, "at most 65536 rows in a file of 0 bytes, got 65537"),
+        ({"num_values": 2**22 + 1}, "at most 4194304 values in a file of 0 bytes, got 4194305"),
+        ({"total_uncompressed_size": 2**26 + 1}, "at most 67108864 bytes in a file of 0 bytes, got 67108865"),
+    ],
+)
+def test_a_small_parquet_that_says_it_is_huge_is_refused_unread(tmp_path, monkeypatch, facts, message):
+    monkeypatch.setattr(Table, "iter_batches", lambda *given, **told: pytest.fail("rows were read"))
+    with pytest.raises(ValueError, match=rf"a\.parquet must have {message}"):
+        load_prompts(parquet_of([{"prompt": "a"}], tmp_path, monkeypatch, **facts))
 
 
 def test_bytes_in_parquet_are_files_named_by_what_they_hold(tmp_path, monkeypatch):

@@ -10,10 +10,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 from omni_train.files import write_atomically
 from omni_train.hub import check_named, local_file
@@ -24,6 +26,7 @@ MAX_SIDE = 16_384  # pixels
 ROLES = ("system", "user", "assistant")
 FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> where a line has files
 MAX_MEDIA_BYTES = 2**28  # of a file in a row of parquet
+MIN_TABLE_BYTES = 2**26  # that any parquet file may unpack to; a large one to 64 times its own
 SIGNS = {  # with which files begin -> the suffix that readers know them by
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
     rb"RIFF....WAVE": ".wav",
@@ -194,7 +197,7 @@ def _read_lines(
     place_of = partial(_file_in, [os.path.realpath(root) for root in roots], path.parent)
     split = partial(_split_json, place_of) if path.suffix != ".txt" else _split_text
     is_table = path.suffix == ".parquet"
-    lines = _table_lines(path) if is_table else _text_lines(path)
+    lines: Iterable[str] = _table_lines(path) if is_table else _text_lines(path)
     kept: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -224,21 +227,57 @@ def _text_lines(path: Path) -> list[str]:
     return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
 
 
-def _table_lines(path: Path) -> list[str]:
-    """The rows of a parquet file as lines of JSON, without what is null: a row has the keys of all."""
+def _table_lines(path: Path) -> Iterator[str]:
+    """Yield the rows of a parquet file as lines of JSON, without what is null: a row has the keys of all."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as exc:
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
-    lines: list[str] = []
+    count = 0
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=16):  # few, as rows may hold files
-            lines += [
-                _row_line(row, f"{path}, row {len(lines) + i}") for i, row in enumerate(batch.to_pylist(), start=1)
-            ]
+        most = max(MIN_TABLE_BYTES, 64 * path.stat().st_size)
+        texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
+        # Texts stay indices into those that differ, and so are measured before a small file takes much memory.
+        for batch in parquet.ParquetFile(path, read_dictionary=texts).iter_batches(batch_size=16):
+            if (size := sum(map(_num_bytes, batch.columns))) > most:
+                rule = f"must have at most {most} bytes with the 15 rows after it"
+                raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")
+            for row in batch.to_pylist():
+                count += 1
+                yield _row_line(row, f"{path}, row {count}")
     except (OSError, NotImplementedError, ArrowException) as exc:  # such as of a type that it does not know
         raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
-    return lines
+
+
+def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
+    """Check a parquet file by its metadata, and return the names of its columns of text and bytes.
+
+    Raises:
+        ValueError: it has more rows, values or bytes than a file of its size has unless it is made to fill the memory.
+    """
+    groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    file_bytes = path.stat().st_size
+    rows = max(MAX_SORTED, file_bytes)
+    for name, found, most in (
+        ("rows", facts.num_rows, rows),
+        ("values", sum(column.num_values for column in columns), 64 * rows),
+        ("bytes", sum(column.total_uncompressed_size for column in columns), most_bytes),
+    ):
+        if found > most:
+            raise ValueError(f"{path} must have at most {most} {name} in a file of {file_bytes} bytes, got {found}")
+    return sorted({column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"})
+
+
+def _num_bytes(values: Any) -> int:
+    """Return the bytes of an Arrow array, with a text counted as often as it occurs."""
+    if hasattr(values, "dictionary"):
+        counts = Counter(values.indices.to_pylist())
+        return sum(num * values.dictionary[i].as_buffer().size for i, num in counts.items() if i is not None)
+    if not hasattr(values, "flatten"):
+        return int(values.nbytes)
+    parts = [values.keys, values.items] if hasattr(values, "keys") else values.flatten()  # of a map
+    return sum(map(_num_bytes, parts if isinstance(parts, list) else [parts]))
 
 
 def _row_line(row: dict[str, object], place: str) -> str:
