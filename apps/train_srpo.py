@@ -76,6 +76,8 @@ def check_args(args: Args) -> None:
         (args.level_step < 1, f"--level-step must be < 1, got {args.level_step}"),
         (words(args.positive_words), f"--positive-words must hold a word, got {args.positive_words!r}"),
         (words(args.negative_words), f"--negative-words must hold a word, got {args.negative_words!r}"),
+        (args.reward != "sign-reader" or (args.height, args.width) == (32, 96),
+         f"--reward sign-reader reads images of 32 x 96, got --height {args.height} and --width {args.width}"),
     )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ MODELS = {  # change of the folder -> what is said of it
     "no index": (lambda m: (m / "model_index.json").unlink(), r"incomplete: .*model_index\.json is missing"),
     "another pipeline": (
         lambda m: lives.rewrite(m / "model_index.json", '{"_class_name": "PixArtSigmaPipeline"}'),
-        "--model must be the folder of a .*QwenImagePipeline.*model holds a 'PixArtSigmaPipeline'",
+        "--model must not be a 'PixArtSigmaPipeline', which .*model holds: known are .*QwenImagePipeline",
     ),
     "no JSON": (lambda m: lives.rewrite(m / "vae/config.json", "{"), r"damaged: .*vae/config\.json is no JSON"),
     "no tokenizer": (lambda m: shutil.rmtree(m / "tokenizer"), r"tokenizer/tokenizer_config\.json is missing"),

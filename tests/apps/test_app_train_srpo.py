@@ -301,6 +301,7 @@ def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
         ("--level-high 1", "--level-low must be < --level-high, and that < 1, got 0.2 and 1"),
         ("--level-step 1", "--level-step must be < 1, got 1"),
         ("--positive-words ,", "--positive-words must hold a word, got ','"),
+        ("--width 64", "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64"),
         ("--reward hps", "--reward must be one of 'sign-reader', 'clip'"),
         ("--scorer-url http://x", "unknown flag --scorer-url"),
     ],

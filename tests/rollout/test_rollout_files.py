@@ -8,6 +8,7 @@ import shutil
 import build_tiny_models
 import pytest
 import torch
+from diffusers import DiffusionPipeline
 from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
@@ -59,13 +60,15 @@ def test_a_sound_folder_passes(folder):
 )
 def test_a_pipeline_that_is_no_model_of_ours_is_refused_with_the_choices(folder, kind):
     change(folder / "model_index.json", _class_name=kind)
-    assert "model must be the folder of a QwenImagePipeline" in refusal(folder)
+    assert refusal(folder).startswith(
+        f"model must not be a {kind!r}, which {folder} holds: known are QwenImagePipeline"
+    )
 
 
 @pytest.mark.parametrize("kind", [["LlamaForCausalLM"], ["QwenImage"], [], None, "QwenImagePipeline.evil", 5, {}, [[]]])
 def test_an_architecture_that_is_no_model_of_ours_is_refused_with_the_choices(tmp_path, kind):
     replace(tmp_path / "config.json", {"architectures": kind})
-    assert "model must be the folder of a QwenImagePipeline" in refusal(tmp_path)
+    assert ": known are QwenImagePipeline, " in refusal(tmp_path)
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder", "tokenizer", "scheduler"])
@@ -131,6 +134,18 @@ def test_a_missing_file_is_named(folder):
 def test_neither_a_folder_nor_a_hub_id_is_refused(tmp_path):
     for path in (tmp_path / "nothing", "./nothing", "a/b/c", "nothing"):
         assert "must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at" in refusal(path)
+
+
+@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+def test_weights_that_are_only_there_as_a_variant_are_named_with_what_to_do(folder, part):
+    (weights,) = (folder / part).glob("*.safetensors")
+    variant = weights.rename(weights.with_suffix(".fp16.safetensors"))
+    said = (
+        f"{part} holds only {variant.name}, a variant: load with variant='fp16' of diffusers, and save_pretrained wit"
+    )
+    assert said in refusal(folder)
+    DiffusionPipeline.from_pretrained(folder, variant="fp16").save_pretrained(folder / "saved")
+    look_at(folder / "saved")
 
 
 @pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])

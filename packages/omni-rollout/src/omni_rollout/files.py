@@ -59,7 +59,11 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
         return sorted({folder / own for own in names.values()})
     if not file.is_file():
-        raise ValueError(f"model must have its weights as safetensors, {folder} holds none: {file.name} is missing")
+        rule = f"model must have its weights as safetensors, {folder} holds"
+        if variants := sorted(folder.glob(f"{name}.*.safetensors")):
+            how = f"load with variant={variants[0].name.split('.')[1]!r} of diffusers, and save_pretrained without"
+            raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
+        raise ValueError(f"{rule} none: {file.name} is missing")
     return [file]
 
 

@@ -58,7 +58,7 @@ def open_model(path: str | Path) -> Model:
     kind, folder = _kind(path)
     if not isinstance(kind, str) or kind not in MODELS:
         why = f": {REFUSED[kind]}" if isinstance(kind, str) and kind in REFUSED else ""
-        raise ValueError(f"model must be the folder of a {' or '.join(MODELS)}, {folder} holds a {kind!r:.80}{why}")
+        raise ValueError(f"model must not be a {kind!r:.80}, which {folder} holds{why}: known are {', '.join(MODELS)}")
     return MODELS[kind](path)
 
 
