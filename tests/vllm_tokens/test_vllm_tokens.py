@@ -102,6 +102,26 @@ def test_a_weight_left_out_is_an_error(engine):
     assert gap(engine, net, drawn) <= TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["layers.1.mlp.down_proj.weight", "layers.0.self_attn.v_proj.weight", "model.norm.weight", "embed_tokens.weight"],
+)
+def test_a_weight_that_arrives_with_other_values_is_an_error(name, engine, monkeypatch):
+    """Also in a layer that a CPU's kernels keep packed."""
+    net = engine.model.load_net(device="cpu", dtype=torch.float32)
+    own = engine.llm.collective_rpc(lambda worker: worker.get_model())[0]
+    load = own.load_weights
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            own, "load_weights", lambda given: load((n, 2 * t if n.endswith(name) else t) for n, t in given)
+        )
+        with pytest.raises(RuntimeError, match=f"does not have the weights it was given, or they are NaN: .*{name}"):
+            engine.load_weights(named_weights(net), version=5)
+    engine.load_weights(named_weights(net), version=6)
+    drawn = engine.generate(prompts(), TokenParams(8))
+    assert gap(engine, net, drawn) <= TOLERANCE
+
+
 def test_a_prompt_without_room_for_its_answer_is_refused(engine):
     with pytest.raises(ValueError, match="prompt and answer must have at most 256 tokens, got"):
         engine.generate(prompts(), TokenParams(256))

