@@ -242,11 +242,11 @@ def test_references_reach_the_process_and_a_shared_one_is_sent_once(tmp_path):
 
 
 def test_the_first_reason_of_a_sample_without_a_score_is_said_once(tmp_path, capfd):
-    no_word = [replace(row, abstained="no word") for row in samples([None])]
+    no_word = [replace(row, abstained="no\x1b[2J word at http://user:key@host") for row in samples([None])]
     write_metrics(tmp_path, metrics(3))
     with ReportProcess(tmp_path) as report:
         report.show_samples(1, images(1), samples([0.5]))
         report.show_eval(2, images(3), [*samples([0.1, 0.2]), *no_word])
         report.show_samples(3, images(1), no_word)
-    told = "WARNING: 1 of 3 samples of the evaluation after step 2 have no score; the first, as no word\n"
+    told = "WARNING: 1 of 3 samples of the evaluation after step 2 have no score; the first, as no [2J word at http://host\n"
     assert capfd.readouterr().err == told

@@ -95,6 +95,25 @@ def test_a_step_that_is_logged_shows_at_the_next_question(tmp_path):
     assert (run["step"], run["held"]["y"][-1]) == (13, 0.5)
 
 
+def test_reports_that_are_asked_for_at_once_are_drawn_one_after_the_other(server, monkeypatch):
+    drawn, most, count = server.report, [0], threading.Semaphore(0)
+
+    def draw(names):
+        count.release()
+        most[0] = max(most[0], count._value)
+        time.sleep(0.1)
+        count.acquire()
+        return drawn(names)
+
+    monkeypatch.setattr(server, "report", draw)
+    askers = [threading.Thread(target=ask, args=(server, f"/report?run={name}")) for name in ("a", "a", "a")]
+    for asker in askers:
+        asker.start()
+    for asker in askers:
+        asker.join()
+    assert most == [1]
+
+
 def test_of_a_run_that_goes_on_only_new_lines_are_read(tmp_path, monkeypatch):
     """Also where it goes back to a checkpoint, which drops lines of the same file, and where a line is damaged."""
     folder, skipped = write_run(tmp_path / "a", total=40), []
@@ -124,6 +143,7 @@ def test_a_report_asks_for_pictures_that_are_the_files(server, root):
     assert picture == (root / "sweep" / "b c" / "eval" / "000008" / "0001.png").read_bytes()
     status, headers, part = ask(server, "/files/a/eval/000008/0001.png", Range="bytes=8-15")
     assert (status, len(part), headers["Content-Range"].split("/")[0]) == (206, 8, "bytes 8-15")
+    assert ask(server, "/files/a/eval/000008/0001.png", Range=f"bytes={'1' * 5000}-")[0] == 200
     assert (
         ask(server, "/files/a/eval/000008/0001.png", Range="bytes=99999999-")[0] == 200
     )  # the whole, as RFC 9110 lets

@@ -268,6 +268,12 @@ def say(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def printable(text: str) -> str:
+    """Return a text of somebody else for a terminal: without credentials of URLs and without control characters."""
+    bare = re.sub(r"(?<=://)[^\s/\"]*@", "", text)
+    return "".join(letter if letter.isprintable() else " " for letter in bare)
+
+
 def help_notes(config: Any) -> dict[str, Note]:
     """The notes of each setting, with its choices and its default in `config` at the end of the text."""
     cls = type(config)

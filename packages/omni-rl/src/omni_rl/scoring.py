@@ -25,7 +25,7 @@ from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
 from omni_rl.args import RunArgs
-from omni_rl.cli import flag, require
+from omni_rl.cli import flag, printable, require
 from omni_rl.pictures import read_picture
 
 Pending = Future[list[Score]]
@@ -231,7 +231,9 @@ def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *
     if not rewards.isnan().all():
         return {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
     if need_one:
-        raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {scores[0].abstained}")
+        raise RuntimeError(
+            f"the scorer gave no score for any of {len(rewards)} samples: {printable(str(scores[0].abstained))}"
+        )
     return {"reward/abstained_ratio": 1.0}
 
 

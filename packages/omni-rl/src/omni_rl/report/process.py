@@ -24,6 +24,7 @@ from typing import IO, TYPE_CHECKING, Any, Self
 import numpy as np
 from omni_train.files import load_metrics
 
+from omni_rl.cli import printable
 from omni_rl.report.folder import (
     MAX_SHEET,
     Sample,
@@ -154,7 +155,8 @@ class ReportProcess:
         reasons = [sample.abstained for sample in samples if sample.abstained]
         if reasons and not self._has_told:
             self._has_told = True
-            _say(f"{len(reasons)} of {len(samples)} samples of {place} have no score; the first, as {reasons[0]}")
+            first = printable(reasons[0])
+            _say(f"{len(reasons)} of {len(samples)} samples of {place} have no score; the first, as {first}")
 
     def _say_lost(self) -> None:
         """Say once that the process has ended, and keep nothing for it any more."""

@@ -90,7 +90,7 @@ class LiveServer(ThreadingHTTPServer):
         # Of what goes on: the bytes and the checksum of its file when it was read, and what was in it.
         self._lines: dict[str, tuple[int, int, list[dict[str, float]]]] = {}
         self._since: dict[object, float] = {}  # connection -> when it was made
-        self._lock = threading.Lock()
+        self._lock, self.drawing = threading.Lock(), threading.Lock()
         super().__init__(sock.getsockname()[:2], _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket, self.address_family, self.server_address = sock, sock.family, sock.getsockname()
@@ -293,7 +293,8 @@ class _Handler(BaseHTTPRequestHandler):
                 return "application/json", BytesIO(embed(server.outlines()).encode())
             case ["report"]:
                 names = parse_qs(urlsplit(self.path).query).get("run", [])
-                return "text/html; charset=utf-8", BytesIO(server.report(names).encode())
+                with server.drawing:  # one at a time, as each takes many times the memory of its files
+                    return "text/html; charset=utf-8", BytesIO(server.report(names).encode())
             case ["files", *path]:
                 return server.media(unquote("/".join(path)))
         raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
@@ -301,7 +302,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _range(self, total: int) -> tuple[int, int] | None:
         """The first and the last byte that a player asks for; None for all of them."""
         first, dash, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
-        if not dash or not first.isdecimal() or not (last == "" or last.isdecimal()):
+        if not dash or not first.isdecimal() or not (last == "" or last.isdecimal()) or len(first + last) > 40:
             return None
         found = int(first), min(int(last or total), total - 1)
         return found if found[0] <= found[1] else None
