@@ -254,7 +254,7 @@ def test_missing_and_cut_weights_are_named(folder, file):
     (folder / file).unlink()
     assert f"{file} is missing" in refusal(folder)
     (folder / file).write_bytes(whole[:-1])
-    assert f"{file} has {len(whole) - 1} bytes, its header says {len(whole)}" in refusal(folder)
+    assert f"{file} is no whole safetensors file" in refusal(folder)
 
 
 @pytest.mark.parametrize(
