@@ -25,7 +25,7 @@ def drawn():
     model = open_model(ROWS["hunyuan-image"].checkpoint())
     engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
     routing, chosen = routing_of(engine.net), []
-    replay_routes(model, engine, routing)
+    model, engine = replay_routes(model, engine, routing)
     trajectory = engine.generate(prompts(*TEXTS), PARAMS)
     routing.register_forward_hook(lambda module, args, out: chosen.append(out))
     return model, engine, trajectory, chosen

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 from omni_rollout import Engine, Model, Params
+from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
 from omni_rollout.routes import ExpertLoad, replay_routes, routing_of
@@ -698,7 +699,7 @@ class Run(AnyRun[MediaT]):
         """Have updates take the experts that the rollout took, of a model that has `routes`."""
         routing = routing_of(self.engine.net)
         assert routing is not None
-        replay_routes(self.model, self.engine, routing)
+        self.model, self.engine = replay_routes(self.model, self.engine, routing)
 
     @contextmanager
     def teacher(self, name: str) -> Iterator[nn.Module]:
@@ -863,7 +864,7 @@ class Run(AnyRun[MediaT]):
     def _open_engine(self, net: nn.Module | None) -> tuple[Engine, nn.Module]:
         args, model = self.args, self.model
         if args.decode_batch_size:
-            model.decode = in_slices(model.decode, args.decode_batch_size)  # type: ignore[assignment, method-assign]
+            self.model = model = wrap(model, decode=in_slices(model.decode, args.decode_batch_size))
         return self._make_engine(net, TextCache(args.text_cache_mb, args.text_cache))
 
     def _make_engine(self, net: nn.Module | None, texts: TextCache) -> tuple[Engine, nn.Module]:

@@ -5,14 +5,16 @@ that. Latents are [B, *latent_shape], float32, whatever that is: [C, h, w] for p
 several streams that are laid end to end.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
+
+T = TypeVar("T")
 
 
 class Model(Protocol):
@@ -115,3 +117,17 @@ class Model(Protocol):
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
         """Clean latents [B, *latent_shape] of media; the inverse of `decode`. Pictures may be uint8, or in [0, 1]."""
+
+
+class _Wrapped:
+    def __init__(self, wrapped: object, methods: Mapping[str, Callable[..., object]]) -> None:
+        self._wrapped = wrapped
+        vars(self).update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._wrapped, name)
+
+
+def wrap(wrapped: T, **methods: Callable[..., object]) -> T:
+    """Return a model or an engine with some of its methods replaced; all else is the wrapped one's own."""
+    return cast(T, _Wrapped(wrapped, methods))

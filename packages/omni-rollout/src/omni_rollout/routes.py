@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from omni_rollout.model import Model
+from omni_rollout.model import Model, wrap
 from omni_rollout.types import Cond, Engine, Params, Prompt, Trajectory
 
 Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all after them, as `Routing` has them
@@ -67,14 +67,13 @@ class ExpertLoad:
         self.counts = counts + self.counts if self.counts.numel() else counts
 
 
-def replay_routes(model: Model, engine: Engine, routing: Routing) -> None:
-    """Have `engine` keep the routes of the kept steps in `cond`, and `model` take them wherever it finds them there.
+def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model, Engine]:
+    """Return an engine that keeps the routes of the kept steps in `cond`, and a model that takes them from there.
 
     They are a byte for each token, layer, expert of the token and kept step; the text, which no step changes, counts
     once. `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
     `route_levels` [B, K] at which these steps start; with guidance also the negatives of both.
     """
-    generate, predict = engine.generate, model.predict_velocity
     seen: list[Chosen] = []
 
     def keep(module: nn.Module, args: Chosen, chosen: Chosen) -> None:
@@ -84,7 +83,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> None:
         seen.clear()
         hook = routing.register_forward_hook(keep)
         try:
-            trajectory = generate(prompts, params)
+            trajectory = engine.generate(prompts, params)
         finally:
             hook.remove()
         if not params.sde_steps:
@@ -95,15 +94,14 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> None:
 
     def predict_by_routes(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         if "route_levels" not in cond:
-            return predict(net, x, sigma, cond, params)
+            return model.predict_velocity(net, x, sigma, cond, params)
         at = cond["route_levels"] == sigma[:, None]
         torch._assert_async(at.any(dim=1).all(), "routes must be replayed at the levels that they were kept at")
         rows, steps = torch.arange(len(x), device=x.device), at.int().argmax(dim=1)
         own = {name: cond[name][rows, steps] for name in ("routes", "negative_routes") if name in cond}
-        return predict(net, x, sigma, cond | own, params)
+        return model.predict_velocity(net, x, sigma, cond | own, params)
 
-    engine.generate = generate_with_routes  # type: ignore[method-assign]
-    model.predict_velocity = predict_by_routes  # type: ignore[method-assign]
+    return wrap(model, predict_velocity=predict_by_routes), wrap(engine, generate=generate_with_routes)
 
 
 def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:

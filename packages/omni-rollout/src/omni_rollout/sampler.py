@@ -67,11 +67,15 @@ class Sampler:
         self._known: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
-    def sample(self, prompts: Sequence[Prompt], params: Params, *, weight_version: int) -> Trajectory:
+    def sample(
+        self, prompts: Sequence[Prompt], params: Params, *, weight_version: int, cond: Cond | None = None
+    ) -> Trajectory:
         """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Samples of the same prompt and `initial_seed` are one until the first of these steps, and computed once till
         then, also for the next batch of the same group: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
+
+        cond: of these samples; None is `condition`'s.
 
         Raises:
             ValueError: no prompts, prompts or images of several sizes, another number of images than the model takes,
@@ -82,7 +86,7 @@ class Sampler:
         shape, sigmas = self.model.latent_shape(params), self.model.sigmas(params)
         if params.compress_ratio is not None:
             sigmas = compress_sigmas(sigmas, params.first_after, params.compress_ratio)
-        cond = self.condition(prompts, params)
+        cond = self.condition(prompts, params) if cond is None else cond
         x, kept = self._denoise(prompts, params, sigmas, cond, shape, weight_version)
         media, rates = self.model.decode(self.parts, x, cond, params)
         B, K, device = len(prompts), len(kept), x.device

@@ -6,7 +6,6 @@ gradient reaches what has read the thought.
 """
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from dataclasses import replace
 
 import torch
@@ -57,9 +56,8 @@ class ThinkingEngine(DiffusersEngine):
             replace(prompt, meta={**prompt.meta, "thought": text})
             for prompt, text in zip(prompts, thoughts.answers, strict=True)
         ]
-        cond, sampler = self.model.told(cond, thoughts), copy(self.sampler)
-        sampler.condition = lambda prompts, params: cond  # type: ignore[method-assign]  # for this one call
-        drawn = sampler.sample(told, params, weight_version=self.weight_version)
+        cond = self.model.told(cond, thoughts)
+        drawn = self.sampler.sample(told, params, weight_version=self.weight_version, cond=cond)
         return ThoughtTrajectory(**vars(drawn), thoughts=replace(thoughts, prompts=drawn.prompts))
 
     @torch.no_grad()

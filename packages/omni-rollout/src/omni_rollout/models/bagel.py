@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_shapes
 from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
+from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, local_folder, pixels
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
-MAX_TOKENS_PER_SIDE = 64  # along a side, as the weights have it; the released config.json says 32
 MARKS = ("<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")  # around the text, around the image
 FILES = {
     "tokenizer": "tokenizer_config.json",

@@ -27,8 +27,7 @@ from transformers.models.qwen2.modeling_qwen2 import (
     repeat_kv,
 )
 
-from omni_rollout.models.bagel import MAX_TOKENS_PER_SIDE
-from omni_rollout.models.bagel_sequence import Segment, attend, join, lay_out, part
+from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE, Segment, attend, join, lay_out, part
 
 PATCH = 2  # latent pixels of a token, along each side
 LATENT_CHANNELS = 16

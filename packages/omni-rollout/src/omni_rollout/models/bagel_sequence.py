@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+MAX_TOKENS_PER_SIDE = 64  # along a side, as the weights have it; the released config.json says 32
+
 
 class Segment(NamedTuple):
     """How many tokens of a segment have NAME, and how many NAME_moe_gen; and what they see up to its end.
