@@ -51,6 +51,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
     "omni_rl/videos.py": {"av"},
+    "omni_rl/report/serve.py": {"starlette", "uvicorn"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
 MAY_IMPORT_LAZILY = {  # inside a function

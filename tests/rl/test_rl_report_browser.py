@@ -258,7 +258,7 @@ def live(browser, tmp_path):
     page.on("console", lambda message: wrong.append(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
     server = LiveServer(tmp_path)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
     thread.start()
 
     def open_page(path="", *, width=1280, scheme="light") -> Page:
@@ -269,9 +269,8 @@ def live(browser, tmp_path):
 
     yield open_page
     page.close()
-    server.shutdown()
+    server.should_exit = True
     thread.join()
-    server.server_close()
     assert wrong == []
 
 

@@ -13,25 +13,29 @@ Where other machines can reach it, every address begins with a random token.
 """
 
 import argparse
+import asyncio
 import hmac
 import os
 import secrets
 import socket
-import sys
-import threading
-import time
 from contextlib import suppress
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from typing import Any
+from urllib.parse import quote
 from zlib import crc32
 
+import uvicorn
 from omni_reward.cli import Parser, bind
 from omni_reward.transport import is_loopback, names_loopback
 from omni_train.files import read_steps
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
+from starlette.requests import Request
+from starlette.responses import FileResponse, HTMLResponse, PlainTextResponse, Response
+from starlette.routing import Route
 
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, run_data
 from omni_rl.report.page import embed, list_page, page
@@ -40,11 +44,8 @@ DEPTH = 3  # folders below the one that is served in which runs are looked for
 MAX_RUNS = 1000  # of the list
 LISTED = ("step", "time/step_s", "eval/reward")  # the metrics that it tells of
 MAX_COMPARED = 8  # as many as there are colors
-MAX_FILE_MB = 256  # of a file of lines or settings, and of one that is played
+MAX_FILE_MB = 256  # of a file of lines or settings
 MAX_CONNECTIONS = 64
-HEAD_S = 10  # longest that a browser may say nothing, or take for a piece of an answer
-PIECE = 2**16  # bytes of an answer that are sent, and of a file that are in memory, at a time
-CONNECTION_S = 120  # longest that a request and its answer may take
 HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "default-src 'none'; sandbox",
@@ -55,106 +56,65 @@ HEADERS = {
 PAGE_POLICY = "frame-ancestors 'none'; base-uri 'none'; form-action 'none'"  # beside that in the page itself
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, and no error of this program
-    """An answer other than the one that was asked for."""
+class Runs:
+    """The runs of a folder, or the one run that it is. To be asked for one list at a time."""
 
-    def __init__(self, status: HTTPStatus, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class LiveServer(ThreadingHTTPServer):
-    """The server of a folder of runs, bound to its address."""
-
-    daemon_threads = True
-
-    def __init__(self, root: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
-        """Bind the address.
-
-        Args:
-            root: a folder of runs, or a run.
-            host: the address; one that other machines can reach makes `token` a secret part of all addresses.
-            port: 0 takes a free one.
-
-        Raises:
-            ValueError: there is no such folder or address.
-            OSError: the address is taken.
-        """
+    def __init__(self, root: Path) -> None:
         if not root.is_dir():
             raise ValueError(f"the folder to serve must exist, got {root}")
-        sock = bind(host, port, has_token=True)
-        self.root, self.host = root.resolve(), host
-        self.is_open = not is_loopback(sock.getsockname()[0])
-        self.token = secrets.token_urlsafe(24) if self.is_open else ""
-        self._outlines: dict[str, tuple[object, dict[str, Any]]] = {}
+        self.root = root.resolve()
+        self._listed: dict[str, tuple[object, dict[str, Any]]] = {}  # the state of its files, and what the list says
         # Of what goes on: the bytes and the checksum of its file when it was read, and what was in it.
         self._lines: dict[str, tuple[int, int, list[dict[str, float]]]] = {}
-        self._since: dict[object, float] = {}  # connection -> when it was made
-        self._lock, self.drawing = threading.Lock(), threading.Lock()
-        super().__init__(sock.getsockname()[:2], _Handler, bind_and_activate=False)
-        self.socket.close()
-        self.socket, self.address_family, self.server_address = sock, sock.family, sock.getsockname()
-        self.server_activate()
 
-    @property
-    def url(self) -> str:
-        """The address of the list."""
-        host = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
-        host = f"[{host}]" if ":" in host else host
-        return f"http://{host}:{self.server_address[1]}/{self.token and self.token + '/'}"
-
-    def runs(self) -> dict[str, Path]:
+    def find(self) -> dict[str, Path]:
         """The run folders by name, which is their path below the root; `.` where the root is itself a run.
 
         A folder whose name cannot be printed is no trainer's, and has no address: it is left out.
         """
         found: dict[str, Path] = {}
-
-        def look(folder: Path, left: int) -> None:
-            with suppress(OSError):  # a folder that cannot be read hides none beside it
-                if (folder / "metrics.jsonl").is_file():
-                    found[folder.relative_to(self.root).as_posix()] = folder
-                elif left and len(found) < MAX_RUNS:
-                    for path in sorted(folder.iterdir()):
-                        is_named = path.name.isprintable() and not path.name.startswith(".")
-                        if is_named and path.is_dir() and not path.is_symlink():
-                            look(path, left - 1)
-
-        look(self.root, DEPTH)
+        for place, folders, _ in os.walk(self.root):  # one that cannot be read hides none beside it
+            below = Path(place).relative_to(self.root)
+            is_run = os.path.isfile(f"{place}/metrics.jsonl")
+            if is_run and len(found) < MAX_RUNS:
+                found[below.as_posix()] = Path(place)
+            is_last = is_run or len(below.parts) == DEPTH or len(found) == MAX_RUNS
+            folders[:] = sorted(name for name in folders if name.isprintable() and name[0] != "." and not is_last)
         return found
 
     def outlines(self) -> list[dict[str, Any]]:
         """What the list says of each run; of one whose files cannot be read, why."""
-        return [self._outline(name, folder) for name, folder in self.runs().items()]
+        return [{"id": name, "name": self.title(name), **self._outline(name, run)} for name, run in self.find().items()]
 
     def _outline(self, name: str, folder: Path) -> dict[str, Any]:
         try:
             self.check_files(folder)
             paths = [folder / file for file in ("metrics.jsonl", "config.toml", "versions.jsonl")]
             state = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.stat()]]
-            known, found = self._outlines.get(name, (None, {}))
-            if known != state:  # only what goes on is read again
+            if self._listed.get(name, ("",))[0] != state:  # only what goes on is read again
                 steps = self._steps(name, paths[0])
-                found = outline(folder, steps) | {"held": curve(steps, "eval/reward", 60)}
-                self._outlines[name] = (state, found)
+                found = outline(folder, steps)
+                config, start = found["config"], found["starts"][-1] if found["starts"] else {}
+                words = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
+                told = {key: found[key] for key in ("step", "total", "seconds", "pace_s", "logged_at")}
+                told |= {"held": curve(steps, "eval/reward", 60), "started": start.get("started")}
+                told |= {"trainer": words[0] if words else "", "algo": config.get("algo"), "model": config.get("model")}
+                self._listed[name] = (state, told)
         except Exception as exc:  # whatever its files hold, the others are listed
-            return {"id": name, "name": self.title(name), "error": str(exc).replace(f"{self.root}/", "")}
-        config, start = found["config"], found["starts"][-1] if found["starts"] else {}
-        told = {key: found[key] for key in ("step", "total", "seconds", "pace_s", "logged_at", "held")}
-        words = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
-        about = {"trainer": words[0] if words else "", "algo": config.get("algo"), "model": config.get("model")}
-        return {"id": name, "name": self.title(name), "started": start.get("started"), **about, **told}
+            return {"error": str(exc).replace(f"{self.root}/", "")}
+        return self._listed[name][1]
 
     def _steps(self, name: str, path: Path) -> list[dict[str, float]]:
         """The steps as `load_metrics` has them, in LISTED; from a run's third reading on, only new lines are read."""
         data = path.read_bytes()
-        size, checksum, lines = self._lines.pop(name, (0, 0, []))  # so that no other thread adds to them meanwhile
+        size, checksum, lines = self._lines.get(name, (0, 0, []))
         if crc32(data[:size]) != checksum:  # a run that continues has dropped lines
             lines = []
-        lines += [{key: line[key] for key in LISTED if key in line} for line in read_steps(path, len(lines))]
-        steps = {line["step"]: line for line in lines}
-        if name in self._outlines:
+        new = read_steps(path, len(lines))
+        lines = lines + [{key: line[key] for key in LISTED if key in line} for line in new]
+        if name in self._listed:
             self._lines[name] = len(data), crc32(data), lines
+        steps = {line["step"]: line for line in lines}
         return [steps[step] for step in sorted(steps)]
 
     def title(self, name: str) -> str:
@@ -177,138 +137,110 @@ class LiveServer(ThreadingHTTPServer):
 
     def report(self, names: list[str]) -> str:
         """The page of one run, or of several."""
-        runs = self.runs()
+        runs = self.find()
         missing = [name for name in names if name not in runs]
         if missing or not names:
-            raise Refusal(HTTPStatus.NOT_FOUND, f"no run {missing[0] if missing else ''}")
+            raise HTTPException(404, f"no run {missing[0] if missing else ''}")
         if len(names) > MAX_COMPARED or len(set(names)) < len(names):
-            raise Refusal(HTTPStatus.BAD_REQUEST, f"run must be given once for each of at most {MAX_COMPARED} runs")
+            raise HTTPException(400, f"run must be given once for each of at most {MAX_COMPARED} runs")
         try:
             for name in names:
                 self.check_files(runs[name])
             data = [run_data(runs[name], num_runs=len(names), link=f"files/{quote(name)}") for name in names]
         except Exception as exc:  # whatever its files hold
-            raise Refusal(HTTPStatus.UNPROCESSABLE_ENTITY, str(exc)) from exc
+            raise HTTPException(422, str(exc)) from exc
         return page([run | {"name": self.title(name)} for name, run in zip(names, data, strict=True)], live=True)
 
-    def media(self, path: str) -> tuple[str, BinaryIO]:
-        """Type and content of a file that a report shows, by its path below the root; to be closed."""
-        missing = Refusal(HTTPStatus.NOT_FOUND, "no such picture, video or sound")
-        try:
+    def media(self, path: str) -> Path:
+        """The file that a report shows, by its path below the root."""
+        with suppress(OSError, ValueError):
             file = (self.root / path).resolve()
-            below = file.relative_to(self.root)  # after links were followed
-            is_shown = file.suffix in MEDIA_TYPES and {"eval", "samples"} & set(below.parts[:-1]) and file.is_file()
-            if not is_shown:
-                raise missing
-            if file.stat().st_size > MAX_FILE_MB * 2**20:
-                raise Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"at most {MAX_FILE_MB} MB")
-            return MEDIA_TYPES[file.suffix], file.open("rb")
-        except (OSError, ValueError) as exc:
-            raise missing from exc
+            homes = file.relative_to(self.root).parts[:-1]  # after links were followed
+            if file.suffix in MEDIA_TYPES and {"eval", "samples"} & set(homes) and file.is_file():
+                return file
+        raise HTTPException(404, "no such picture, video or sound")
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, or hang up where there are too many."""
-        with self._lock:
-            is_full = len(self._since) >= MAX_CONNECTIONS
-            if not is_full:
-                self._since[request] = time.monotonic()
-        if is_full:
-            super().shutdown_request(request)
+
+def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starlette:
+    """ASGI app of the pages.
+
+    Args:
+        runs: what they show.
+        host: one more name of loopback, without a token.
+        token: what every address begins with; without one, only who asks for loopback is answered.
+    """
+    drawing, listing = asyncio.Lock(), asyncio.Lock()  # each takes many times the memory of the files that it reads
+    start = f"/{token}/" if token else "/"
+
+    def show(text: str) -> Response:
+        return HTMLResponse(text.encode(errors="replace"), headers={"Content-Security-Policy": PAGE_POLICY})
+
+    async def index(request: Request) -> Response:
+        return show(list_page(runs.root.name))
+
+    async def listed(request: Request) -> Response:
+        async with listing:
+            return Response(embed(await run_in_threadpool(runs.outlines)), media_type="application/json")
+
+    async def report(request: Request) -> Response:
+        async with drawing:
+            return show(await run_in_threadpool(runs.report, request.query_params.getlist("run")))
+
+    def media(request: Request) -> Response:
+        file = runs.media(request.path_params["path"])
+        return FileResponse(file, media_type=MEDIA_TYPES[file.suffix])
+
+    async def guard(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        asked, path = request.headers.get("host", ""), request.scope["path"]
+        if not token and not names_loopback(asked, host):  # else any page could read by rebinding
+            answer: Response = PlainTextResponse("ask for it as localhost", 403)
+        elif not hmac.compare_digest(path[: len(start)].encode(), start.encode()):
+            answer = PlainTextResponse("the address must begin with the token that was printed at the start", 404)
         else:
-            super().process_request(request, client_address)
+            answer = await call_next(request)
+        for name, value in HEADERS.items():
+            answer.headers.setdefault(name, value)
+        return answer
 
-    def shutdown_request(self, request: Any) -> None:
-        """Forget the connection and close it."""
-        with self._lock:
-            self._since.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Hang up on who takes too long, however often it sends a byte."""
-        with self._lock:
-            late = [sock for sock, since in self._since.items() if time.monotonic() - since > CONNECTION_S]
-        for sock in late:
-            with suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]  # its thread then ends
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that hung up; of all else what it was."""
-        exc = sys.exception()
-        if not isinstance(exc, OSError):
-            print(f"WARNING: a request failed: {type(exc).__name__}: {exc}", file=sys.stderr)
+    pages = {"": index, "runs.json": listed, "report": report, "files/{path:path}": media}
+    routes = [Route(start + path, endpoint) for path, endpoint in pages.items()]
+    app = Starlette(routes=routes, middleware=[Middleware(BaseHTTPMiddleware, dispatch=guard)])
+    app.router.redirect_slashes = False
+    return app
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Answers GET and HEAD; the base class refuses all else."""
+class LiveServer(uvicorn.Server):
+    """The server of a folder of runs, bound to its address. `run(sockets=[server.socket])` serves.
 
-    server: LiveServer
-    timeout = HEAD_S
-    server_version, sys_version = "omni-rl", ""
+    Args:
+        root: a folder of runs, or a run.
+        host: the address; one that other machines can reach makes a secret part of all addresses.
+        port: 0 takes a free one.
 
-    def do_GET(self) -> None:
-        content: BinaryIO
-        try:
-            kind, content = self._answer()
-            status, policy = HTTPStatus.OK, PAGE_POLICY if kind.startswith("text/html") else None
-        except Refusal as exc:
-            status, policy = exc.status, None
-            kind, content = "text/plain; charset=utf-8", BytesIO(f"{exc}\n".encode())
-        with content:
-            self._send(status, kind, content, policy)
+    Raises:
+        ValueError: there is no such folder or address.
+        OSError: the address is taken.
+    """
 
-    def _send(self, status: HTTPStatus, kind: str, content: BinaryIO, policy: str | None) -> None:
-        total = content.seek(0, os.SEEK_END)
-        first, last = 0, total - 1
-        if status is HTTPStatus.OK and (asked := self._range(total)):
-            status, (first, last) = HTTPStatus.PARTIAL_CONTENT, asked
-        self.send_response(status)
-        for name, value in {**HEADERS, **({"Content-Security-Policy": policy} if policy else {})}.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(last - first + 1))
-        self.send_header("Accept-Ranges", "bytes")
-        if status is HTTPStatus.PARTIAL_CONTENT:
-            self.send_header("Content-Range", f"bytes {first}-{last}/{total}")
-        self.end_headers()
-        left = last - first + 1 if self.command == "GET" else 0
-        content.seek(first)
-        while piece := content.read(min(left, PIECE)):
-            left -= len(piece)
-            self.wfile.write(piece)  # the socket's timeout is for each of these calls
-
-    do_HEAD = do_GET  # noqa: N815 - the name that the base class asks for
-
-    def _answer(self) -> tuple[str, BinaryIO]:
-        """Type and content of what the address names."""
-        server = self.server
-        if not server.is_open and not names_loopback(self.headers.get("Host", ""), server.host):
-            raise Refusal(HTTPStatus.FORBIDDEN, "ask for it as localhost")  # else any page could read by rebinding
-        _, *parts = urlsplit(self.path).path.split("/")
-        if server.token and not hmac.compare_digest(parts.pop(0).encode(), server.token.encode()):
-            raise Refusal(HTTPStatus.NOT_FOUND, "the address must begin with the token that was printed at the start")
-        match parts:
-            case [""]:
-                return "text/html; charset=utf-8", BytesIO(list_page(server.root.name).encode(errors="replace"))
-            case ["runs.json"]:
-                return "application/json", BytesIO(embed(server.outlines()).encode())
-            case ["report"]:
-                names = parse_qs(urlsplit(self.path).query).get("run", [])
-                with server.drawing:  # one at a time, as each takes many times the memory of its files
-                    return "text/html; charset=utf-8", BytesIO(server.report(names).encode())
-            case ["files", *path]:
-                return server.media(unquote("/".join(path)))
-        raise Refusal(HTTPStatus.NOT_FOUND, "no such page")
-
-    def _range(self, total: int) -> tuple[int, int] | None:
-        """The first and the last byte that a player asks for; None for all of them."""
-        first, dash, last = self.headers.get("Range", "").removeprefix("bytes=").partition("-")
-        if not dash or not first.isdecimal() or not (last == "" or last.isdecimal()) or len(first + last) > 40:
-            return None
-        found = int(first), min(int(last or total), total - 1)
-        return found if found[0] <= found[1] else None
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing: addresses hold the token."""
+    def __init__(self, root: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+        self.runs = Runs(root)
+        self.socket = bind(host, port, has_token=True)
+        self.socket.listen()  # who reads the address may ask at once
+        address, port = self.socket.getsockname()[:2]
+        token = "" if is_loopback(address) else secrets.token_urlsafe(24)
+        name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+        self.url = f"http://{name}:{port}/{token and token + '/'}"
+        super().__init__(
+            uvicorn.Config(
+                create_app(self.runs, host=host, token=token),
+                http="h11",  # which bounds the head of a request
+                log_config=None,
+                log_level="error",
+                access_log=False,  # addresses hold the token
+                limit_concurrency=MAX_CONNECTIONS,
+                timeout_graceful_shutdown=1,
+            )
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -322,9 +254,9 @@ def main(argv: list[str] | None = None) -> None:
         server = LiveServer(args.folder, host=args.host, port=args.port)
     except (OSError, ValueError) as exc:
         parser.error(str(exc))
-    print(f"{(count := len(server.runs()))} run{'s' * (count != 1)} at {server.url}  (Ctrl-C ends it)", flush=True)
-    with server, suppress(KeyboardInterrupt):
-        server.serve_forever()
+    print(f"{(count := len(server.runs.find()))} run{'s' * (count != 1)} at {server.url}  (Ctrl-C ends it)", flush=True)
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[server.socket])
 
 
 if __name__ == "__main__":
