@@ -237,16 +237,20 @@ class DiffusersModel:
         return {}
 
     def check_files(self) -> None:
-        """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight."""
+        """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight.
+
+        Configurations alone are enough of a hub id, whose other files `load` checks, and where weights are not read.
+        """
+        is_whole = Path(self.path).is_dir() and self.reads_weights
         for part in self.parts:
             if part == "scheduler":
                 continue
-            if not issubclass(self._class(part), nn.Module):
+            if issubclass(self._class(part), nn.Module):
+                wanted = self._empty(part).state_dict()
+                if is_whole:
+                    self._check_weights(part, wanted)
+            elif is_whole:
                 self._load(part, "cpu", torch.float32)  # a tokenizer or a processor
-                continue
-            wanted = self._empty(part).state_dict()
-            if Path(self.path).is_dir() and self.reads_weights:  # what a hub id names is fetched when it is loaded
-                self._check_weights(part, wanted)
 
     def _check_weights(self, part: str, wanted: Mapping[str, Tensor]) -> None:
         files = self.weight_files(part)
