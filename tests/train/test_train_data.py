@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from functools import partial
@@ -165,6 +166,38 @@ def test_prompts_name_no_file_outside_their_folder_but_below_the_media_root(tmp_
         load_prompts(path)
     [record] = load_prompts(path, media_root="/")
     assert PromptSampler(path, prompts_per_step=1, seed=0, media_root="/").at(0) == [record]
+
+
+def hub_snapshot(folder):
+    """A snapshot of a data set in the hub's cache, whose files are links to blobs; a.png is one of them."""
+    repository = folder / "hub" / "datasets--owner--name"
+    snapshot, blobs = repository / "snapshots" / "0123abcd", repository / "blobs"
+    for path in (snapshot / "in", blobs):
+        path.mkdir(parents=True)
+    (blobs / "89ef").touch()
+    (snapshot / "in" / "a.png").symlink_to("../../../blobs/89ef")
+    return snapshot
+
+
+def test_prompts_in_the_cache_of_the_hub_name_files_that_are_links_to_blobs(tmp_path):
+    snapshot = hub_snapshot(tmp_path)
+    write(snapshot, "a.jsonl", '{"prompt": "x", "images": "in/a.png"}')
+    [record] = load_prompts(snapshot / "a.jsonl")
+    assert record.images[0].is_file()
+    (tmp_path / "mine.jsonl").write_text(f'{{"prompt": "x", "images": "{snapshot / "in" / "a.png"}"}}')
+    [record] = load_prompts(tmp_path / "mine.jsonl", media_root=snapshot)
+
+
+def test_a_folder_that_is_named_as_the_cache_of_the_hub_leads_nowhere_else(tmp_path):
+    snapshot, outside = hub_snapshot(tmp_path), tmp_path / "outside"
+    outside.mkdir()
+    blobs = snapshot.parents[1] / "blobs"
+    shutil.rmtree(blobs)
+    blobs.symlink_to(outside)
+    (outside / "89ef").touch()
+    write(snapshot, "a.jsonl", '{"prompt": "x", "images": "in/a.png"}')
+    with pytest.raises(ValueError, match="must name files in the folder of the prompts or below it"):
+        load_prompts(snapshot / "a.jsonl")
 
 
 def test_prompts_may_be_linked_to_and_so_may_files_beside_them(tmp_path):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from omni_train.data import PromptRecord, load_prompts
+from omni_train.hub import real_roots
 from safetensors import SafetensorError, safe_open
 
 from omni_rl.pictures import FORMATS, picture_size, read_picture
@@ -70,7 +71,7 @@ def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
     if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
         raise ValueError(f"must name a file that ends in one of {SUFFIXES}, got {name!r}")
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    if not any(path.resolve().is_relative_to(root) for root in real_roots(folder)):
         raise ValueError(f"must name a file in the folder of the preference file, got {name!r}")
     if not path.is_file():
         raise ValueError(f"must name a file that exists, got {path}")

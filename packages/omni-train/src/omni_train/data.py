@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from omni_train.files import write_atomically
-from omni_train.hub import check_named, local_file
+from omni_train.hub import check_named, local_file, real_roots
 
 MAX_SORTED = 2**16
 MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
@@ -193,8 +193,8 @@ def _read_lines(
     """Return the lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
     check_named(place, (".txt", ".jsonl", ".parquet"))
     path = local_file(place)
-    roots = [path.parent, media_folder(), *([media_root] if media_root else [])]
-    place_of = partial(_file_in, [os.path.realpath(root) for root in roots], path.parent)
+    folders = [path.parent, media_folder(), *([media_root] if media_root else [])]
+    place_of = partial(_file_in, [root for folder in folders for root in real_roots(folder)], path.parent)
     split = partial(_split_json, place_of) if path.suffix != ".txt" else _split_text
     is_table = path.suffix == ".parquet"
     lines: Iterable[str] = _table_lines(path) if is_table else _text_lines(path)
@@ -336,7 +336,7 @@ def _split_text(line: str) -> Parts:
     return line, "", {}, (), None, None, None
 
 
-def _file_in(roots: Sequence[str], folder: Path, key: str, name: str) -> Path:
+def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
     """Return the file that a line names under a key, relative to `folder`, which must be below one of the roots."""
     path = folder / name
     if not any(Path(os.path.realpath(path)).is_relative_to(root) for root in roots):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from omni_train.export import CARD_FILE
 
+REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
 FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays where it was
 EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
@@ -50,7 +51,17 @@ def is_from_hub(place: str) -> bool:
     """True if the place is an address of the hub, or a file in its cache, whose folders are named KIND--OWNER--NAME."""
     path = Path(place)
     folders = {*path.absolute().parts, *path.resolve().parts}
-    return place.startswith("hf:") or any(re.match("(models|datasets|spaces)--", folder) for folder in folders)
+    return place.startswith("hf:") or any(REPOSITORY.match(folder) for folder in folders)
+
+
+def real_roots(folder: str | Path) -> list[Path]:
+    """Return the folders below which the files of a folder lie, without links: it, and the blobs of the hub's cache.
+
+    There the files of a snapshot are links to blobs of the same repository.
+    """
+    home = Path(folder).resolve()
+    caches = [up.parents[1] for up in (home, *home.parents) if up.parent.name == "snapshots"]
+    return [home, *(cache / "blobs" for cache in caches if REPOSITORY.match(cache.name))]
 
 
 def _fetch(address: str) -> Path:
