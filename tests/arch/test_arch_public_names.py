@@ -156,7 +156,7 @@ SIGNATURES = {
     "omni_rl.report.write_eval": "folder, step, media, samples, **others",
     "omni_rl.report.write_samples": "folder, step, media, samples, **others",
     "omni_rl.report.write_versions": "folder, **others",
-    "omni_rl.report.write_report": "folder, steps=None",
+    "omni_rl.report.write_report": "folder",
     "omni_rl.report.write_comparison": "folders, path",
     "omni_rl.report.process.ReportProcess": "folder, track='none', project='omni-rl'",
     "omni_rl.sinks.tensorboard": "folder",

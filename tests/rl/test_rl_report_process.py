@@ -45,8 +45,8 @@ def test_the_folder_is_the_one_that_the_functions_write(tmp_path):
                 report.show_eval(step, pictures, samples([step / 50, step / 50 + 0.1, None], read=f"AT{step}"))
             if step == 12:
                 report.show_samples(step, images(8), rows)
-            report(step, {name: value for name, value in line.items() if name != "step"})
             write_metrics(handed, lines[: step + 1])
+            report(step, {name: value for name, value in line.items() if name != "step"})
     assert tree(handed) == tree(direct)
     assert data.run_data(handed) | {"name": "", "logged_at": 0} == data.run_data(direct) | {"name": "", "logged_at": 0}
     page = (handed / "report.html").read_bytes()
@@ -154,13 +154,15 @@ def test_a_process_that_dies_is_said_once_and_the_run_goes_on(tmp_path, capfd):
     assert not report._waiting
 
 
-def test_the_process_ends_at_once_with_a_run_that_dies(tmp_path):
+@pytest.mark.parametrize("sent", [b"", b"\0\0", (100).to_bytes(4, "big") + b"half"])
+def test_the_process_ends_with_a_run_that_dies(tmp_path, capfd, sent):
     """It has read half of a message, and waits for the other half; nobody tells it to end."""
     report = ReportProcess(tmp_path)
-    report._process.stdin.write((100).to_bytes(8, "little") + b"half")
-    report._process.stdin.close()
-    assert report._process.wait(10) == 0
+    os.write(report._connection.fileno(), sent)
+    report._connection.close()
+    assert report._process.wait(30) == 0
     assert list(tmp_path.iterdir()) == []
+    assert capfd.readouterr().err == ""
 
 
 def test_the_process_does_not_hear_what_a_terminal_says_to_the_run(tmp_path):

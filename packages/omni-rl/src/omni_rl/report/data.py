@@ -121,10 +121,9 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
     }
 
 
-def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None, link: str | None = None) -> dict[str, Any]:
+def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dict[str, Any]:
     """All that the page needs of a run. The pictures of `num_runs` such runs fit into one page.
 
-    steps: the lines of its metrics, read if None.
     link: address of the folder, from which the page is to load all its pictures; None puts them into the page.
 
     Raises:
@@ -133,7 +132,7 @@ def run_data(folder: Path, *, num_runs: int = 1, steps: Steps | None = None, lin
     path = folder / "metrics.jsonl"
     if not path.is_file():
         raise ValueError(f"{folder} holds no metrics.jsonl")
-    steps = load_metrics(path) if steps is None else steps
+    steps = load_metrics(path)
     found = outline(folder, steps)
     trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
     source = _inline if link is None else partial(_linked, folder, link)

@@ -18,19 +18,17 @@ from typing import Any
 
 from omni_train.files import write_atomically
 
-from omni_rl.report.data import Steps, charts, run_data
+from omni_rl.report.data import charts, run_data
 
 
-def write_report(folder: str | Path, steps: Steps | None = None) -> Path:
+def write_report(folder: str | Path) -> Path:
     """Write `folder`/report.html anew from what the run folder holds, and return its path.
-
-    steps: the lines of its `metrics.jsonl`, for a caller that has them; None reads them.
 
     Raises:
         ValueError: `folder` holds no metrics, or a file in it cannot be read.
     """
     path = Path(folder) / "report.html"
-    write_atomically(path, page([run_data(Path(folder), steps=steps)]))
+    write_atomically(path, page([run_data(Path(folder))]))
     return path
 
 

@@ -1,28 +1,27 @@
 """The process beside a run that draws its pictures and its report and feeds its tracker, so that no step waits for it.
 
-    python -m omni_rl.report.process FOLDER TRACKERS PROJECT     what ReportProcess starts
+    python -m omni_rl.report.process FOLDER TRACKERS PROJECT FD     what ReportProcess starts
 
-Each message on its standard input is a length, so many bytes of JSON, and the arrays that it names. On its standard
-output it says a line when the tracker is open, or why it is not, and a dot for each evaluation that it has written.
-When that input breaks off before the message "end", the run has died, and the process ends at once: whatever it writes,
-it writes atomically. It is in a session of its own, as Ctrl-C and torchrun speak to the run alone.
+Each message is JSON, followed by the arrays that it names. The process answers when the tracker is open, or why it is
+not, and each time that it has written an evaluation. When the connection breaks off before the message "end", the run
+has died: the process finishes what it was sent, and ends. It is in a session of its own, as Ctrl-C and torchrun speak
+to the run alone. It is no `multiprocessing.Process`, which would import the trainer's own file, and torch with it.
 """
 
 import json
 import os
-import select
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-from omni_train.files import load_metrics
 
 from omni_rl.cli import printable
 from omni_rl.report.folder import (
@@ -72,11 +71,13 @@ class ReportProcess:
         self._waiting: deque[Message] = deque()
         self._change = threading.Condition()
         self._is_lost = self._has_told = False
-        self._num_evals = self._num_written = 0  # evaluations
-        command = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, start_new_session=True)
-        if track != "none" and (answer := _end(self._process.stdout).readline().decode().strip()):
+        self._due = 0  # evaluations that may not be on the disk yet
+        self._connection, theirs = Pipe()
+        with theirs:
+            module, number = [sys.executable, "-P", "-m", "omni_rl.report.process"], theirs.fileno()
+            command = [*module, str(folder), track, project, str(number)]
+            self._process = subprocess.Popen(command, stdout=2, pass_fds=[number], start_new_session=True)
+        if track != "none" and (answer := self._answer()):
             raise ValueError(f"track must be a tracker that opens, got {track}: {answer}")
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
@@ -89,7 +90,7 @@ class ReportProcess:
         """Hand on the samples of an evaluation, of which `omni_rl.report.write_eval` keeps some."""
         self._tell_abstention(f"the evaluation after step {step}", samples)
         shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
-        self._num_evals += 1
+        self._due += 1
         self._put(*_about("eval", step, samples[:MAX_SHEET], shown))
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
@@ -102,14 +103,14 @@ class ReportProcess:
 
     def wait(self) -> None:
         """Wait until the samples of all evaluations are on the disk or the process has ended, at most `WAIT_S`."""
-        stream, deadline = _end(self._process.stdout), time.monotonic() + WAIT_S
-        while self._num_written < self._num_evals:
-            if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        deadline = time.monotonic() + WAIT_S
+        while self._due:
+            if not self._connection.poll(max(0.0, deadline - time.monotonic())):
                 _say(f"an evaluation is not in {self._folder} after {WAIT_S:g} s: if the run is killed, it may be lost")
                 return
-            if not (dots := stream.read(1024)):
+            if self._answer():
                 return
-            self._num_written += len(dots)
+            self._due -= 1
 
     def close(self) -> None:
         """Wait until all is written and the process has ended."""
@@ -117,15 +118,20 @@ class ReportProcess:
         self._thread.join()
         if self._process.wait():
             self._say_lost()
-        for pipe in (self._process.stdin, self._process.stdout):  # not before: a pipe that closes means a run that died
-            with suppress(OSError):
-                _end(pipe).close()
+        self._connection.close()  # not before: a connection that closes means a run that died
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _answer(self) -> str:
+        """What the process answers next: nothing where all is well."""
+        try:
+            return self._connection.recv_bytes().decode()
+        except (EOFError, OSError):
+            return "the process has ended"
 
     def _put(self, about: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         with self._change:
@@ -144,7 +150,7 @@ class ReportProcess:
                 self._change.wait_for(lambda: self._waiting)
                 about, arrays = self._waiting.popleft()
             try:
-                _send(_end(self._process.stdin), about, arrays)
+                _send(self._connection, about, arrays)
             except OSError:
                 self._say_lost()
                 return
@@ -189,35 +195,17 @@ def _about(kind: str, step: int, samples: Sequence[Sample], shown: Mapping[int, 
     return {"kind": kind, "step": step, "samples": rows}, [array for _, array in sent.values()]
 
 
-def _send(stream: IO[bytes], about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
+def _send(connection: Connection, about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
     forms = [(str(array.dtype), array.shape) for array in arrays]
-    head = json.dumps(about | {"arrays": forms}, default=str).encode()
-    for part in (np.frombuffer(len(head).to_bytes(8, "little") + head, np.uint8), *arrays):
-        left = np.ascontiguousarray(part).data.cast("B")
-        while left:
-            left = left[stream.write(left) :]
+    connection.send_bytes(json.dumps(about | {"arrays": forms}, default=str).encode())
+    for array in arrays:
+        connection.send_bytes(np.ascontiguousarray(array).data.cast("B"))
 
 
-def _receive(stream: IO[bytes]) -> Message:
-    size = int.from_bytes(_fill(stream, np.empty(8, np.uint8)), "little")
-    about = json.loads(_fill(stream, np.empty(size, np.uint8)).tobytes())
-    return about, [_fill(stream, np.empty(shape, dtype)) for dtype, shape in about.pop("arrays")]
-
-
-def _fill(stream: IO[bytes], array: np.ndarray) -> np.ndarray:
-    left = array.data.cast("B")
-    while left:
-        count = stream.readinto(left)  # type: ignore[attr-defined]  # the stream is not buffered
-        if not count:
-            os._exit(0)  # the run has died
-        left = left[count:]
-    return array
-
-
-def _end(pipe: IO[bytes] | None) -> IO[bytes]:
-    """This side's end of a pipe that was asked for."""
-    assert pipe is not None
-    return pipe
+def _receive(connection: Connection) -> Message:
+    about = json.loads(connection.recv_bytes())
+    forms = about.pop("arrays")
+    return about, [np.frombuffer(connection.recv_bytes(), dtype).reshape(shape) for dtype, shape in forms]
 
 
 class _Pages:
@@ -225,14 +213,15 @@ class _Pages:
 
     def __init__(self, folder: Path, sinks: Sequence[Sink]) -> None:
         self._folder, self._sinks = folder, sinks
-        self._lines: dict[float, Mapping[str, float]] | None = None
         self._told: set[str] = set()
 
     def take(self, about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        """Write the samples of a message; remember its metrics, and tell them to the tracker."""
+        """Write the samples of a message, or tell its metrics to the tracker."""
         kind, step = about["kind"], about["step"]
         if kind == "log":
-            self._add(step, about["metrics"])
+            for sink in self._sinks:
+                with self._guarded("the tracker failed"):
+                    sink(step, about["metrics"])
             return
         write = write_eval if kind == "eval" else write_samples
         with self._guarded(f"the samples of step {step} could not be written"):
@@ -243,7 +232,7 @@ class _Pages:
     def write(self) -> None:
         """Write the page."""
         with self._guarded(f"the report of {self._folder} could not be written"):
-            write_report(self._folder, None if self._lines is None else list(self._lines.values()))
+            write_report(self._folder)
 
     def close(self) -> None:
         """Write the page a last time, and close the tracker."""
@@ -251,18 +240,6 @@ class _Pages:
         for sink in self._sinks:
             with self._guarded("the tracker failed"):
                 sink.close()
-
-    def _add(self, step: int, metrics: Mapping[str, float]) -> None:
-        with self._guarded("the report has no older lines"):
-            if self._lines is None:  # now the log has dropped those that a run which resumes will write anew
-                self._lines = {}
-                older = load_metrics(self._folder / "metrics.jsonl")
-                self._lines = {line["step"]: line for line in older if line["step"] < step}
-        assert self._lines is not None
-        self._lines[step] = {"step": step, **metrics}
-        for sink in self._sinks:
-            with self._guarded("the tracker failed"):
-                sink(step, metrics)
 
     @contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
@@ -279,43 +256,41 @@ def _say(text: str) -> None:
     print(f"WARNING: {text}", file=sys.stderr, flush=True)
 
 
-def _end_with(stream: IO[bytes]) -> None:
-    """End this process as soon as nobody can write to the stream any more."""
-    poll = select.poll()
-    poll.register(stream, 0)
-    poll.poll()
-    os._exit(0)
-
-
-def main(folder: str, track: str, project: str) -> None:
-    """Open the tracker, and do what the messages say until the last one."""
-    os.nice(5)  # training comes first
-    stream = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115  # to the end of the process
-    threading.Thread(target=_end_with, args=(stream,), daemon=True).start()
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        sinks = tracker(track, folder, project)
-    except Exception as exc:  # of any library
-        os.write(answer, " ".join(f"{type(exc).__name__}: {exc}".split()).encode())
-        return
-    if track != "none":
-        os.write(answer, b"\n")
-    pages, is_old, due = _Pages(Path(folder), sinks), False, 0.0
+def _follow(connection: Connection, pages: _Pages) -> None:
+    """Do what the messages say until the last one, and write the page in between."""
+    is_old, due = False, 0.0
     while True:
         now = time.monotonic()
         if is_old and now >= due:
             pages.write()
             is_old, end = False, time.monotonic()
             due = end + (end - now) * (1 / MAX_SHARE - 1)
-        elif select.select([stream], [], [], due - now if is_old else None)[0]:
-            about, arrays = _receive(stream)
+        elif connection.poll(due - now if is_old else None):
+            about, arrays = _receive(connection)
             if about["kind"] == "end":
-                break
+                return
             pages.take(about, arrays)
             if about["kind"] == "eval":
-                os.write(answer, b".")
+                connection.send_bytes(b"")
             is_old = is_old or about["kind"] == "log"  # samples come before the line of their step
+
+
+def main(folder: str, track: str, project: str, fd: str) -> None:
+    """Open the tracker, and follow the run to its end."""
+    os.nice(5)  # training comes first
+    connection = Connection(int(fd))
+    try:
+        sinks = tracker(track, folder, project)
+    except Exception as exc:  # of any library
+        connection.send_bytes(" ".join(f"{type(exc).__name__}: {exc}".split()).encode())
+        return
+    if track != "none":
+        connection.send_bytes(b"")
+    pages = _Pages(Path(folder), sinks)
+    try:
+        _follow(connection, pages)
+    except (EOFError, OSError):  # the run has died, and its tracker is to know
+        os._exit(0)
     pages.close()
 
 
