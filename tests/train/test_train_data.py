@@ -505,6 +505,15 @@ def test_texts_of_parquet_are_measured_before_they_take_memory(tmp_path, monkeyp
         load_prompts(path)
 
 
+def test_texts_that_many_rows_of_parquet_repeat_are_measured_together(tmp_path, monkeypatch):
+    """65,536 rows of 60 kB would be 4 GB, in a file of some kB."""
+    monkeypatch.setattr(data, "_row_line", lambda row, place: json.dumps(row))
+    assert len(load_prompts(parquet_of([{"prompt": "a"}] * 32, tmp_path, monkeypatch, columns=[Texts(1)]))) == 32
+    path = parquet_of([{"prompt": "a"}] * 34, tmp_path, monkeypatch, columns=[Texts(1)])  # 17 batches of 64 MiB
+    with pytest.raises(ValueError, match=rf"row 33: must have at most {2**30} bytes with the rows before it, got"):
+        load_prompts(path)
+
+
 @pytest.mark.parametrize(
     ("facts", "message"),
     [

@@ -61,7 +61,8 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
     if not file.is_file():
         rule = f"model must have its weights as safetensors, {folder} holds"
         if variants := sorted(folder.glob(f"{name}.*.safetensors")):
-            how = f"load with variant={variants[0].name.split('.')[1]!r} of diffusers, and save_pretrained without"
+            variant = variants[0].name.split(".")[1].partition("-")[0]  # a number of files may follow
+            how = f"load with variant={variant!r} of diffusers, and save_pretrained without"
             raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
         raise ValueError(f"{rule} none: {file.name} is missing")
     return [file]

@@ -27,6 +27,7 @@ ROLES = ("system", "user", "assistant")
 FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> where a line has files
 MAX_MEDIA_BYTES = 2**28  # of a file in a row of parquet
 MIN_TABLE_BYTES = 2**26  # that any parquet file may unpack to; a large one to 64 times its own
+MIN_TOTAL_BYTES = 2**30  # that all of its rows may hold, with a text counted as often as it occurs
 SIGNS = {  # with which files begin -> the suffix that readers know them by
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
     rb"RIFF....WAVE": ".wav",
@@ -233,7 +234,7 @@ def _table_lines(path: Path) -> Iterator[str]:
         from pyarrow import ArrowException, parquet
     except ImportError as exc:
         raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
-    count = 0
+    count = total = 0
     try:
         most = max(MIN_TABLE_BYTES, 64 * path.stat().st_size)
         texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
@@ -242,6 +243,9 @@ def _table_lines(path: Path) -> Iterator[str]:
             if (size := sum(map(_num_bytes, batch.columns))) > most:
                 rule = f"must have at most {most} bytes with the 15 rows after it"
                 raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")
+            if (total := total + size) > (most_in_all := max(MIN_TOTAL_BYTES, most)):
+                rule = f"must have at most {most_in_all} bytes with the rows before it"
+                raise ValueError(f"{path}, row {count + 1}: {rule}, got {total}")
             for row in batch.to_pylist():
                 count += 1
                 yield _row_line(row, f"{path}, row {count}")
