@@ -8,7 +8,10 @@ import torch
 from model_rows import ROWS
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.model import wrap
 from omni_rollout.models import open_model
+from omni_rollout.models.qwen_image import QwenImage
+from omni_rollout.offload import in_slices
 from omni_rollout.sampler import TextCache
 
 MODELS = ("qwen-image", "sd35-medium", "qwen-image-edit", "bagel")
@@ -86,6 +89,18 @@ def test_another_encoder_text_negative_or_reference_finds_nothing(tmp_path, monk
     draw(name, model, parts, tmp_path)
     assert len({file.parent for file in files_of(tmp_path)}) == 2
     assert asked != []
+
+
+def test_a_wrapped_model_finds_the_texts_of_its_own_class(tmp_path, monkeypatch):
+    """With --decode-batch-size the engine has a wrapped model, whose texts are those of the model's own code."""
+    name = "qwen-image"
+    model, parts = load(name)
+    draw(name, model, parts, tmp_path)
+    asked = encodings(model, monkeypatch)
+    wrapped = wrap(model, decode=in_slices(model.decode, 1))
+    assert isinstance(wrapped, QwenImage)
+    draw(name, wrapped, parts, tmp_path)
+    assert asked == []
 
 
 def test_another_length_of_texts_finds_nothing(tmp_path, monkeypatch):

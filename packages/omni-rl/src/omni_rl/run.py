@@ -830,7 +830,7 @@ class Run(AnyRun[MediaT]):
 
     def _describe(self) -> str:
         latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
-        return f"{type(self.model).__name__}, latents {' and '.join(map(str, latents))}"
+        return f"{self.model.__class__.__name__}, latents {' and '.join(map(str, latents))}"
 
     def _planned(self, plan: "Plan", scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> Self:
         """The run, ready for a step on a device that is not there."""

@@ -124,6 +124,10 @@ class _Wrapped:
         self._wrapped = wrapped
         vars(self).update(methods)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # the wrapped one's, for `isinstance` and for what is named by the class
+        return self._wrapped.__class__
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapped, name)
 

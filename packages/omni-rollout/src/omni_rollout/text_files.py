@@ -74,7 +74,7 @@ def _read(file: Path) -> Cond | None:
 def _what_encodes(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
     """All that the bits of an encoded text depend on besides the text."""
     yield "facts", json.dumps([device.type, *(version(name) for name in LIBRARIES)]).encode()
-    for cls in type(model).__mro__[:-1]:
+    for cls in model.__class__.__mro__[:-1]:
         yield cls.__name__, Path(inspect.getfile(cls)).read_bytes()
     for file in sorted(file for file in model.folder.rglob("*") if file.suffix in CONFIGURATION):
         yield file.relative_to(model.folder).as_posix(), file.read_bytes()
