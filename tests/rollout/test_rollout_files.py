@@ -13,6 +13,7 @@ from helpers import CHECKPOINT, REPO
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.tokens import open_token_model
+from omni_rollout.models.tokens.transformers_model import check_template
 from safetensors.torch import load_file, save_file
 
 PARAMS = Params(4, 32, 96)
@@ -424,6 +425,18 @@ def test_a_chat_template_that_fails_or_never_ends_is_refused(language, template,
     message = token_refusal(language)
     assert f"the chat template of {language} must render a chat of one word within 10 s and 2 GB" in message
     assert says in message
+
+
+def test_a_chat_template_is_rendered_by_the_packages_of_the_run(language, tmp_path, monkeypatch):
+    """They may lie in folders of PYTHONPATH, or in the user's own."""
+    stand_in = tmp_path / "packages" / "transformers" / "utils" / "chat_template_utils.py"
+    stand_in.parent.mkdir(parents=True)
+    stand_in.write_text("def render_jinja_template(**given): raise ValueError('the packages of the run')")
+    model = open_token_model(language)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    check_template.cache_clear()
+    with pytest.raises(ValueError, match=r"within 10 s and 2 GB, got ValueError: the packages of the run"):
+        model.check_files()
 
 
 def test_a_chat_template_is_bounded_for_every_chat(language):

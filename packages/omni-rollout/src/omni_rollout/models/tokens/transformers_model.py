@@ -274,7 +274,7 @@ def check_template(folder: Path, template: str, chat: str, special: str) -> None
     """
     asked = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
     script = Path(__file__).with_name("rendering.py")
-    done = subprocess.run([sys.executable, "-I", script], input=asked, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", script], input=asked, capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip().rpartition("\n")[2] if done.returncode > 0 else "it took longer"
         rule = "must render a chat of one word within 10 s and 2 GB"
