@@ -1,10 +1,13 @@
 """The memory plan of a step: against the bytes of a real one, and the change that fits."""
 
-import copy
 import gc
 import importlib
+import os
 import re
 import shutil
+import signal
+import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -20,11 +23,17 @@ from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
 from omni_train.planned import PLANNED, Meter, planned_ranks
-from omni_train.recompute import Recompute
 from torch import nn
 from trainer_runs import recipe, tiny, write_eval_prompts
 
-SMALL = {"prompts_per_step": 4, "group_size": 4, "batch_size": 8, "num_inference_steps": 4, "window_high": None}
+SMALL = {
+    "prompts_per_step": 4,
+    "group_size": 4,
+    "batch_size": 8,
+    "num_inference_steps": 4,
+    "window_high": None,
+    "text_cache_mb": 0.0,
+}
 LORA = {"lora_rank": 8, "true_cfg_scale": 4.0}
 CASES = {
     "all weights": ("train_flowgrpo", {}),
@@ -87,37 +96,16 @@ def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     real = really(app, args, monkeypatch)
     assert max(planned.peaks[name] for name in ("rollout", "decode")) == pytest.approx(real.peaks["rollout"], rel=0.05)
     assert planned.peaks["update"] == pytest.approx(real.peaks["update"], rel=0.05)
-    assert planned.device.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
+    assert planned.flops["update"] == pytest.approx(real.flops["update"], rel=0.01)
 
 
 @pytest.mark.parametrize("case", sampled([case for case in CASES if case != "fewer bits"], 1))
 def test_one_forward_of_each_shape_tells_what_all_do(case):
     app, args = settings(case)
     first, every = (plan.measure(app.main, args, 1, remembers=remembers) for remembers in (True, False))
-    assert first.device.flops == every.device.flops
+    assert first.flops == every.flops
     for name, peak in every.peaks.items():
         assert first.peaks[name] == pytest.approx(peak, rel=5e-3), name
-
-
-@pytest.mark.parametrize("on_host", [False, True])
-def test_few_recomputed_blocks_tell_what_all_take(on_host):
-    """Bytes, operations and gradients of two forwards and backwards of six blocks."""
-
-    def taken(watch):
-        with plan.PlannedDevice() as device:
-            make = (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-            blocks = [nn.Sequential(*copy.deepcopy(make)).to(PLANNED) for _ in range(6)]
-            run = watch(device, blocks)
-            with device.phase("two"):
-                for _ in range(2):
-                    x = torch.ones(8, 16, 64).to(PLANNED)
-                    for block in blocks:
-                        x = run(block, x)
-                    x.sum().backward()
-        return dict(device.peaks), dict(device.flops), [p.grad.shape for block in blocks for p in block.parameters()]
-
-    every = taken(lambda *_: Recompute(0.0, on_host=on_host))
-    assert taken(lambda device, blocks: plan._Recomputed(device, on_host, [blocks])) == every
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 32), (32, 8, 32)])
@@ -159,7 +147,12 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
     """What a rank loads is the text encoder, the decoder, and its share of the net."""
     app, args = settings("adapters, guidance, recomputation")
     args = replace(args, shard="fsdp2")
-    monkeypatch.setattr(plan.Plan, "steps", lambda *_: iter(()))
+
+    def load_alone(planned, run):
+        planned.found.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
+        return iter(())
+
+    monkeypatch.setattr(plan.Plan, "steps", load_alone)
     one, two, four = (plan.measure(app.main, args, ranks).peaks["load"] for ranks in (1, 2, 4))
     assert plan.measure(app.main, replace(args, shard_size=2), 4).peaks["load"] == pytest.approx(two, rel=0.001)
     assert one - two == pytest.approx(10.5e6 / 2, rel=0.01)  # half of 2.6 million weights in float32
@@ -194,29 +187,61 @@ def test_a_plan_counts_the_tokens_of_videos():
     assert ": rollout 16 of 16, update 8 of 16\n" in told  # 2 latent frames of 2 x 4 patches
 
 
-def test_changes_come_by_what_they_cost():
+def test_rungs_come_by_what_they_cost():
     _, args = settings("adapters, two updates")
-    args = replace(args, prompts_per_step=16, group_size=8, batch_size=4)
-    found = [flags for _, _, flags in plan.changes(args, 2, args.OFFLOAD.split(), ["update"])]
-    checkpointing = "--offload encoder,engine,optimizer --gradient-checkpointing"
-    everything = checkpointing.replace("optimizer", "optimizer,activations")
-    assert found[:10] == [
-        "--offload encoder",
-        "--offload encoder,engine",
-        "--offload encoder,engine,optimizer",
-        checkpointing,
-        everything,
-        f"{everything} --batch-size 2",
-        f"{everything} --base-dtype int8",
-        f"{everything} --batch-size 2 --base-dtype int8",
-        f"{everything} --base-dtype nf4",
-        f"{everything} --batch-size 2 --base-dtype nf4",
+    args = replace(args, prompts_per_step=16, group_size=8, batch_size=8)
+    found = [flags for _, _, flags in plan.ladder(args, 2, args.OFFLOAD.split(), ["decode", "update"])]
+    recomputed = "--decode-batch-size 4 --offload encoder,engine,optimizer --gradient-checkpointing"
+    on_host = recomputed.replace("optimizer", "optimizer,activations")
+    assert found == [
+        "--decode-batch-size 4 --offload encoder,engine,optimizer",
+        recomputed,
+        on_host,
+        f"{on_host} --batch-size 4",
+        f"{on_host} --batch-size 2",
+        f"{on_host} --batch-size 2 --base-dtype nf4",
+        f"{on_host} --batch-size 2 --shard fsdp2 8 ranks",
     ]
-    assert found[10] == f"{everything} --shard fsdp2"
-    assert f"{everything} --shard fsdp2 4 ranks" in found
-    wide = replace(args, gradient_checkpointing=True, batch_size=8, offload="engine")
-    found = [flags for _, _, flags in plan.changes(wide, 2, ["engine"], ["decode"])]
-    assert found[:2] == ["--decode-batch-size 4", "--decode-batch-size 4 --batch-size 4"]
+    wide = replace(args, shard="fsdp2", gradient_checkpointing=True, batch_size=4, offload="engine")
+    found = [(ranks, flags) for _, ranks, flags in plan.ladder(wide, 8, ["engine"], ["update"])]
+    assert found[0] == (8, "--unshard none")
+    assert found[-1][0] == 16
+    assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--decode-batch-size 4"
+
+
+@pytest.mark.parametrize(("batches", "minibatches", "counts"), [(16, 1, [2, 3]), (16, 2, [2, 4]), (3, 1, [3])])
+def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatches, counts):
+    _, args = settings("adapters, two updates")
+    args = replace(args, prompts_per_step=batches, group_size=8, batch_size=8, num_minibatches=minibatches)
+    assert plan._prompt_counts(args, 1) == counts
+
+
+@pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1, always=["adapters, two updates"]))
+def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
+    app, args = settings(case)
+    args = replace(args, prompts_per_step=16, text_cache_mb=1.0)
+    by_line = plan.measure(app.main, args, 1)
+    monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.prompts_per_step])
+    whole = plan.measure(app.main, args, 1)
+    assert by_line.flops == whole.flops
+    assert by_line.forwards == whole.forwards
+    for name, peak in whole.peaks.items():
+        assert by_line.peaks[name] == pytest.approx(peak, rel=0.01), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_plan_at_once(number):
+    _, args = settings("adapters, two updates")
+
+    def main(args):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    pid = os.fork()
+    if not pid:
+        plan.fit(main, args)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 128 + number
 
 
 def test_a_plan_keeps_the_encoder_on_the_host():

@@ -19,7 +19,7 @@ from omni_reward import RewardError
 from omni_train.dist import gather_json
 from omni_train.files import load_metrics
 from omni_train.flops import peak_tflops
-from omni_train.signals import catch_stop, resume_command
+from omni_train.signals import STOP_SIGNALS, catch_stop, resume_command
 
 from omni_rl.alarms import Alarm, Watch
 from omni_rl.args import RunArgs, without_secrets
@@ -45,7 +45,7 @@ class Loop:
         for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
             self._evals += [line] if "eval/reward" in line else []
-        self._stop = self._open.enter_context(catch_stop())
+        self._stop = self._open.enter_context(catch_stop(() if self.run.dist.is_planned else STOP_SIGNALS))
         self._open.enter_context(self.run.log)
         return self
 

@@ -4,15 +4,18 @@
     plan: --device-memory-gb 80 is too little by 4.2 GB, in update
     plan: fits with --offload encoder: 67.6 GB
 
-Changes are tried in an order of cost, each on top of those before, and the first that fits is named.
+Rungs of changes are tried in an order of cost, each on top of those before, and the first that fits is named.
 
-The trainer runs two steps, so that the optimizer has its moments. Of the forwards and backwards of the net, and the
-forwards of text encoders and decoder, the first of a shape alone runs, kernel by kernel; later ones take the same
-memory and do as many operations.
+The trainer runs two steps of few prompts, so that the optimizer has its moments, and two of a few more. All prompts are
+as large as the largest of the file. What is kept of a batch adds up, and all else is the same for each, so a straight
+line leads to the step's own number of prompts. Of the forwards and backwards of the net, and of what encodes and
+decodes, the first of a shape runs kernel by kernel; later ones take the same memory and do as many operations.
 """
 
 import gc
+import math
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,20 +26,20 @@ import numpy as np
 import torch
 from omni_reward import Score
 from omni_rollout import Model, Params
-from omni_rollout.types import Cond, Parts
+from omni_rollout.types import Cond
+from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import Dist
 from omni_train.log import RunLog
 from omni_train.lora_linear import LoraLinear
 from omni_train.parts import part_files
-from omni_train.planned import PlannedDevice, planned_ranks
-from omni_train.recompute import Recompute
+from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
 from omni_train.state import train_state
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from omni_rl import scoring
-from omni_rl.args import MediaArgs, Mode, RunArgs, num_batches, num_ranks, sharding
+from omni_rl.args import MediaArgs, num_batches, num_ranks, sharding
+from omni_rl.pictures import reference_sizes
 from omni_rl.run import Step, current_plan
 from omni_rl.scoring import LocalScorer
 
@@ -46,8 +49,7 @@ if TYPE_CHECKING:
 ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
-MAX_RANKS = 64  # to which a change may spread the weights
-NEAR = 2**11  # lengths of texts count as one that differ by less than this share of a sample's numbers
+MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
 DECODED = 4  # pictures that a change has the VAE decode at a time
 FLAGS = {
     "unshard": "--unshard {}",
@@ -56,11 +58,19 @@ FLAGS = {
     "gradient_checkpointing": "--gradient-checkpointing",
     "batch_size": "--batch-size {}",
     "base_dtype": "--base-dtype {}",
+    "shard": "--shard {}",
+    "shard_size": "--shard-size {}",
 }
 
 
 def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
-    """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits."""
+    """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits.
+
+    Ctrl-C and SIGTERM end the program at once, as there is nothing to save.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # an exception would be lost where the signal comes as a weak reference ends
+        signal.signal(number, lambda number, _: os._exit(128 + number))
     if int(os.environ.get("RANK", "0")):
         return 0  # the first rank speaks
     limit, ranks = args.device_memory_gb * GB, num_ranks()
@@ -72,112 +82,108 @@ def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
     over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
     told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
     print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
-    start = args if plan.unshard else replace(args, unshard="none")  # where nothing is gathered for long
-    too_large = {_weights(args, ranks)} if plan.peaks["load"] > limit else set()
-    for changed, world_size, flags in changes(start, ranks, plan.offloads, over):
-        if _weights(changed, world_size) in too_large:
-            continue
+    for changed, world_size, flags in ladder(args, ranks, plan.offloads, over):
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
             print(f"plan: fits with {flags}: {trial.peak / GB:.3g} GB", flush=True)
             return 1
-        if trial.peaks["load"] > limit:
-            too_large.add(_weights(changed, world_size))
         worst = max(trial.peaks, key=lambda name: trial.peaks[name])
         print(f"plan: does not fit with {flags}: {trial.peak / GB:.3g} GB in {worst}", flush=True)
     print("plan: no change of offloading, recomputation, batch size, bits, sharding and ranks fits", flush=True)
     return 1
 
 
-def changes(
-    args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]
-) -> Iterator[tuple[ArgsT, int, str]]:
-    """Settings that need less memory, with their ranks and as flags: first those that cost least.
+def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]) -> Iterator[tuple[ArgsT, int, str]]:
+    """Settings that need less memory, with their ranks and as flags, each rung with what those before it have.
 
     Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
-    small batches slow kernels, weights in fewer bits precision, sharded ones traffic, and ranks money.
+    small batches slow kernels, weights in fewer bits precision, and more ranks money.
 
     offloads: the parts that --offload may name. over: the phases that need too much.
     """
     first, mode = args, sharding(args, ranks)
-
-    def flags(changed: ArgsT, *wider: str) -> str:
-        pairs = [(text, getattr(changed, name), getattr(first, name)) for name, text in FLAGS.items()]
-        return " ".join([*(text.format(now) for text, now, before in pairs if now != before), *wider])
-
-    if args.unshard != "none" and mode == "fsdp2":
-        args = replace(args, unshard="none")
-        yield args, ranks, flags(args)
-    if "decode" in over and (args.decode_batch_size or args.batch_size) > DECODED:
-        args = replace(args, decode_batch_size=DECODED)
-        yield args, ranks, flags(args)
-    for part in offloads:
-        if part == "activations" and not args.gradient_checkpointing:
-            args = replace(args, gradient_checkpointing=True)
-            yield args, ranks, flags(args)
-        if part not in args.offload:
-            args = replace(args, offload=",".join(filter(None, [args.offload, part])))
-            yield args, ranks, flags(args)
-    spread: list[tuple[Mode, int]] = [(mode, ranks)]
-    count = ranks if (mode != "fsdp2" or args.shard_size) and ranks > 1 else ranks * 2
-    while count <= MAX_RANKS:
-        spread.append(("fsdp2", count))
-        count *= 2
-    is_free = args.lora_rank and mode != "fsdp2" and args.base_dtype == "auto"
-    fewer = [replace(args, base_dtype="int8"), replace(args, base_dtype="nf4")] if is_free else []
-    ways = [(mode, ranks, way) for way in (args, *fewer)]
-    for mode, world_size, way in [*ways, *((*place, replace(args, base_dtype="auto")) for place in spread[1:])]:
-        wider = [f"--shard {mode}"] * (mode != spread[0][0]) + [f"{world_size} ranks"] * (world_size != ranks)
-        shard_size = 0 if (mode, world_size) != spread[0] else args.shard_size
-        wider += ["--shard-size 0"] * (shard_size != args.shard_size)
-        size = args.batch_size
-        while size > 1:
-            changed = replace(way, shard=mode, shard_size=shard_size, batch_size=size)
-            if (wider or changed != replace(args, shard=mode)) and _is_divisible(changed, world_size):
-                yield changed, world_size, flags(changed, *wider)
-            size //= 2
+    at_once = args.decode_batch_size or args.batch_size
+    still = [part for part in offloads if part != "activations"]
+    decode: dict[str, object] = {"decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
+    rungs: list[dict[str, object]] = [
+        {"unshard": "none"} if mode == "fsdp2" else {},
+        decode if set(over) == {"decode"} else {},
+        decode | {"offload": ",".join(still)},
+        {"gradient_checkpointing": True},
+        {"offload": ",".join(offloads)},
+        *({"batch_size": min(args.batch_size, max(2, args.batch_size // share))} for share in (2, 4)),
+        {"base_dtype": "nf4"} if args.lora_rank and mode != "fsdp2" else {},
+        {"base_dtype": "auto", "shard": "fsdp2", "shard_size": 0},
+    ]
+    for number, changes in enumerate(rungs):
+        is_last = number == len(rungs) - 1
+        changed = replace(args, **changes)  # type: ignore[arg-type]
+        world_size = max(MORE_RANKS, 2 * ranks) if is_last else ranks
+        if (changed == args and not is_last) or not _is_divisible(changed, world_size):
+            continue
+        args = changed
+        pairs = [(text, getattr(args, name), getattr(first, name)) for name, text in FLAGS.items()]
+        flags = [text.format(now) for text, now, before in pairs if now != before]
+        yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
 
 
 def measure(
     main: Callable[[ArgsT], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
-) -> "Plan":
-    """Run two steps of the trainer on as many planned ranks."""
+) -> "Figures":
+    """What two steps of the trainer take on as many planned ranks, of few prompts each, and by a line of all.
+
+    tells: print the settings too. remembers: run one forward of a shape, not all.
+    """
+    counts = _prompt_counts(args, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
-        plan = Plan(dist, device, tells, remembers)
-        token, kept = current_plan.set(plan), scoring.gather_by_index
-        scoring.gather_by_index = _of_all_ranks
+        plan = Plan(dist, device, counts, tells, remembers)
+        token = current_plan.set(plan)
         try:
             main(replace(args, text_cache=""))
         finally:
             current_plan.reset(token)
-            scoring.gather_by_index = kept
             plan.forget()
             gc.collect()
-    return plan
+    few, more = plan.found[0], plan.found[-1]
+    times = (args.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
+
+    def line(name: str) -> Counter[str]:
+        least, most = getattr(few, name), getattr(more, name)
+        return Counter({key: round(least[key] + (most[key] - least[key]) * times) for key in most})
+
+    return replace(more, **{name: line(name) for name in ("peaks", "flops", "forwards", "tokens")})
 
 
-@dataclass
-class Plan:
-    """A step as it is planned. tells: print the settings too. remembers: run one forward of a shape, not all.
+def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
+    """Two numbers of prompts whose steps are shaped like that of all, or all where they are few.
+
+    A rank has at least two batches, and ranks, groups and minibatches divide alike.
+    """
+    group, minibatches, turn = args.group_size, args.num_minibatches, ranks * args.batch_size
+    pairs = ranks * minibatches * args.batch_size if hasattr(args, "levels_per_pair") else 1  # which fill batches
+
+    def shape(count: int) -> object:
+        rests = count * group % turn, count % ranks, count % minibatches
+        return math.gcd(count * group // turn, minibatches), [bool(rest) for rest in rests], 2 * count % pairs
+
+    whole = args.prompts_per_step
+    counts = [n for n in range(1, whole) if n * group >= 2 * turn and shape(n) == shape(whole)][:2]
+    return counts if len(counts) == 2 else [whole]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
 
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --offload may name.
     """
 
-    dist: Dist
-    device: PlannedDevice
-    tells: bool = False
-    remembers: bool = True
-    unshard: tuple[str, ...] = ()
-    offloads: Sequence[str] = ()
-    _seen: dict[object, "_Seen"] = field(default_factory=dict)
-    _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
-    _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
-    _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
-
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The most bytes in each phase."""
-        return {name or "others": peak for name, peak in self.device.peaks.items()}
+    peaks: Counter[str]
+    flops: Counter[str]
+    forwards: Counter[str]
+    tokens: Counter[str]
+    unshard: tuple[str, ...]
+    offloads: Sequence[str]
 
     @property
     def peak(self) -> int:
@@ -187,11 +193,11 @@ class Plan:
     def describe(self) -> str:
         """Memory, forwards and operations of each phase, a line each."""
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
-        flops = {name: count for name, count in self.device.flops.items() if count}
+        flops = {name: count for name, count in self.flops.items() if count}
         work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
         through = ", ".join(
-            f"{name} {self._forwards[name] / 2:g} of {self._tokens[name] / self._forwards[name]:,.0f}"
-            for name in ordered(self._forwards)
+            f"{name} {self.forwards[name] / 2:g} of {self.tokens[name] / self.forwards[name]:,.0f}"
+            for name in ordered(self.forwards)
         )
         lines = [
             f"most memory per rank, GB: {memory}",
@@ -201,43 +207,67 @@ class Plan:
         ]
         return "\n".join(f"plan: {line}" for line in lines)
 
+
+@dataclass
+class Plan:
+    """Steps as they are planned: two for each of `counts` of prompts. tells and remembers: as `measure` has them.
+
+    found: what these take. unshard: the phases in which sharded weights are gathered once. offloads: the parts that
+    --offload may name.
+    """
+
+    dist: Dist
+    device: PlannedDevice
+    counts: Sequence[int] = ()
+    tells: bool = False
+    remembers: bool = True
+    found: list[Figures] = field(default_factory=list)
+    unshard: tuple[str, ...] = ()
+    offloads: Sequence[str] = ()
+    _cache_bytes: float = 0.0  # that the cache of encoded texts may still take
+    _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
+    _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
+    _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
+
     def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
         model: Any = run.model
+        run.prompts = prompts = _Alike(run.args)
+        self._cache_bytes = run.args.text_cache_mb * 2**20  # which fills in the steps to come
+        run.args = replace(run.args, text_cache_mb=0.0)
         self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
         if self.remembers:
             model.predict_velocity = self._remembered(model.predict_velocity, model)
-            model.decode = self._once(model.decode, lambda parts, x0, *_: x0.shape, {})
-            model.load = self._loaded(model.load, model.encoders)
+            model.decode = self._once(model.decode, lambda parts, x0, *_: x0.shape)
+            model.encode = self._once(model.encode, lambda parts, prompt, **how: repr(how))
+        model.encode, model.condition = (
+            self._cached(function, prompts.num_known) for function in (model.encode, model.condition)
+        )
         model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)
 
     def settle(self, run: "Run[MediaArgs]") -> None:
-        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones.
-
-        Without gradients one block of those that are alike runs, of recomputed ones that are not sharded the first and
-        last two, and without `remembers` all.
-        """
+        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
         self.unshard = run.unshard
-        done: dict[object, tuple[Any, int, int]] = {}
-        alike: dict[object, list[nn.Module]] = {}
-        for block in run.net.modules() if self.remembers else ():
-            if type(block).__name__.removeprefix("FSDP") in run.model.BLOCK_NAMES:
-                alike.setdefault(_weights_of(block), []).append(block)
-                block.forward = self._once(block.forward, _block_key(block), done)
-        if run.args.gradient_checkpointing and not run.args.keep_products_gb and run.mode != "fsdp2":
-            on_host = "activations" in run.args.offload
-            run._recompute(_Recomputed(self.device, on_host, list(alike.values())))
         for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
-    def steps(self, run: "AnyRun[RunArgs]") -> Iterator[Step]:
-        """Two steps, as the optimizer has its moments from the second on; then what a checkpoint holds."""
-        yield from (Step(0), Step(0))
-        with run.phase("save"):
-            part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
+    def steps(self, run: "AnyRun[MediaArgs]") -> Iterator[Step]:
+        """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
+        loaded, device = Counter(self.device.peaks), self.device
+        for run.prompts.prompts_per_step in self.counts:
+            run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
+            for counted in (device.peaks, device.flops, self._forwards, self._tokens):
+                counted.clear()
+            yield from (Step(0), Step(0))
+            with run.phase("save"):
+                part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
+            peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
+            others = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
+            self.found.append(Figures(peaks, *others, self.unshard, self.offloads))
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
@@ -253,8 +283,7 @@ class Plan:
     def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
         def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
             active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
-            unit = max(1, x[0].numel() // NEAR)
-            shapes = {name: (-(-t.shape[1] // unit), t.shape[2:]) for name, t in cond.items() if t.ndim > 1}
+            shapes = {name: t.shape[1:] for name, t in cond.items()}
             scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
             key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
             seen = self._seen.get(key)
@@ -271,20 +300,26 @@ class Plan:
 
         return remembered
 
-    def _loaded(self, load: Callable[..., Parts], encoders: Sequence[str]) -> Callable[..., Parts]:
-        def loaded(**options: Any) -> Parts:
-            parts = load(**options)
-            for part in (getattr(parts, name) for name in encoders):
-                part.forward = self._once(part.forward, _shapes, {})
-            return parts
+    def _cached(self, encode: Callable[..., Cond], num_prompts: int) -> Callable[..., Cond]:
+        """Count with the first prompt what the cache will hold of all."""
+        is_first = True
 
-        return loaded
+        def cached(*args: Any, **kwargs: Any) -> Cond:
+            nonlocal is_first
+            cond = encode(*args, **kwargs)
+            if is_first:
+                kept = min(self._cache_bytes, num_prompts * sum(tensor.nbytes for tensor in cond.values()))
+                self._cache_bytes -= kept
+                self.device.add(int(kept))
+            is_first = False
+            return cond
 
-    def _once(
-        self, function: Callable[..., Any], key: Callable[..., object], done: dict[object, tuple[Any, int, int]]
-    ) -> Callable[..., Any]:
+        return cached
+
+    def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
         """Without gradients a function runs once for a key; then it gives tensors alike, after as much memory."""
         device = self.device
+        done: dict[object, tuple[Any, int, int]] = {}
 
         def once(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
@@ -292,12 +327,11 @@ class Plan:
             if (seen := key(*args, **kwargs)) in done:
                 shapes, peak, flops = done[seen]
                 device.burst(peak, flops)
-                return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device.device), shapes)
-            around, base, before = device.window, device.start_window(), device.flops.total()
+                return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=PLANNED) if t.is_meta else t, shapes)
+            base, before = device.start_window(), device.flops.total()
             out = function(*args, **kwargs)
             shapes = tree_map(_shape_of, out)
             done[seen] = shapes, device.window - base, device.flops.total() - before
-            device.window = max(device.window, around)
             return out
 
         return once
@@ -371,111 +405,6 @@ class _Seen:
                 p.grad = torch.empty_like(p)
 
 
-class _Recomputed(Recompute):
-    """Runs recomputed blocks: of those that are alike two tell what the others take.
-
-    The second one tells of a forward, the last but one of a backward. These run, as do the first and the last, whose
-    inputs or outputs may need no gradient.
-    """
-
-    def __init__(self, device: PlannedDevice, on_host: bool, alike: Sequence[Sequence[nn.Module]]) -> None:
-        super().__init__(0.0, on_host=on_host)
-        self.device = device
-        self.places: dict[nn.Module, tuple[int, int]] = {}  # kind of a block, and blocks of it that are left but one
-        for kind, blocks in enumerate(alike):
-            self.places |= {
-                block: (kind, len(blocks) - 2 - i) for i, block in enumerate(blocks) if 0 < i < len(blocks) - 1
-            }
-        self.forwards: dict[object, tuple[Any, int, int]] = {}
-        self.backwards: dict[object, tuple[int, int]] = {}
-
-    def __call__(self, block: nn.Module, *args: Any) -> Any:
-        kind, left = self.places.get(block, (None, 0))
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        if kind is None or not any(tensor.requires_grad for tensor in tensors):
-            return super().__call__(block, *args)
-        key = kind, _shapes(*args)
-        if not left:
-            return self._with_backward(key, block, args, tensors)
-        if key not in self.forwards:
-            begun = self._begin()
-            out = super().__call__(block, *args)
-            self.forwards[key] = tree_map(_shape_of, out), *self._end(begun)
-            return out
-        shapes, *taken = self.forwards[key]
-        if not all(isinstance(shape, Tensor) for shape in tree_leaves(shapes)):
-            return super().__call__(block, *args)
-        self.device.burst(*taken)
-        params = [p for p in block.parameters() if p.requires_grad]
-        with self.inputs():
-            outs = _RepeatBlock.apply(self, key, tree_leaves(shapes), len(tensors), *tensors, *params)
-        return outs if isinstance(shapes, tuple) else outs[0]
-
-    def _with_backward(self, key: object, block: nn.Module, args: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
-        """What the block gives; its backward pass is measured."""
-        begun: list[int] = []
-
-        def end() -> None:
-            if begun:
-                self.backwards[key] = self._end(begun)
-
-        marked = iter(_Mark.apply(end, *tensors))
-        out = super().__call__(block, *(next(marked) if isinstance(arg, Tensor) else arg for arg in args))
-        if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
-            return out
-        outs = _Mark.apply(lambda: begun.extend(self._begin()), *(out if isinstance(out, tuple) else (out,)))
-        return outs if isinstance(out, tuple) else outs[0]
-
-    def _begin(self) -> list[int]:
-        device = self.device
-        return [device.window, device.aside, device.flops.total(), device.start_window()]
-
-    def _end(self, begun: Sequence[int]) -> tuple[int, int]:
-        """The most bytes since then, and the operations; the window around this one goes on."""
-        device, (window, aside, flops, base) = self.device, begun
-        peak = device.window - base
-        device.window, device.aside = max(window, device.window - aside), device.aside + aside
-        return peak, device.flops.total() - flops
-
-
-class _Mark(torch.autograd.Function):
-    """Tensors as they are; their gradients call a function."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.call = call
-        out = tuple(tensor.view_as(tensor) for tensor in tensors)
-        ctx.mark_non_differentiable(
-            *(view for view, tensor in zip(out, tensors, strict=True) if not tensor.requires_grad)
-        )
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.call()
-        return None, *grads
-
-
-class _RepeatBlock(torch.autograd.Function):
-    """Outputs in the place of a block's, which keeps its inputs; gradients for all that need one."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, seen: _Recomputed, key: object, shapes: Sequence[Tensor], num_inputs: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.seen, ctx.key = seen, key
-        ctx.save_for_backward(*tensors[:num_inputs])
-        ctx.wanted = [(t.shape, t.dtype) if t.requires_grad else None for t in tensors]
-        return tuple(torch.empty_like(shape, device=seen.device.device) for shape in shapes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.seen.device.burst(*ctx.seen.backwards[ctx.key])
-        made = (w and torch.empty(w[0], dtype=w[1], device=ctx.seen.device.device) for w in ctx.wanted)
-        return None, None, None, None, *made
-
-
 @contextmanager
 def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn.Module, list[int]]]:
     """Within the `with` block, the tokens of each sample that goes through a block of the net."""
@@ -523,6 +452,31 @@ class _Repeat(torch.autograd.Function):
         return None, None
 
 
+class _Text(str):
+    """A text that is encoded though an equal one was."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class _Alike(PromptSampler):
+    """Draws the largest prompt of the file again and again, as so many different ones."""
+
+    def __init__(self, args: MediaArgs) -> None:
+        def size(record: PromptRecord) -> tuple[int, ...]:
+            references = sum(math.prod(size) for size in reference_sizes(record))
+            return math.prod(record.size or (args.height, args.width)), references, len(record.text + record.negative)
+
+        records = load_prompts(args.prompts)
+        self.num_known, self._largest = len(records), max(records, key=size)
+        self.prompts_per_step = args.prompts_per_step
+
+    def at(self, step: int) -> list[PromptRecord]:
+        """The prompts of any step."""
+        largest = self._largest
+        return [replace(largest, index=i, text=_Text(largest.text)) for i in range(self.prompts_per_step)]
+
+
 class _Log(RunLog):
     """A log of a run that writes nothing, whose phases are those of the memory."""
 
@@ -545,28 +499,9 @@ def ordered(phases: Mapping[str, float]) -> list[str]:
 
 
 def _shape_of(leaf: Any) -> Any:
-    """A tensor of that shape which takes no memory; a number as it is, and nothing for what may hold tensors."""
-    if isinstance(leaf, Tensor):
-        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
-    return leaf if isinstance(leaf, float | int) else None
-
-
-def _weights_of(block: nn.Module) -> object:
-    """Names, shapes and types of all that a block holds."""
-    held = (*block.named_parameters(), *block.named_buffers())
-    return tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in held)
-
-
-def _block_key(block: nn.Module) -> Callable[..., object]:
-    """What tells a block's call from those of others: its weights, inputs and adapter."""
-    weights = _weights_of(block)
-    layer = next((layer for layer in block.modules() if isinstance(layer, LoraLinear)), None)
-    return lambda *args, **kwargs: (weights, layer and layer.active, _shapes(*args, **kwargs))
-
-
-def _shapes(*args: Any, **kwargs: Any) -> object:
-    """Those of all tensors that a module gets."""
-    return tuple(leaf.shape for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+    """A tensor of that shape which takes no memory, for one on the device whose values nobody knows; else the leaf."""
+    is_blank = isinstance(leaf, Tensor) and leaf.device == PLANNED and not hasattr(leaf, "known")
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_blank else leaf
 
 
 def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]:
@@ -576,16 +511,6 @@ def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequenc
         return [Score(float(i), parts=dict.fromkeys(parts, float(i))) for i in range(len(texts))]
 
     return grade
-
-
-def _of_all_ranks(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
-    """Values of all ranks' samples in the place of those that the others would send: different ones."""
-    return torch.linspace(0, 1, total)
-
-
-def _weights(args: MediaArgs, ranks: int) -> tuple[object, ...]:
-    """What decides on the memory of the weights alone, whatever is done with them."""
-    return sharding(args, ranks), ranks, args.shard_size, "encoder" in args.offload, args.base_dtype
 
 
 def _is_divisible(args: MediaArgs, ranks: int) -> bool:

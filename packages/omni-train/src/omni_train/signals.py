@@ -12,6 +12,7 @@ from types import FrameType
 from omni_train.dist import Dist, any_rank
 
 TYPED = "OMNI_RL_COMMAND"  # variable that is set by what starts a program in a user's stead
+STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
 HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.ranks` sets; plain torchrun passes on the first alone
 
 
@@ -27,7 +28,7 @@ class Stop:
 
 
 @contextmanager
-def catch_stop(numbers: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> Iterator[Stop]:
+def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Stop]:
     """Within the `with` block these signals are remembered instead of ending the program.
 
     Repeated ones change nothing: torchrun, a terminal or a scheduler may each send its own, and the save that follows
