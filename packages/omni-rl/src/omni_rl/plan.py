@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from omni_rl.args import MediaArgs, num_batches, num_ranks, sharding
+from omni_rl.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
 from omni_rl.pictures import reference_sizes
 from omni_rl.run import Step, current_plan
 from omni_rl.scoring import LocalScorer
@@ -111,7 +111,8 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         decode | {"offload": ",".join(still)},
         {"gradient_checkpointing": True},
         {"offload": ",".join(offloads)},
-        *({"batch_size": min(args.batch_size, max(2, args.batch_size // share))} for share in (2, 4)),
+        {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
+        {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
         {"base_dtype": "nf4"} if args.lora_rank and mode != "fsdp2" else {},
         {"base_dtype": "auto", "shard": "fsdp2", "shard_size": 0},
     ]
@@ -147,11 +148,16 @@ def measure(
     few, more = plan.found[0], plan.found[-1]
     times = (args.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
 
-    def line(name: str) -> Counter[str]:
-        least, most = getattr(few, name), getattr(more, name)
+    def line(least: Counter[str], most: Counter[str]) -> Counter[str]:
         return Counter({key: round(least[key] + (most[key] - least[key]) * times) for key in most})
 
-    return replace(more, **{name: line(name) for name in ("peaks", "flops", "forwards", "tokens")})
+    return replace(
+        more,
+        peaks=line(few.peaks, more.peaks),
+        flops=line(few.flops, more.flops),
+        forwards=line(few.forwards, more.forwards),
+        tokens=line(few.tokens, more.tokens),
+    )
 
 
 def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
@@ -255,7 +261,7 @@ class Plan:
         for group in run.optimizer.param_groups:
             group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
-    def steps(self, run: "AnyRun[MediaArgs]") -> Iterator[Step]:
+    def steps(self, run: "AnyRun[RunArgs]") -> Iterator[Step]:
         """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
         loaded, device = Counter(self.device.peaks), self.device
         for run.prompts.prompts_per_step in self.counts:
@@ -266,8 +272,8 @@ class Plan:
             with run.phase("save"):
                 part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
-            others = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            self.found.append(Figures(peaks, *others, self.unshard, self.offloads))
+            flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
+            self.found.append(Figures(peaks, flops, forwards, tokens, self.unshard, self.offloads))
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
