@@ -18,6 +18,9 @@ for bits in ("int8", "fp8", "nf4"):
     CASES[bits] = replace(lora, settings=lora.settings | HOST | {"base_dtype": bits})
 
 
+CASES = {name: replace(case, settings=case.settings | {"text_cache_mb": 0.0}) for name, case in CASES.items()}
+
+
 @pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4"]))
 def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     build()

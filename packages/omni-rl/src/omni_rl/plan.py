@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from omni_reward import Score
 from omni_rollout import Model, Params
+from omni_rollout.model import wrap
 from omni_rollout.types import Cond
 from omni_train.data import PromptRecord, PromptSampler, load_prompts
 from omni_train.dist import Dist
@@ -123,7 +124,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         if (changed == args and not is_last) or not _is_divisible(changed, world_size):
             continue
         args = changed
-        pairs = [(text, getattr(args, name), getattr(first, name)) for name, text in FLAGS.items()]
+        pairs = [(text, vars(args)[name], vars(first)[name]) for name, text in FLAGS.items()]
         flags = [text.format(now) for text, now, before in pairs if now != before]
         yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
 
@@ -166,7 +167,7 @@ def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
     A rank has at least two batches, and ranks, groups and minibatches divide alike.
     """
     group, minibatches, turn = args.group_size, args.num_minibatches, ranks * args.batch_size
-    pairs = ranks * minibatches * args.batch_size if hasattr(args, "levels_per_pair") else 1  # which fill batches
+    pairs = ranks * minibatches * args.batch_size if "levels_per_pair" in vars(args) else 1  # which fill batches
 
     def shape(count: int) -> object:
         rests = count * group % turn, count % ranks, count % minibatches
@@ -238,19 +239,23 @@ class Plan:
 
     def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
         """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
-        model: Any = run.model
+        model: Model = run.model
         run.prompts = prompts = _Alike(run.args)
         self._cache_bytes = run.args.text_cache_mb * 2**20  # which fills in the steps to come
         run.args = replace(run.args, text_cache_mb=0.0)
         self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
+        predict, decode, encode = model.predict_velocity, model.decode, model.encode
         if self.remembers:
-            model.predict_velocity = self._remembered(model.predict_velocity, model)
-            model.decode = self._once(model.decode, lambda parts, x0, *_: x0.shape)
-            model.encode = self._once(model.encode, lambda parts, prompt, **how: repr(how))
-        model.encode, model.condition = (
-            self._cached(function, prompts.num_known) for function in (model.encode, model.condition)
+            predict = self._remembered(predict, model)
+            decode = self._once(decode, lambda parts, x0, *_: x0.shape)
+            encode = self._once(encode, lambda parts, prompt, **how: repr(how))
+        run.model = wrap(
+            model,
+            predict_velocity=predict,
+            decode=self._phased("decode", decode),
+            encode=self._phased("encode", self._cached(encode, prompts.num_known)),
+            condition=self._cached(model.condition, prompts.num_known),
         )
-        model.encode, model.decode = (self._phased(name, getattr(model, name)) for name in ("encode", "decode"))
         run.watch = None
         run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
         run.log = _Log(self.device)

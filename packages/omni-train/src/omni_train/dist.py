@@ -246,10 +246,10 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
     if outside := place[(place < 0) | (place >= total)].tolist():
         raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
     counts = torch.bincount(place, minlength=total)
-    if (counts > 1).any():
-        raise ValueError(f"every index must come once, got {int(counts.argmax())} {int(counts.max())} times")
-    if (counts == 0).any():
-        raise ValueError(f"every index must come once, no rank has {int(counts.argmin())}")
+    if (counts != 1).any():
+        index, most = int(counts.argmax()), int(counts.max())
+        fault = f"got {index} {most} times" if most > 1 else f"no rank has {int(counts.argmin())}"
+        raise ValueError(f"every index must come once, {fault}")
     return torch.tensor([value for row in found for value in row])[place.argsort()].to(values.device)
 
 
