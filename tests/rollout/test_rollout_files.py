@@ -431,6 +431,8 @@ def test_a_chat_template_is_rendered_by_the_packages_of_the_run(language, tmp_pa
     """They may lie in folders of PYTHONPATH, or in the user's own."""
     stand_in = tmp_path / "packages" / "transformers" / "utils" / "chat_template_utils.py"
     stand_in.parent.mkdir(parents=True)
+    for folder in (stand_in.parent, stand_in.parents[1]):
+        (folder / "__init__.py").touch()
     stand_in.write_text("def render_jinja_template(**given): raise ValueError('the packages of the run')")
     model = open_token_model(language)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
