@@ -6,8 +6,6 @@ import os
 import platform
 import shutil
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import version
@@ -20,7 +18,6 @@ from omni_rl.engines import ENGINES
 
 NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
 EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
-    "uvicorn": ("reward servers", "scorer"),
     "rapidocr": ("the scorer ocr", "scorer"),
     "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
@@ -44,9 +41,8 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line: exit code 1 where nothing can train."""
     parser = argparse.ArgumentParser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--network", action="store_true", help="also ask whether the hub of models can be reached")
     args = parser.parse_args(argv)
-    found = [*machine(), *packages(), *engines(), *files(), hub(args.network)]
+    found = [*machine(), *packages(), *engines(), *files()]
     can_train = not any(finding.state == "missing" for finding in found if finding.name in NEEDED)
     if args.json:
         print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
@@ -110,20 +106,6 @@ def files() -> Iterator[Finding]:
     for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
         yield Finding(folder, "ok", ", ".join(names)) if names else Finding(folder, "missing", f"the {what}", CLONE)
-
-
-def hub(is_asked: bool) -> Finding:
-    """Whether the hub that models are loaded from answers, or that it was not asked."""
-    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    if not is_asked:
-        return Finding("hub", "note", f"{address} was not asked; --network asks")
-    try:
-        urllib.request.urlopen(urllib.request.Request(address, method="HEAD"), timeout=10).close()
-    except urllib.error.HTTPError as exc:
-        return Finding("hub", "ok", f"{address} answers with {exc.code}")
-    except (OSError, ValueError) as exc:
-        return Finding("hub", "missing", f"{address} does not answer ({exc})", "give --model a folder")
-    return Finding("hub", "ok", f"{address} answers")
 
 
 if __name__ == "__main__":
