@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -260,16 +261,20 @@ def test_a_copy_of_what_a_report_is_drawn_from_is_a_run_of_its_own(tmp_path):
         assert [ask(server, f"/files/{name}")[0] for name in names] == [200] * 3
 
 
-def test_the_command_prints_an_address_that_answers_and_refuses_with_one_line(root, tmp_path):
-    command = [sys.executable, "-m", "omni_rl.report", "--serve"]
-    with subprocess.Popen([*command, str(root)], stdout=subprocess.PIPE, text=True) as process:
+def test_the_command_prints_an_address_that_answers_and_refuses_with_one_line(tmp_path):
+    """Ctrl-C ends it in silence, also while a browser takes a part of a video and no more."""
+    folder, pipe = write_run(tmp_path / "runs" / "a") / "eval", subprocess.PIPE
+    (folder / "large.webm").write_bytes(b"x" * 24 * 2**20)
+    command = [sys.executable, "-m", "omni_rl.report", "--serve", str(tmp_path / "runs")]
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process:
         line = process.stdout.readline()
-        url = line.split()[3]
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=5)
-        connection.request("GET", "/")
+        connection = http.client.HTTPConnection(urlsplit(line.split()[3]).netloc, timeout=5)
+        connection.request("GET", "/files/a/eval/large.webm")
         assert connection.getresponse().status == 200
-        process.terminate()
-    assert line.startswith("4 runs at http://127.0.0.1:")
+        process.send_signal(signal.SIGINT)
+        told = process.communicate()
+    assert line.startswith("1 run at http://127.0.0.1:")
+    assert (process.returncode, *told) == (0, "", "")
     with pytest.raises(SystemExit) as stop:
         serve.main([str(tmp_path / "nothing")])
     assert stop.value.code == 2

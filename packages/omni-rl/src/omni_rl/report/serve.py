@@ -15,11 +15,13 @@ Where other machines can reach it, every address begins with a random token.
 import argparse
 import asyncio
 import hmac
+import logging
 import os
 import secrets
 import socket
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from urllib.parse import quote
 from zlib import crc32
@@ -241,6 +243,11 @@ class LiveServer(uvicorn.Server):
                 timeout_graceful_shutdown=1,
             )
         )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End; what is cut, such as a video that a browser has paused, is no error."""
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        super().handle_exit(sig, frame)
 
 
 def main(argv: list[str] | None = None) -> None:
