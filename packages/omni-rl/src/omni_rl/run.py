@@ -380,6 +380,8 @@ class AnyRun(ABC, Generic[ArgsT]):
             "ranks": f"{num_ranks}, weights {self.mode}",
             "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
             "optimizer steps per training step": str(args.num_minibatches),
+            "learning rate": f"{self.lr:g}"
+            + (f", LoRA of rank {args.lora_rank} with alpha {args.lora_alpha}" if args.lora_rank else ""),
             "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
             "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
             "gradients, optimizer, averages); what is not trained and activations come on top",
