@@ -83,6 +83,17 @@ def test_the_settings_of_several_ranks_are_checked_once_before_any_starts(monkey
     assert err.startswith(said)
 
 
+def test_ctrl_c_while_settings_are_checked_ends_without_a_traceback(monkeypatch, capfd):
+    def interrupted(*given, **how):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.subprocess, "run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["omni-rl", "train", "nft", "--nproc-per-node", "2"])
+    with pytest.raises(SystemExit, match=r"^130$"):
+        command.main()
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize("words", ["--help", "--preset tiny-signs --check --scorer-url http://127.0.0.1:1"])
 def test_what_only_prints_prints_once_for_several_ranks(monkeypatch, capfd, words):
     monkeypatch.chdir(REPO)

@@ -49,6 +49,8 @@ def main() -> None:
     except ValueError as exc:
         print(f"omni-rl: error: {exc}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while the settings are checked; later the process is the program's
+        sys.exit(130)
 
 
 def check_once(ranks: str, *program: str) -> None:
