@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import json
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import torch
 from helpers import sampled
 from model_rows import ROWS
 from omni_rl import plan
+from omni_rl.args import MediaArgs
 from omni_rl.failures import launch
 from omni_rl.run import Run
 from omni_rl.scoring import LocalScorer
@@ -23,6 +25,7 @@ from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog
 from omni_train.planned import PLANNED, Meter, planned_ranks
+from PIL import Image
 from torch import nn
 from trainer_runs import recipe, tiny, write_eval_prompts
 
@@ -252,6 +255,16 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     for phase in ("load", "rollout", "update"):
         assert without.peaks[phase] - with_it.peaks[phase] == pytest.approx(freed, rel=0.01)
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
+
+
+def test_a_plan_reads_references_below_the_media_root(tmp_path):
+    (tmp_path / "media").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "media" / "a.png")
+    prompts = tmp_path / "prompts" / "a.jsonl"
+    prompts.parent.mkdir()
+    prompts.write_text(json.dumps({"prompt": "x", "images": str(tmp_path / "media" / "a.png")}))
+    args = MediaArgs(prompts=str(prompts), media_root=str(tmp_path / "media"), prompts_per_step=2)
+    assert [len(record.images) for record in plan._Alike(args).at(0)] == [1, 1]
 
 
 def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):

@@ -478,7 +478,7 @@ class _Alike(PromptSampler):
             references = sum(math.prod(size) for size in reference_sizes(record))
             return math.prod(record.size or (args.height, args.width)), references, len(record.text + record.negative)
 
-        records = load_prompts(args.prompts)
+        records = load_prompts(args.prompts, media_root=args.media_root)
         self.num_known, self._largest = len(records), max(records, key=size)
         self.prompts_per_step = args.prompts_per_step
 
