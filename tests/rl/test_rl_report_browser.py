@@ -269,7 +269,7 @@ def live(browser, tmp_path):
 
     yield open_page
     page.close()
-    server.should_exit = True
+    server.should_exit = server.force_exit = True
     thread.join()
     assert wrong == []
 

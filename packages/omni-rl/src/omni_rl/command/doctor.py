@@ -4,10 +4,8 @@ import argparse
 import json
 import os
 import platform
-import shutil
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -54,14 +52,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def machine() -> Iterator[Finding]:
-    """Python, the threads, the memory and the disk; the devices, if torch is whole."""
+    """Python and the threads; the devices, if torch is whole."""
     yield Finding("omni-rl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.platform()}")
     threads = os.environ.get("OMP_NUM_THREADS", "not set, so a rank on a CPU takes one")
     yield Finding("threads", "note", f"{os.cpu_count()} CPUs; OMP_NUM_THREADS {threads}")
-    with suppress(ValueError, OSError):  # macOS does not tell what is free
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-        yield Finding("memory", "note", f"{free:.1f} GB free")
-    yield Finding("disk", "note", f"{shutil.disk_usage('.').free / 1e9:.1f} GB free in {Path.cwd()}")
     try:
         import torch
         from omni_train.dist import free_memory

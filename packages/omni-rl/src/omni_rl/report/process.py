@@ -169,12 +169,10 @@ class ReportProcess:
         with self._change:
             self._waiting.clear()
             if not self._is_lost:
-                self._is_lost = True
-                _say(
-                    f"the process that writes the report of {self._folder} has ended (exit code "
-                    f"{self._process.wait()}): training goes on without new pictures; this writes the rest anew: "
-                    f"python -m omni_rl.report {self._folder}"
-                )
+                self._is_lost, code = True, self._process.wait()
+                ended = f"the process that writes the report of {self._folder} has ended (exit code {code})"
+                remedy = f"this writes the rest anew: python -m omni_rl.report {self._folder}"
+                _say(f"{ended}: training goes on without new pictures; {remedy}")
 
 
 def _about(kind: str, step: int, samples: Sequence[Sample], shown: Mapping[int, Media]) -> Message:

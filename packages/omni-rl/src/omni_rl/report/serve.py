@@ -232,21 +232,14 @@ class LiveServer(uvicorn.Server):
         token = "" if is_loopback(address) else secrets.token_urlsafe(24)
         name = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
         self.url = f"http://{name}:{port}/{token and token + '/'}"
-        super().__init__(
-            uvicorn.Config(
-                create_app(self.runs, host=host, token=token),
-                http="h11",  # which bounds the head of a request
-                log_config=None,
-                log_level="error",
-                access_log=False,  # addresses hold the token
-                limit_concurrency=MAX_CONNECTIONS,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        app, most = create_app(self.runs, host=host, token=token), MAX_CONNECTIONS
+        # h11 bounds the head of a request. Addresses hold the token, so nobody is to log them.
+        super().__init__(uvicorn.Config(app, http="h11", log_config=None, access_log=False, limit_concurrency=most))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End; what is cut, such as a video that a browser has paused, is no error."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.force_exit = True
         super().handle_exit(sig, frame)
 
 
