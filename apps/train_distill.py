@@ -118,7 +118,7 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import LocalScorer, abstain
+from omni_rl.scorers import LocalScorer, abstain
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
 from omni_sched import Transition, cps_step, euler_step, sde_step

@@ -87,7 +87,8 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import by_shapes, draw, expand_groups, prompts_of, show
-from omni_rl.scoring import LocalScorer, abstain, by_size, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.scorers import LocalScorer, abstain
+from omni_rl.scoring import by_size, collect, describe_rewards, gather_rewards, groups_of
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import pick, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise

@@ -140,11 +140,20 @@ from omni_losses import (
 )
 from omni_reward import Score
 from omni_rl.failures import launch
-from omni_rl.grading import advantages_of, graded, needs_own_group
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, check_ratio, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, groups_of, keep_samples, scores_of, select
+from omni_rl.scorers import Pending
+from omni_rl.scoring import (
+    TrainBatch,
+    advantages_of,
+    by_group,
+    graded,
+    groups_of,
+    keep_samples,
+    scores_of,
+    select,
+)
 from omni_rl.streams import over_streams, shares_of, sizes_of
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
@@ -217,15 +226,8 @@ def main(args: Args) -> None:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
                 batches, pending = draw(run, prompts, params_at(run, step), unit=unit_of(run))
-            chosen = graded(
-                run,
-                step,
-                batches,
-                pending,
-                partial(grade, run, step, prompts, batches),
-                by_group=needs_own_group(args, run.dist.world_size, unit=unit_of(run)) and not repacks(args),
-                num_minibatches=args.num_minibatches,
-            )
+            rate, soon = partial(grade, run, step, prompts, batches), early(run, batches, pending)
+            chosen = graded(run, step, pending, rate, soon)
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
             run.sync(step)
@@ -239,14 +241,22 @@ def unit_of(run: Run[Args]) -> int:
     return args.group_size if args.same_start_noise and has_groups else 1
 
 
-def settle(args: Args, *, is_exact: bool) -> Args:
-    """The settings with what `auto` and None stand for. is_exact: rollout and update are the same arithmetic."""
-    old_log_prob, tolerance = args.old_log_prob, args.ratio_tolerance
-    if old_log_prob == "auto":
-        old_log_prob = "rollout" if is_exact else "recompute"
+def early(run: Run[Args], batches: Sequence[Trajectory], pending: Sequence[Pending]) -> list[TrainBatch] | None:
+    """Return the batches where the update takes them as they were sampled and their own groups' scores suffice."""
+    if repacks(run.args) or len(batches) % run.args.num_minibatches:
+        return None
+    return by_group(run, batches, pending, unit_of(run), weighted=False)
+
+
+def old_log_probs(run: Run[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
+    """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
+    args, is_exact = run.args, run.engine.is_exact and batches[0].is_as_sampled  # the same arithmetic on both sides
+    source, tolerance = args.old_log_prob, args.ratio_tolerance
+    if source == "auto":
+        source = "rollout" if is_exact else "recompute"
     if tolerance is None:
         tolerance = 0.0 if is_exact else RATIO_TOLERANCE[args.dtype]
-    return replace(args, old_log_prob=old_log_prob, ratio_tolerance=tolerance)
+    return source, tolerance
 
 
 def params_at(run: Run[Args], step: Step) -> Params:
@@ -298,16 +308,16 @@ class OldStep:
 
 def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
-    args = settle(run.args, is_exact=run.engine.is_exact and batches[0].is_as_sampled)
-    dist, algo = run.dist, ALGOS[args.algo]
+    args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
+    source, tolerance = old_log_probs(run, batches)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
-    old, loss_of = old_policy(run, batches, args.old_log_prob), algo.loss(args)
+    old, loss_of = old_policy(run, batches, source), algo.loss(args)
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
     seen, results = [], []
     for first in range(0, len(batches), size):
         for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
-            if args.old_log_prob == "correct" and before:
+            if source == "correct" and before:
                 corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
                 now = replay(run.model, run.net, batch.trajectory, k)
@@ -322,7 +332,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
                 gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], args.ratio_tolerance or 0.0, step.number)
+            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step.number)
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
 

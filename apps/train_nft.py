@@ -102,11 +102,10 @@ from omni_losses import (
 from omni_reward import Score
 from omni_rl.experts import on_one_side
 from omni_rl.failures import launch
-from omni_rl.grading import advantages_of, graded, needs_own_group
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, scores_of
+from omni_rl.scoring import TrainBatch, advantages_of, by_group, graded, scores_of
 from omni_rl.streams import add_up, of_stream, shares_of, sizes_of
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
@@ -190,8 +189,8 @@ def main(args: Args) -> None:
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
                     batches, pending = draw(run, prompts, run.base_params)
-            by_group, rates = needs_own_group(args, run.dist.world_size), partial(grade, run, step, prompts, batches)
-            chosen = graded(run, step, batches, pending, rates, by_group=by_group, weighted=True)
+            early = by_group(run, batches, pending, weighted=True)
+            chosen = graded(run, step, pending, partial(grade, run, step, prompts, batches), early)
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)

@@ -101,7 +101,8 @@ from omni_rl.failures import launch
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step, policy_metrics
 from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import LocalScorer, collect, describe_rewards, gather_rewards
+from omni_rl.scorers import LocalScorer
+from omni_rl.scoring import collect, describe_rewards, gather_rewards
 from omni_rollout import Trajectory
 from omni_rollout.models import open_model
 from omni_rollout.types import to_device

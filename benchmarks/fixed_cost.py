@@ -26,7 +26,7 @@ from omni_rl.args import MediaArgs
 from omni_rl.loop import Loop
 from omni_rl.run import Run
 from omni_rl.sampling import show
-from omni_rl.scoring import LocalScorer
+from omni_rl.scorers import LocalScorer
 from omni_rollout import Params, Prompt, Samples
 from omni_train.data import PromptRecord
 from omni_train.dist import init_distributed

@@ -24,7 +24,7 @@ import trainer
 from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.cli import from_toml, parse_cli, recipes
-from omni_rl.scoring import LocalScorer
+from omni_rl.scorers import LocalScorer
 from omni_train.dist import default_compute_dtype, local_device
 from omni_train.log import RunLog
 from torch import Tensor, nn

@@ -29,7 +29,7 @@ from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.loop import Loop
 from omni_rl.run import Run, Step
-from omni_rl.scoring import Grade, LocalScorer
+from omni_rl.scorers import Grade, LocalScorer
 from omni_rollout.models.qwen_image import QwenImage, cut_to_one_frame
 from omni_train.dist import default_compute_dtype, local_device, shutdown
 from omni_train.state import local_rows

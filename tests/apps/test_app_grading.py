@@ -12,10 +12,9 @@ import torch
 from apps.app_lives import TINY
 from omni_losses import group_advantages
 from omni_reward import RewardError, Score
-from omni_rl.grading import graded, needs_own_group
 from omni_rl.run import Step
 from omni_rl.sampling import draw
-from omni_rl.scoring import gather_rewards, groups_of
+from omni_rl.scoring import by_group, gather_rewards, graded, groups_of
 from omni_rollout import Prompt, Samples
 from trainer_runs import place, recipe, tiny, train, train_on_ranks
 
@@ -49,7 +48,7 @@ def numbers(lines):
 def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
-        patch.setattr(app, "needs_own_group", lambda *args, **options: False)
+        patch.setattr(app, "by_group", lambda *args, **options: None)
         return numbers(train(app, replace(args, name="waiting")))
 
 
@@ -118,7 +117,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
     run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
     pending, seen, step = [Held() for _ in range(12)], [], Step(0)
-    chosen = graded(run, step, batches, pending, seen.append, by_group=True, weighted=True)
+    chosen = graded(run, step, pending, seen.append, by_group(run, batches, pending, weighted=True))
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
         end = -(-(first + 3) // 4) * 4
         for i in range(0, end, 2):
@@ -134,10 +133,15 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
 
 def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = replace(FLOW, group_size=4, batch_size=2)
-    assert needs_own_group(args, 1)
-    assert not needs_own_group(args, 2)  # half a group each
-    assert needs_own_group(args, 2, unit=4)
-    assert needs_own_group(replace(args, batch_size=8), 2)
-    assert not needs_own_group(replace(args, batch_size=6), 2)
-    assert not needs_own_group(replace(args, adv_std="batch"), 1)
-    assert not needs_own_group(replace(args, reward_parts="ocr=1"), 1)
+
+    def comes_early(args, num_ranks, **unit):
+        run = SimpleNamespace(args=args, dist=SimpleNamespace(world_size=num_ranks))
+        return by_group(run, [], [], **unit, weighted=False) is not None
+
+    assert comes_early(args, 1)
+    assert not comes_early(args, 2)  # half a group each
+    assert comes_early(args, 2, unit=4)
+    assert comes_early(replace(args, batch_size=8), 2)
+    assert not comes_early(replace(args, batch_size=6), 2)
+    assert not comes_early(replace(args, adv_std="batch"), 1)
+    assert not comes_early(replace(args, reward_parts="ocr=1"), 1)

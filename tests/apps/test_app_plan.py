@@ -20,7 +20,7 @@ from omni_rl import plan
 from omni_rl.args import MediaArgs
 from omni_rl.failures import launch
 from omni_rl.run import Run
-from omni_rl.scoring import LocalScorer
+from omni_rl.scorers import LocalScorer
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog

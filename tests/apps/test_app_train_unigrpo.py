@@ -16,7 +16,8 @@ from helpers import REPO
 from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
 from omni_reward.testing import serving_here
-from omni_rl.scoring import LocalScorer, collect
+from omni_rl.scorers import LocalScorer
+from omni_rl.scoring import collect
 from omni_rl.thinking import ThinkingRun, ThoughtScorer
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel

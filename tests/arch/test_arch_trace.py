@@ -5,8 +5,8 @@ from arch import step_trace
 from records import record
 
 MAX_FRAMES = 2
-LOOP_FILES, LOOP_LINES = 20, 1000  # of the loop's own thread
-ALL_FILES, ALL_LINES = 23, 1260  # with the threads that send images to the scorer
+LOOP_FILES, LOOP_LINES = 20, 1065  # of the loop's own thread
+ALL_FILES, ALL_LINES = 23, 1340  # with the threads that send images to the scorer
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from omni_rl.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
 from omni_rl.pictures import reference_sizes
 from omni_rl.run import Step, current_plan
-from omni_rl.scoring import LocalScorer
+from omni_rl.scorers import LocalScorer
 
 if TYPE_CHECKING:
     from omni_rl.run import AnyRun, Run

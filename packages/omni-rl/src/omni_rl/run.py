@@ -78,7 +78,7 @@ from omni_rl.held_out import HeldOut, params_of
 from omni_rl.pictures import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
-from omni_rl.scoring import AnyScorer, Scorer, connect
+from omni_rl.scorers import AnyScorer, Scorer, connect
 
 if TYPE_CHECKING:
     from omni_rl.plan import Plan

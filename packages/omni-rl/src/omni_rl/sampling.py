@@ -21,7 +21,8 @@ from omni_rl.held_out import HeldOut, Shown, describe, mixed
 from omni_rl.pictures import read_picture
 from omni_rl.report import Sample
 from omni_rl.run import Run, Step
-from omni_rl.scoring import Pending, Scorer, collect, gather_parts, gather_rewards, submit
+from omni_rl.scorers import Pending, Scorer
+from omni_rl.scoring import collect, gather_parts, gather_rewards, submit
 
 
 def expand_groups(

@@ -1,149 +1,35 @@
-"""Scores of a step's samples: asking for them without waiting, those of all ranks in order, what is trained on.
+"""Scores of a step's samples to batches to train on: asking without waiting, rewards of all ranks, advantages.
+
+Where a rank samples whole groups, and each is divided by its own deviation or by none, the advantages of a batch need
+only the scores of its own groups. The first minibatch then waits for no more than these, batch by batch. Batches keep
+their order, whichever scores come first, so that no bit depends on the scorer's speed. Before the first optimizer step
+all scores of all ranks are graded, as in an update that waits for them: where a scorer has failed, the weights are
+untouched.
 
 Letters: N samples of a step over all ranks, n of them this rank's; B samples of a batch. A sample's place among the N
 is its prompt's `index`, so nothing here depends on how the samples were dealt to the ranks.
 """
 
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from functools import cache, partial
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from omni_losses import best_worst_n, filter_groups, reward_metrics
-from omni_reward import RewardClient, RewardError, Score
+from omni_losses import best_worst_n, filter_groups, group_advantages, multi_reward_advantages, reward_metrics
+from omni_reward import RewardError, Score
 from omni_rollout import Prompt, Samples, Trajectory
 from omni_rollout.types import to_device
-from omni_train.data import PromptRecord
 from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
-from omni_rl.args import RunArgs
-from omni_rl.cli import flag, printable, require
-from omni_rl.pictures import read_picture
+from omni_rl.args import STREAMS, JudgedArgs, parse_judges, parse_numbers
+from omni_rl.cli import printable
+from omni_rl.run import Run, Step
+from omni_rl.scorers import Pending, Scorer
 
-Pending = Future[list[Score]]
-Arrays = Mapping[str, np.ndarray]  # media by their kinds
-Metas = Sequence[Mapping[str, object]]
-References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scorer that takes them
-Grade = Callable[[Arrays, Sequence[str]], list[Score]]
-
-
-class AnyScorer(Protocol):
-    """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds of work so far."""
-
-    def close(self) -> None:
-        """Free what the scorer holds."""
-
-
-class Scorer(AnyScorer, Protocol):
-    """A scorer of media."""
-
-    @property
-    def kinds(self) -> Sequence[str]:
-        """The kinds of media that it takes, no more and no less."""
-
-    @property
-    def takes_references(self) -> bool:
-        """Whether it wants the pictures that the samples were made from."""
-
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
-        """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
-
-
-class LocalScorer:
-    """A scorer in this process: `grade(media, texts) -> scores`, called at once with media of these kinds."""
-
-    takes_references = False
-
-    def __init__(self, grade: Grade, kinds: Sequence[str] = ("image",)) -> None:
-        self.grade, self.kinds = grade, kinds
-        self.busy_s = 0.0
-
-    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
-        """Scores that are there at once."""
-        start = time.perf_counter()
-        future: Pending = Future()
-        future.set_result(self.grade(media, prompts))
-        self.busy_s += time.perf_counter() - start
-        return future
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-
-def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
-    """No score for any sample: the `grade` of a run without a scorer."""
-    return [Score(None, abstained="there is no scorer")] * len(texts)
-
-
-def connect(
-    urls: str,
-    args: RunArgs,
-    dist: Dist,
-    canary: PromptRecord,
-    kinds: Sequence[str],
-    *,
-    samples: Arrays = MappingProxyType({}),
-    name: str = "--scorer-url",
-    parts: Sequence[str] = (),
-) -> tuple[RewardClient, str]:
-    """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
-
-    Each server has scored a canary: a sample with the text, meta and references of a prompt.
-
-    kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
-    are the client's own. name: of the flag that holds the URLs.
-    parts: that its scores must name.
-
-    Raises:
-        ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
-            where the prompt has none.
-    """
-    with flag("--scorer-token-file: "):
-        token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
-    open_client = partial(
-        RewardClient,
-        urls.split(","),
-        token=token,
-        timeout_s=args.scorer_timeout_s,
-        on_failure=args.on_failure,
-        proxy=args.scorer_proxy,
-    )
-    with flag(f"{name}: "):
-        client = open_client()
-    try:
-        info = client.info()
-        media = (
-            {kind: samples[kind] for kind in info["media"]} if info["media"] in [[kind] for kind in samples] else None
-        )
-        references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
-        require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
-        replies = client.check(media, [canary.text], [canary.meta], references)
-    except RewardError as exc:
-        raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
-    require(
-        (set(info["media"]) <= set(kinds),
-         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
-         f"in protocol {info['protocol']}"),
-        *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
-          for part in parts for scores in replies for score in scores if score.abstained is None),
-    )  # fmt: skip
-    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, for all ranks
-    client.close()
-    client = open_client(max_in_flight=max(1, waiting // dist.world_size))
-    client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
-    return client, f"{info['scorer']} {info['scorer_version']}".strip()
+Grade = Callable[[list[Score]], list["TrainBatch"]]
 
 
 def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
@@ -237,6 +123,44 @@ def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *
     return {"reward/abstained_ratio": 1.0}
 
 
+def advantages_of(
+    run: Run[JudgedArgs], step: Step, prompts: Sequence[Prompt], batches: Sequence[Samples], scores: Sequence[Score]
+) -> tuple[Tensor, Tensor]:
+    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
+
+    Raises:
+        RuntimeError: no sample has a score, and --on-failure asks for one.
+    """
+    args, groups = run.args, groups_of(prompts)
+    rewards = gather_rewards(run.dist, batches, scores, groups)
+    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
+    if args.reward_parts:
+        advantages = part_advantages(run, batches, scores, rewards, groups)
+    else:
+        advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
+    step.has_signal = bool(advantages.any())
+    step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
+    return advantages, rewards
+
+
+def part_advantages(
+    run: Run[JudgedArgs], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
+) -> Tensor:
+    """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --reward-media.
+
+    rewards, groups: [N].
+    """
+    args = run.args
+    weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.reward_media, args.reward_parts)
+    columns = gather_parts(run.dist, batches, scores, list(weights), rewards)
+
+    def added(medium: str | None) -> Tensor:
+        own = [weight * (judges.get(name, medium) == medium) for name, weight in weights.items()]
+        return multi_reward_advantages(columns, groups, own, std=args.adv_std, correction=args.adv_correction)
+
+    return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
+
+
 class Grades(NamedTuple):
     """What scores say of B samples: advantages [B], or [B, M] of M streams, and weights [B], which None sets to 1."""
 
@@ -272,6 +196,76 @@ class TrainBatch:
         return self.grades().weights
 
 
+def graded(
+    run: Run[JudgedArgs], step: Step, pending: Sequence[Pending], grade: Grade, early: list[TrainBatch] | None
+) -> list[TrainBatch]:
+    """Return the batches to train on: those of `grade`, which takes this rank's scores, or the same ones early.
+
+    early: as `by_group` has them; `grade` then comes before the first optimizer step, when `step.has_signal` is read.
+
+    Raises:
+        RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
+    """
+
+    @cache
+    def settle() -> list[TrainBatch]:
+        with run.phase("reward_wait"):
+            return grade(collect(run.dist, pending))
+
+    if early is None:
+        return settle()
+    step.settle = settle
+    return early
+
+
+def by_group(
+    run: Run[JudgedArgs], batches: Sequence[Trajectory], pending: Sequence[Pending], unit: int = 1, *, weighted: bool
+) -> list[TrainBatch] | None:
+    """Return this rank's batches, each of which waits for its groups' scores when it is read.
+
+    None where they do not suffice: a rank samples parts of groups, or others' scores enter an advantage.
+
+    Args:
+        run: the run.
+        batches: of this rank, as they were sampled.
+        pending: their scores, in the same order.
+        unit: as `omni_rl.sampling.deal` has it.
+        weighted: whether a sample without a score has weight 0.
+    """
+    args = run.args
+    is_whole = run.dist.world_size == 1 or max(args.batch_size, unit) % args.group_size == 0
+    if not is_whole or args.adv_std == "batch" or args.reward_parts:
+        return None
+    prompts = [prompt for batch in batches for prompt in batch.prompts]
+    return [TrainBatch(b, cache(partial(_own_grades, run, b, prompts, pending, weighted))) for b in batches]
+
+
+def _own_grades(
+    run: Run[JudgedArgs], batch: Trajectory, prompts: Sequence[Prompt], pending: Sequence[Pending], weighted: bool
+) -> Grades:
+    """Return a batch's grades as soon as the scores up to the end of its last group are there.
+
+    Those of a scorer that failed are 0, as ranks go through a sharded net together; the first optimizer step then
+    raises on every rank.
+
+    prompts: of this rank, group by group.
+    """
+    requests, scores = iter(pending), list[Score]()
+    num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
+    onto = partial(to_device, device=run.dist.device)
+    with run.phase("reward_wait"):
+        while len(scores) < num_needed:
+            if (request := next(requests)).exception():
+                zeros = onto(torch.zeros(len(batch)))
+                return Grades(zeros, zeros if weighted else None)
+            scores += request.result()
+    groups = groups_of(prompts[: len(scores)])
+    rewards = rewards_of(torch.tensor(values_of(scores)), groups)
+    advantages = group_advantages(rewards, groups, std=run.args.adv_std, correction=run.args.adv_correction)
+    is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
+    return Grades(onto(advantages[is_own]), onto((~rewards[is_own].isnan()).float()) if weighted else None)
+
+
 def keep_samples(
     advantages: Tensor, rewards: Tensor, groups: Tensor, *, best_worst: int, drop_silent_groups: bool
 ) -> Tensor:
@@ -302,14 +296,11 @@ def select(
         chosen = [TrainBatch.of(b, to_device(advantages[b.indices], dist.device)) for b in batches]
     else:
         chosen = repack(dist, batches, advantages, keep, num_minibatches=shares)
-    return in_minibatches(chosen, shares, num_minibatches)
+    return chosen if shares == num_minibatches else split_steps(chosen, shares, num_minibatches // shares)
 
 
-def in_minibatches(batches: Sequence[TrainBatch], shares: int, num_minibatches: int) -> list[TrainBatch]:
-    """Return the batches minibatch by minibatch, of which several may be the kept steps of one share, a part each."""
-    if shares == num_minibatches:
-        return list(batches)
-    parts = num_minibatches // shares
+def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[TrainBatch]:
+    """Return each share of the batches `parts` times, first with the first of their kept steps, and so on."""
     size, length = len(batches) // shares, batches[0].trajectory.num_kept // parts
     return [
         replace(batch, trajectory=batch.trajectory.take_steps(start, start + length))

@@ -14,14 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-from omni_losses import LossOutput, multi_reward_advantages
-from omni_reward import Score
-from omni_rollout import Samples
+from omni_losses import LossOutput
 from torch import Tensor
 
-from omni_rl.args import STREAMS, JudgedArgs, parse_judges, parse_numbers
+from omni_rl.args import STREAMS, JudgedArgs
 from omni_rl.run import Run
-from omni_rl.scoring import gather_parts
 
 ArgsT = TypeVar("ArgsT", bound=JudgedArgs)
 
@@ -36,24 +33,6 @@ def shares_of(run: Run[ArgsT]) -> tuple[float, ...]:
     """The share of each stream in the loss: that of its elements, unless --sound-weight is given."""
     sizes, sound_weight = sizes_of(run), run.args.sound_weight
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
-
-
-def part_advantages(
-    run: Run[ArgsT], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
-) -> Tensor:
-    """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --reward-media.
-
-    rewards, groups: [N].
-    """
-    args = run.args
-    weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.reward_media, args.reward_parts)
-    columns = gather_parts(run.dist, batches, scores, list(weights), rewards)
-
-    def added(medium: str | None) -> Tensor:
-        own = [weight * (judges.get(name, medium) == medium) for name, weight in weights.items()]
-        return multi_reward_advantages(columns, groups, own, std=args.adv_std, correction=args.adv_correction)
-
-    return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
 
 
 def of_stream(values: Tensor, m: int) -> Tensor:

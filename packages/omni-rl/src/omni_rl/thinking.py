@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from omni_rl.cli import require
 from omni_rl.engines import ENGINES
 from omni_rl.run import MediaT, OwnArgsT, Run, join_ranks
-from omni_rl.scoring import Arrays, Metas, Pending, References, Scorer
+from omni_rl.scorers import Arrays, Metas, Pending, References, Scorer
 from omni_rl.tokens import check_gathered
 
 FLAG = "--thought-reward"

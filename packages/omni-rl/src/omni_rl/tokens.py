@@ -39,7 +39,8 @@ from omni_rl.prompt_media import media_files, with_media
 from omni_rl.report import Sample
 from omni_rl.run import AnyRun, Step, join_ranks
 from omni_rl.sampling import deal, expand_groups
-from omni_rl.scoring import AnyScorer, Pending, collect, connect, gather_rewards
+from omni_rl.scorers import AnyScorer, Pending, connect
+from omni_rl.scoring import collect, gather_rewards
 from omni_rl.token_args import TokenArgs
 
 TokenT = TypeVar("TokenT", bound=TokenArgs, covariant=True)
