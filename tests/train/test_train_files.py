@@ -169,10 +169,10 @@ def make(path, kind):
 @pytest.mark.parametrize(
     ("kind", "told"),
     [
-        ("pipe", "a regular file and no link"),
-        ("device", "a regular file and no link"),
-        ("link", "a regular file and no link"),
-        ("folder", "a regular file and no link"),
+        ("pipe", "a regular file and no link, hard or symbolic"),
+        ("device", "a regular file and no link, hard or symbolic"),
+        ("link", "a regular file and no link, hard or symbolic"),
+        ("folder", "a regular file and no link, hard or symbolic"),
         ("huge", f"at most {2**30} bytes, got {2**40}"),
     ],
 )
@@ -187,7 +187,7 @@ def test_a_file_of_two_names_is_read_but_not_written_to(tmp_path):
     (tmp_path / "a").write_text("text")
     (tmp_path / "b").hardlink_to(tmp_path / "a")
     assert read_regular(tmp_path / "b") == b"text"
-    with pytest.raises(ValueError, match=r"/b must be a regular file and no link: move it away"):
+    with pytest.raises(ValueError, match=r"/b must be a regular file and no link, hard or symbolic: move it away"):
         open_regular(tmp_path / "b", os.O_RDWR | os.O_APPEND)
 
 

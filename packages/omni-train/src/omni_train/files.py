@@ -25,7 +25,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
         if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
             return number
         os.close(number)
-    raise ValueError(f"{path} must be a regular file and no link: move it away")
+    raise ValueError(f"{path} must be a regular file and no link, hard or symbolic: move it away")
 
 
 def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
