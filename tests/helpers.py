@@ -13,6 +13,14 @@ CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image"
 TEST_SEED = os.environ.get("TEST_SEED", "0")
 
 
+def ulps(count, largest=1.0):
+    """What float32 sums in another order may differ by: units in the last place of terms as large as `largest`.
+
+    Kernels of other CPUs add in another order, so a bound is made of the largest term and not of what one CPU gave.
+    """
+    return count * 2.0**-23 * float(largest)
+
+
 def public_names(package):
     """What a package's __init__ imports for its users."""
     return {name for name, value in vars(package).items() if name[0] != "_" and not inspect.ismodule(value)}

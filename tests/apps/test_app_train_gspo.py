@@ -14,7 +14,7 @@ import omni_rl.tokens
 import pretrain_tiny_beeps
 import pytest
 import torch
-from helpers import REPO
+from helpers import REPO, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
@@ -81,7 +81,7 @@ def unclocked(lines):
 def test_every_algorithm_trains_and_its_ratio_is_one_before_the_first_update(algo, here):
     lines = train(app, tiny(algo=algo, num_minibatches=2, kl_coef=0.1, rounds=3))
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
-    assert all(0 < line["policy/rollout_gap"] < 5e-6 for line in lines[1:])
+    assert all(0 < line["policy/rollout_gap"] < ulps(16, 16) for line in lines[1:])  # log-probs are less than 16
     assert all(line["policy/grad_norm"] > 0 and line["policy/ratio_max_dev"] > 0 for line in lines[1:])
     assert lines[1]["policy/entropy"] == pytest.approx(np.log(266), rel=0.02)
     assert 1 <= lines[1]["answer/tokens_mean"] <= 5

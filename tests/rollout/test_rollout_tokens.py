@@ -6,7 +6,7 @@ from dataclasses import replace
 import build_tiny_models
 import pytest
 import torch
-from helpers import REPO
+from helpers import REPO, ulps
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import Draw, TransformersEngine
 from omni_rollout.models.tokens import open_token_model
@@ -60,13 +60,14 @@ def test_generation_with_a_cache_and_scoring_agree(engines, name, kind):
     drawn = engine.generate(prompts(kind), TokenParams(12, temperature=0.9))
     with torch.no_grad():
         scored = score_tokens(engine.model, engine.net, drawn)
-    assert ((scored.log_prob - drawn.rollout_log_prob) * drawn.mask).abs().max() <= 5e-7
+    bound = ulps(8, (drawn.rollout_log_prob * drawn.mask).abs().max())  # of a logit, as large as a log-prob
+    assert ((scored.log_prob - drawn.rollout_log_prob) * drawn.mask).abs().max() <= bound < 1e-5
     assert 0 < scored.entropy.min() <= scored.entropy.max() < torch.log(torch.tensor(266.0))
     alone = drawn.select([1]).trim()  # without the padding of longer prompts
     with torch.no_grad():
         own = score_tokens(engine.model, engine.net, alone).log_prob
     length = own.shape[1]
-    torch.testing.assert_close(own * alone.mask, scored.log_prob[1:2, :length] * alone.mask, atol=1e-6, rtol=0)
+    torch.testing.assert_close(own * alone.mask, scored.log_prob[1:2, :length] * alone.mask, atol=bound, rtol=0)
 
 
 @pytest.mark.parametrize("name", LORA_LAYERS)
@@ -98,7 +99,7 @@ def test_scores_in_pieces_are_those_in_one_with_their_gradients(engines, monkeyp
         assert torch.equal(now, before.log_prob)
         found.append((now.detach(), before.entropy, *grads))
     for whole, pieces in zip(*found, strict=True):
-        torch.testing.assert_close(pieces, whole, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(pieces, whole, atol=ulps(8, whole.abs().max()), rtol=1e-5)
     assert "forward" not in vars(engine.net.lm_head)
 
 
