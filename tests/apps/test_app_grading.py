@@ -127,7 +127,7 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
         assert torch.equal(batch.weights, 1.0 - rewards[first : first + 3].isnan().float())
     assert not seen
     for _ in range(2):
-        assert step.has_signal
+        step.settle()
     assert seen == [scores]  # once
 
 

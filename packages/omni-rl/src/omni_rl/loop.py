@@ -80,6 +80,7 @@ class Loop:
                 run.load.clear()
             self._in_step = True
             yield step
+            step.settle()  # where no optimizer step was tried
             self._in_step = False
             if not step.has_signal and run.dist.is_main:
                 print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)

@@ -159,11 +159,12 @@ class AnyRun(ABC, Generic[ArgsT]):
         Raises:
             RewardError: of `step.settle`, on every rank, before the weights are touched.
         """
-        args, dist, has_signal = self.args, self.dist, step.has_signal
+        step.settle()
+        args, dist = self.args, self.dist
         decay_steps = args.train_steps if args.lr_decay else 0
         lr = warmup_lr(step.number, lr=self.lr, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
         step.metrics["policy/lr"] = lr
-        if not has_signal:
+        if not step.has_signal:
             self.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
         return optimizer_step(self.optimizer, self.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=dist)
@@ -937,25 +938,15 @@ def join_ranks(args: RunArgs) -> Dist:
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
-    settle: grades the samples of all ranks, on every rank; see `omni_rl.grading`.
+    has_signal: True if any sample of any rank has an advantage; a trainer that can tell sets it. settle: grades the
+    samples of all ranks, on every rank, where the update began before all scores were there; see `omni_rl.scoring`.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.metrics: dict[str, float] = {}
+        self.has_signal = True
         self.settle: Callable[[], object] = lambda: None
-        self._has_signal = True
-
-    @property
-    def has_signal(self) -> bool:
-        """True if any sample of any rank has an advantage; a trainer that can tell sets it. Reading it settles."""
-        self.settle()
-        return self._has_signal
-
-    @has_signal.setter
-    def has_signal(self, value: bool) -> None:
-        """Tell whether there is one."""
-        self._has_signal = value
 
 
 def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:

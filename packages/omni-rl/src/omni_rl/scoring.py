@@ -201,7 +201,7 @@ def graded(
 ) -> list[TrainBatch]:
     """Return the batches to train on: those of `grade`, which takes this rank's scores, or the same ones early.
 
-    early: as `by_group` has them; `grade` then comes before the first optimizer step, when `step.has_signal` is read.
+    early: as `by_group` has them; `grade` then comes before the first optimizer step.
 
     Raises:
         RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
