@@ -31,6 +31,7 @@ from omni_rollout.sampler import to_wire
 from omni_rollout.types import Cond, join
 from omni_sched import INITIAL_NOISE, euler_step, sde_step, step_noise
 from omni_train.dist import default_compute_dtype, local_device
+from omni_train.lora import base_name
 from peft import LoraConfig
 from torch import Tensor, nn
 from trainer import app
@@ -69,7 +70,7 @@ class Plain:
         self.run, self.model, self.args, self.device = run, run.model, run.args, run.dist.device
         own: dict[str, nn.Parameter] = dict(run.net.named_parameters())
         self.net: Any = run.model.empty_net(buffers=True)
-        self.net.load_state_dict({name: p for name, p in own.items() if ".lora_" not in name}, assign=True)
+        self.net.load_state_dict({base_name(name): p for name, p in own.items() if ".lora_" not in name}, assign=True)
         rank, alpha, targets = self.args.lora_rank, self.args.lora_alpha, list(run.model.LORA_TARGETS)
         self.net.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False))
         for name, param in self.net.named_parameters():

@@ -17,7 +17,7 @@ from omni_rl import loop
 from omni_rl.cli import parse_cli, to_toml
 from omni_rl.run import Step
 from omni_rl.sampling import draw, prompts_of
-from omni_rl.scoring import TrainBatch, gather_rewards, groups_of
+from omni_rl.scoring import TrainBatch, advantages_of, gather_rewards, groups_of, keep_samples
 from omni_rollout import Prompt, Samples, replay
 from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import (
@@ -313,17 +313,25 @@ def samples_of(count, group_size):
 
 
 def grade(args, scores):
-    """What the trainer makes of the scores of one batch; the metrics and whether there is a signal too."""
+    """The batches that the trainer makes of the scores of one; the metrics and whether there is a signal too."""
     run, batch, step = lone_run(args), samples_of(len(scores), args.group_size), Step(0)
-    advantages, keep = app.grade(run, step, batch.prompts, [batch], scores)
-    return advantages, keep, step
+    return app.grade(run, step, batch.prompts, [batch], scores), step
+
+
+def kept(args, scores):
+    """The samples that are trained on where groups whose samples score alike are left out."""
+    batch = samples_of(len(scores), args.group_size)
+    found = advantages_of(lone_run(args), Step(0), batch.prompts, [batch], scores)
+    return keep_samples(*found, groups_of(batch.prompts), best_worst=0, drop_silent_groups=True).tolist()
 
 
 def test_samples_without_a_score_take_no_part():
     args = replace(TINY, prompts_per_step=2, group_size=2, batch_size=4)
     scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
-    advantages, keep, step = grade(args, scores)
-    assert keep is None
+    [batch], step = grade(args, scores)
+    advantages = batch.advantages
+    assert batch.weights is None
+    assert batch.is_as_sampled
     assert step.has_signal
     assert advantages.shape == (4,)
     assert advantages[:2].tolist() == [0.0, 0.0]
@@ -334,12 +342,11 @@ def test_samples_without_a_score_take_no_part():
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
         grade(args, broken)
     args = replace(args, on_failure="mask")
-    advantages, _, step = grade(args, broken)
-    assert advantages.tolist() == [0.0] * 4
+    [batch], step = grade(args, broken)
+    assert batch.advantages.tolist() == [0.0] * 4
     assert not step.has_signal
-    args = replace(args, filter_groups=True)
-    assert grade(args, scores)[1].tolist() == [False, False, True, True]
-    assert grade(args, broken)[1].tolist() == [False] * 4
+    assert kept(args, scores) == [False, False, True, True]
+    assert kept(args, broken) == [False] * 4
 
 
 def test_a_step_without_a_signal_moves_no_weight(in_tmp, bright_url, monkeypatch, capsys):
@@ -348,10 +355,11 @@ def test_a_step_without_a_signal_moves_no_weight(in_tmp, bright_url, monkeypatch
 
     def silence(run, step, *args):
         seen.append([p.detach().clone() for p in run.params])
-        advantages, keep = grade(run, step, *args)
+        batches = grade(run, step, *args)
+        step.has_signal = not step.number
         if step.number:
-            step.has_signal, advantages = False, torch.zeros_like(advantages)
-        return advantages, keep
+            return [TrainBatch.of(batch.trajectory, torch.zeros_like(batch.advantages)) for batch in batches]
+        return batches
 
     monkeypatch.setattr(app, "grade", silence)
     lines = train(bright_url, train_steps=3, weight_decay=0.1)
@@ -379,7 +387,8 @@ def test_parts_of_the_score_are_normalized_one_by_one():
         group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
         for x in ([0.0, 100.0, 200.0, 300.0], [0.0, 0.01, 0.02, 0.04])
     ]
-    torch.testing.assert_close(grade(args, scores)[0], one_by_one[1] - one_by_one[0])
+    [batch], _ = grade(args, scores)
+    torch.testing.assert_close(batch.advantages, one_by_one[1] - one_by_one[0])
     with pytest.raises(RuntimeError, match=r"must name a part 'sharp' in its scores, it names \['kB', 'match'\]"):
         grade(replace(args, reward_parts="kB=1,sharp=1"), scores)
 

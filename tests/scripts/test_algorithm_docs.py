@@ -77,7 +77,7 @@ def parsed(trainer, flags, monkeypatch):
     """The settings that flags come to, with the shipped prompts and a model where they name none; no file is read."""
     data = {"--model": "m", "--prompts": "data/tiny-signs/train.txt", "--eval-prompts": "data/tiny-signs/eval.txt"}
     if "reward_model" in trainer.Args.__dataclass_fields__:
-        data["--reward-model"] = "m"
+        data |= {"--reward-model": "m", "--reward": "clip"}
     given = [] if "--preset" in flags else [word for pair in data.items() for word in pair]
     monkeypatch.chdir(REPO)
     if hasattr(trainer, "check_preferences"):

@@ -176,7 +176,7 @@ class LTX2(DiffusersModel):
         frames, sound = self._split(x, params)
         _, _, f, h, w = frames.shape
         # Strided rows pass a frozen linear layer by another product than a trained one, which rounds differently.
-        tokens = frames.flatten(2).transpose(1, 2).contiguous()
+        tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
             texts = [both(cond, "embeds"), both(cond, "sound_embeds")]
