@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
-from omni_rl.args import RunArgs, num_ranks, parse_numbers
-from omni_rl.cli import check_finite, check_least, fitting, flag, parse_cli, refuse, require
-from omni_rl.eval_sets import check_urls
-from omni_rl.pictures import reference_sizes
-from omni_train.data import PromptRecord, RecordCheck, load_prompts
+from omni_rl.media.images import reference_sizes
+from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
+from omni_rl.settings.cli import check_finite, check_least, fitting, flag, parse_cli, refuse, require
+from omni_rl.settings.eval_sets import check_urls
+from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
 
@@ -137,17 +137,17 @@ def main(args: Args) -> None:
     import numpy as np
     import torch
     from omni_reward import RewardError
+    from omni_rl.flow.sampling import by_shapes, expand_groups
+    from omni_rl.flow.scorers import LocalScorer, Scorer, abstain, connect
+    from omni_rl.flow.scoring import collect, submit
     from omni_rl.report.media import still, whole_files
     from omni_rl.report.sheet import contact_sheet, score_label
-    from omni_rl.sampling import by_shapes, expand_groups
-    from omni_rl.scorers import LocalScorer, Scorer, abstain, connect
-    from omni_rl.scoring import collect, submit
     from omni_rollout import Params
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model
     from omni_rollout.sampler import check_images
     from omni_train.dist import init_distributed
-    from omni_train.weights import check_weights, homes, load_weights, saved_files
+    from omni_train.weights.full import check_weights, homes, load_weights, saved_files
     from torch import Tensor
 
     args, dist = settle(args), init_distributed()

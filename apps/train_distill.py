@@ -28,9 +28,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-from omni_rl.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
-from omni_rl.cli import check_least, flag, parse_cli, require
-from omni_train.data import load_prompts
+from omni_rl.settings.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
+from omni_rl.settings.cli import check_least, flag, parse_cli, require
+from omni_train.prompts.files import load_prompts
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -114,11 +114,11 @@ if __name__ == "__main__":
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
 from omni_reward import Score
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scorers import LocalScorer, abstain
+from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.scorers import LocalScorer, abstain
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step, policy_metrics
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
 from omni_sched import Transition, cps_step, euler_step, sde_step

@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from omni_rl.args import MOST, ScoredArgs, check_scored, num_ranks
-from omni_rl.cli import check_least, check_most, flag, parse_cli, require
-from omni_rl.preferences import check_preferences, read_latent
+from omni_rl.media.preferences import check_preferences, read_latent
+from omni_rl.settings.args import MOST, ScoredArgs, check_scored, num_ranks
+from omni_rl.settings.cli import check_least, check_most, flag, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -82,13 +82,13 @@ if __name__ == "__main__":
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
-from omni_rl.experts import clamp_to_side, on_one_side
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import by_shapes, draw, expand_groups, prompts_of, show
-from omni_rl.scorers import LocalScorer, abstain
-from omni_rl.scoring import by_size, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.flow.experts import clamp_to_side, on_one_side
+from omni_rl.flow.sampling import by_shapes, draw, expand_groups, prompts_of, show
+from omni_rl.flow.scorers import LocalScorer, abstain
+from omni_rl.flow.scoring import by_size, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step, policy_metrics
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import pick, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise

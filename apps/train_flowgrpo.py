@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from omni_rl.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.cli import check_least, parse_cli, require
-from omni_rl.engines import ENGINES
+from omni_rl.run.engines import ENGINES
+from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
+from omni_rl.settings.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -139,12 +139,9 @@ from omni_losses import (
     tempflow_weights,
 )
 from omni_reward import Score
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, check_ratio, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scorers import Pending
-from omni_rl.scoring import (
+from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.scorers import Pending
+from omni_rl.flow.scoring import (
     TrainBatch,
     advantages_of,
     by_group,
@@ -154,7 +151,10 @@ from omni_rl.scoring import (
     scores_of,
     select,
 )
-from omni_rl.streams import over_streams, shares_of, sizes_of
+from omni_rl.flow.streams import over_streams, shares_of, sizes_of
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step, check_ratio, policy_metrics
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
 from torch import Tensor

@@ -23,9 +23,9 @@ from functools import partial
 from itertools import chain
 from typing import Literal
 
-from omni_rl.args import num_ranks
-from omni_rl.cli import check_least, parse_cli, require
-from omni_rl.token_args import TokenArgs, check_tokens
+from omni_rl.settings.args import num_ranks
+from omni_rl.settings.cli import check_least, parse_cli, require
+from omni_rl.settings.token_args import TokenArgs, check_tokens
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -95,11 +95,11 @@ from omni_losses.advantages import Std
 from omni_losses.correction import TokenMode
 from omni_losses.sequence import TokenMean
 from omni_reward import Score
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Step, check_ratio, policy_metrics
-from omni_rl.scoring import collect, describe_rewards, gather_rewards, groups_of
-from omni_rl.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
+from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.flow.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Step, check_ratio, policy_metrics
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from omni_train.dist import gather_by_index

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-from omni_rl.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.cli import check_least, parse_cli, require
+from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
+from omni_rl.settings.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -100,13 +100,13 @@ from omni_losses import (
     velocity_kl,
 )
 from omni_reward import Score
-from omni_rl.experts import on_one_side
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, advantages_of, by_group, graded, scores_of
-from omni_rl.streams import add_up, of_stream, shares_of, sizes_of
+from omni_rl.flow.experts import on_one_side
+from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.scoring import TrainBatch, advantages_of, by_group, graded, scores_of
+from omni_rl.flow.streams import add_up, of_stream, shares_of, sizes_of
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step, policy_metrics
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise

@@ -9,9 +9,9 @@ cancels in the difference, whose gradient trains the model (SRPO, arXiv 2509.069
 
     python apps/train_srpo.py --preset tiny-signs
 
-This is the one trainer whose reward is no server: a gradient does not travel over HTTP. `omni_rl.direct_rewards` has
-the rewards. A model that climbs its reward's gradient finds what the reward overlooks, so give `--watch-scorer-url`:
-another scorer, which only evaluations ask.
+This is the one trainer whose reward is no server: a gradient does not travel over HTTP. The rewards are in
+`omni_rl.flow.direct_rewards`. A model that climbs its reward's gradient finds what the reward overlooks, so give
+`--watch-scorer-url`: another scorer, which only evaluations ask.
 
 Differences from the released code of the paper:
 1. Each sample has a noise level of its own; theirs is one for all ranks. Neither is rounded to an integer timestep.
@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Literal
 
-from omni_rl.args import MediaArgs, check_media, num_batches, num_ranks
-from omni_rl.cli import check_least, parse_cli, require
+from omni_rl.settings.args import MediaArgs, check_media, num_batches, num_ranks
+from omni_rl.settings.cli import check_least, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -44,7 +44,7 @@ class Args(MediaArgs):
     max_grad_norm: float = 0.1  # Norm down to which larger gradients are scaled
 
     # Algorithm
-    reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.direct_rewards
+    reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards
     reward_model: str = ""  # Folder or hub id of the reward's weights (required, here or in a preset)
     positive_words: str = "Clear"  # Words of praise, separated by commas; a step puts one before all its prompts
     negative_words: str = "Smudged"  # Words of blame, separated by commas; a step puts one before all its prompts
@@ -95,14 +95,14 @@ import numpy as np
 import torch
 from omni_losses import LossOutput, direct_align, srpo_loss
 from omni_reward import Score
-from omni_rl.direct_rewards import REWARDS, Reward
-from omni_rl.experts import clamp_to_side, on_one_side
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scorers import LocalScorer
-from omni_rl.scoring import collect, describe_rewards, gather_rewards
+from omni_rl.flow.direct_rewards import REWARDS, Reward
+from omni_rl.flow.experts import clamp_to_side, on_one_side
+from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step, policy_metrics
 from omni_rollout import Trajectory
 from omni_rollout.models import open_model
 from omni_rollout.types import to_device

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from omni_reward.rules import Term, open_rules
-from omni_rl.args import ScoredArgs, check_scored, num_batches, num_ranks
-from omni_rl.cli import check_least, check_most, flag, parse_cli, require
+from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
+from omni_rl.settings.cli import check_least, check_most, flag, parse_cli, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -106,12 +106,12 @@ if __name__ == "__main__":
 import torch
 from omni_losses import LossOutput, distill_velocity_loss, group_advantages, grpo_loss, k3_kl, token_grpo_loss
 from omni_reward import Score
-from omni_rl.failures import launch
-from omni_rl.loop import Loop
-from omni_rl.run import Step, check_ratio, policy_metrics
-from omni_rl.sampling import draw, prompts_of, show
-from omni_rl.scoring import TrainBatch, collect, describe_rewards, gather_parts, gather_rewards, groups_of, select
-from omni_rl.thinking import ThinkingRun
+from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.scoring import TrainBatch, collect, describe_rewards, gather_parts, gather_rewards, groups_of, select
+from omni_rl.flow.thinking import ThinkingRun
+from omni_rl.run.failures import launch
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Step, check_ratio, policy_metrics
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens

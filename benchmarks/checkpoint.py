@@ -17,9 +17,9 @@ from pathlib import Path
 
 import engines
 import torch
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.parts import host_memory
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, init_distributed, synchronize
-from omni_train.parts import host_memory
 from torch import nn
 
 ROWS = 1024  # of each weight

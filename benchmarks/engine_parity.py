@@ -17,14 +17,14 @@ from typing import Any, Literal
 import torch
 from engines import LEAST, checkpoint, open_engine, prompts, setting, table
 from engines import Args as Common
-from omni_rl.cli import check_least, parse_cli
+from omni_rl.settings.cli import check_least, parse_cli
 from omni_rollout import Model, Params, Trajectory, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import Transition, cps_step, dance_step, sde_step
 from omni_train.dist import local_device
 from omni_train.lora import add_lora, reference, unadapted_params
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 
 STEPS: dict[str, tuple[Callable[..., Transition], float]] = {  # with the noise levels that the README shows
     "sde": (sde_step, 0.7),

@@ -16,13 +16,13 @@ from typing import Any, Literal
 import torch
 from engines import LEAST, MB, checkpoint, now, open_engine, prompts, setting, table
 from engines import Args as Common
-from omni_rl.cli import check_least, parse_cli
+from omni_rl.settings.cli import check_least, parse_cli
 from omni_rollout import Model, Params, Parts
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.dist import default_compute_dtype, local_device, memory, reset_peak_memory
 from omni_train.lora import add_lora, unadapted_params
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 from torch import nn
 
 HEADER = ("", "embedded", "vLLM-Omni", "vLLM-Omni / embedded")

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 from omni_rollout import Model, Prompt
+from omni_train.checkpoint.state import local_rows
 from omni_train.dist import local_device, synchronize
-from omni_train.state import local_rows
 from torch import nn
 
 REPO = Path(__file__).resolve().parents[1]

@@ -22,16 +22,16 @@ from typing import Any
 import engines
 import torch
 from omni_reward import Score
-from omni_rl.args import MediaArgs
-from omni_rl.loop import Loop
-from omni_rl.run import Run
-from omni_rl.sampling import show
-from omni_rl.scorers import LocalScorer
+from omni_rl.flow.sampling import show
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run
+from omni_rl.settings.args import MediaArgs
 from omni_rollout import Params, Prompt, Samples
-from omni_train.data import PromptRecord
 from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw
-from omni_train.snapshot import Ema
+from omni_train.prompts.files import PromptRecord
+from omni_train.weights.snapshot import Ema
 
 NAMES = [f"policy/metric_{i}" for i in range(38)]  # with those of reward and time about as many as a FlowGRPO step's
 PARTS = ("model", "show", "eval", "save", "rest")

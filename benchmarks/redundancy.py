@@ -17,9 +17,9 @@ from typing import Any, Literal
 import engines
 import torch
 import trainer
-from omni_rl.cli import parse_cli
-from omni_rl.run import Run, Step
-from omni_rl.scoring import TrainBatch
+from omni_rl.flow.scoring import TrainBatch
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_train.planned import Meter
 from trainer import Args, app

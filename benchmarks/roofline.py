@@ -21,15 +21,15 @@ from typing import Any
 import engines
 import torch
 import trainer
-from omni_rl.cli import parse_cli
-from omni_rl.run import Run, Step
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import DiffusersModel
 from omni_train.dist import default_compute_dtype, local_device
 from omni_train.lora import add_lora
+from omni_train.memory.recompute import Recompute
 from omni_train.planned import PLANNED, PlannedDevice
-from omni_train.recompute import Recompute
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as attend
 from torch.utils._pytree import tree_leaves

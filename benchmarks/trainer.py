@@ -22,17 +22,17 @@ from typing import Any, NamedTuple
 
 import engines
 import numpy as np
-import omni_rl.run
+import omni_rl.run.run
 import torch
 from checkpoint import clock as seconds_of
 from fixed_cost import quiet
 from omni_reward import Score
-from omni_rl.loop import Loop
-from omni_rl.run import Run, Step
-from omni_rl.scorers import Grade, LocalScorer
+from omni_rl.flow.scorers import Grade, LocalScorer
+from omni_rl.run.loop import Loop
+from omni_rl.run.run import Run, Step
 from omni_rollout.models.qwen_image import QwenImage, cut_to_one_frame
+from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
-from omni_train.state import local_rows
 from torch import nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "apps"))
@@ -88,7 +88,7 @@ def model(args: engines.Args) -> Iterator[str]:
     if not args.random:
         yield str(Path(args.model).resolve())
         return
-    kept = QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.load_sharded
+    kept = QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.run.load_sharded
 
     def load_net(self: QwenImage, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         is_plan, self.reads_weights = not self.reads_weights, False
@@ -122,11 +122,11 @@ def model(args: engines.Args) -> Iterator[str]:
         config = engines.config(folder, "transformer") | shape
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]
-        QwenImage.weight_files, omni_rl.run.load_sharded = weight_files, load_sharded  # type: ignore
+        QwenImage.weight_files, omni_rl.run.run.load_sharded = weight_files, load_sharded  # type: ignore
         try:
             yield folder
         finally:
-            QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.load_sharded = kept  # type: ignore
+            QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.run.load_sharded = kept  # type: ignore
 
 
 def settings(args: Args, path: str, **changes: Any) -> app.Args:
@@ -156,16 +156,16 @@ def train(args: app.Args, steps: Callable[[Run[app.Args]], Iterator[Step]], grad
                         local_rows(param)[0].normal_(std=0.02)
             yield from steps(self.run)
 
-    kept = app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess
-    app.Loop, omni_rl.run.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
-    omni_rl.run.ReportProcess = lambda *_: None  # type: ignore
+    kept = app.Loop, omni_rl.run.run.connect, omni_rl.run.run.ReportProcess
+    app.Loop, omni_rl.run.run.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
+    omni_rl.run.run.ReportProcess = lambda *_: None  # type: ignore
     try:
         with quiet(), lone_rank() if args.shard == "fsdp2" else nullcontext():
             Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
             app.check_args(args)
             app.main(args)
     finally:
-        app.Loop, omni_rl.run.connect, omni_rl.run.ReportProcess = kept  # type: ignore
+        app.Loop, omni_rl.run.run.connect, omni_rl.run.run.ReportProcess = kept  # type: ignore
         gc.collect()  # the next run needs the memory
 
 

@@ -22,9 +22,9 @@ import engines
 import torch
 import trainer
 from omni_losses import group_advantages
-from omni_rl.cli import parse_cli
-from omni_rl.run import Run, Step
-from omni_rl.sampling import prompts_of
+from omni_rl.flow.sampling import prompts_of
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params, Prompt
 from omni_rollout.models.diffusers_model import both, pack, unpack
 from omni_rollout.sampler import to_wire

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from omni_losses import best_worst_pairs
 from omni_reward import RewardClient
-from omni_rl.args import parse_numbers
-from omni_rl.pictures import reference_sizes
-from omni_rl.sampling import expand_groups
-from omni_rl.scoring import submit
+from omni_rl.flow.sampling import expand_groups
+from omni_rl.flow.scoring import submit
+from omni_rl.media.images import reference_sizes
+from omni_rl.settings.args import parse_numbers
 from omni_rollout import Params, Trajectory
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import PromptRecord, load_prompts
 from omni_train.dist import local_device
-from omni_train.weights import homes, load_weights
+from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.weights.full import homes, load_weights
 from PIL import Image
 from safetensors.torch import save_file
 

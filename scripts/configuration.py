@@ -12,8 +12,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from omni_rl import args, eval_sets, token_args
-from omni_rl.cli import Note, field_notes
+from omni_rl.settings import args, eval_sets, token_args
+from omni_rl.settings.cli import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omni_rl import plan
-from omni_rl.run import Run, Step
-from omni_rl.sampling import prompts_of
+from omni_rl.flow.sampling import prompts_of
+from omni_rl.run.run import Run, Step
+from omni_rl.tools import plan
 from omni_train.attention import check_attention
 from omni_train.compiled import check_compiler
 from omni_train.dist import default_compute_dtype, init_distributed, local_device, memory, reset_peak_memory

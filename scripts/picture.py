@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from omni_reward.scorers.text import target_text
 from omni_rl.report.folder import step_folders
 from omni_rl.report.sheet import contact_sheet, score_label
-from omni_train.data import load_prompts
 from omni_train.files import load_metrics
+from omni_train.prompts.files import load_prompts
 from PIL import Image
 
 CURVES = {  # metric -> label, color

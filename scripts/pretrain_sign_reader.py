@@ -26,7 +26,7 @@ NUM_TEST_SIGNS = 2000
 
 def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
     """Crops [L, 3, 32, 28] in [0, 1] of the letters of so many signs, and which letters they are, [L]."""
-    from omni_rl.direct_rewards import ALPHABET, crop_letters
+    from omni_rl.flow.direct_rewards import ALPHABET, crop_letters
 
     crops, labels = [], []
     for _ in range(num_signs):
@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-3)
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT / "apps"))
-    from omni_rl.direct_rewards import READER_FILE, SMUDGED, SignReader
+    from omni_rl.flow.direct_rewards import READER_FILE, SMUDGED, SignReader
 
     torch.set_num_threads(1)  # a fixed number, as sums depend on it
     torch.manual_seed(0)

@@ -18,8 +18,9 @@ from omni_reward.scorers.ocr import load_ocr
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import load_prompts, sample_seed
-from omni_train.weights import check_weights, load_weights
+from omni_train.prompts.files import load_prompts
+from omni_train.prompts.sampler import sample_seed
+from omni_train.weights.full import check_weights, load_weights
 
 ROOT = Path(__file__).parents[1]
 BATCH = 32

@@ -11,18 +11,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import omni_rl.run
+import omni_rl.run.run
 import torch
 import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
-from omni_rl.cli import from_toml, recipes
-from omni_rl.run import Run, Step
-from omni_rl.sampling import draw, prompts_of
+from omni_rl.flow.sampling import draw, prompts_of
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.cli import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import PromptSampler, load_prompts
 from omni_train.dist import Dist
 from omni_train.files import load_metrics
+from omni_train.prompts.files import load_prompts
+from omni_train.prompts.sampler import PromptSampler
 
 torch.set_num_threads(1)  # as on every rank: sums in another order would be other numbers
 
@@ -52,7 +53,7 @@ def tiny(args, **changes):
 
 def drawing(report) -> AbstractContextManager:
     """Runs with a report, or without: its process takes a third of the time of a small one."""
-    return nullcontext() if report else patch.object(omni_rl.run, "ReportProcess", lambda *folder_and_tracker: None)
+    return nullcontext() if report else patch.object(omni_rl.run.run, "ReportProcess", lambda *folder_and_tracker: None)
 
 
 def train(app, args, *, report=False):

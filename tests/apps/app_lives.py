@@ -16,12 +16,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import omni_rl.run
+import omni_rl.run.run
 import torch
 from helpers import CHECKPOINT
-from omni_rl.cli import parse_cli
-from omni_rl.engines import EngineRow
-from omni_rl.failures import launch
+from omni_rl.run.engines import EngineRow
+from omni_rl.run.failures import launch
+from omni_rl.settings.cli import parse_cli
 from omni_rollout.models import open_model
 from trainer_runs import recipe, tiny
 
@@ -163,8 +163,8 @@ def command(folder: Path, flags: Sequence[str], *, trainer: Any = app, **how: An
 
 def no_loading(rank: int) -> None:
     """A start that comes to the weights has an exit code of its own."""
-    omni_rl.run.load_sharded = lambda *args, **options: os._exit(99)
-    omni_rl.run.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
+    omni_rl.run.run.load_sharded = lambda *args, **options: os._exit(99)
+    omni_rl.run.run.ENGINES["diffusers"] = EngineRow(lambda *args: os._exit(99))
 
 
 def assert_refused(folder: Path, flags: Sequence[str], message: str, *, ranks: int = 1) -> None:

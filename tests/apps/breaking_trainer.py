@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from omni_rl.cli import parse_cli
-from omni_rl.failures import launch
+from omni_rl.run.failures import launch
+from omni_rl.settings.cli import parse_cli
 
 import train_flowgrpo as app
 

@@ -87,7 +87,7 @@ for module, name in json.loads(sys.argv[1]):
 
 def test_what_apps_import_is_installed(tmp_path):
     names = sorted(set().union(*map(imported, APPS)), key=str)
-    assert {("torch", None), ("omni_rl.failures", "launch")} <= set(names)
+    assert {("torch", None), ("omni_rl.run.failures", "launch")} <= set(names)
     command = [sys.executable, "-I", "-c", RESOLVE, json.dumps(names)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -15,11 +15,11 @@ from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT, REPO
 from omni_reward.testing import serving_here
-from omni_rl.cli import to_toml
+from omni_rl.settings.cli import to_toml
 from omni_rollout.models import open_model
 from omni_rollout.models.qwen_image import QwenImage
 from omni_train.lora import add_lora
-from omni_train.weights import save_weights
+from omni_train.weights.full import save_weights
 from safetensors.torch import load_file, save_file
 from trainer_runs import PROMPTS, place, write_eval_prompts
 

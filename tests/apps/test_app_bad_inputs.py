@@ -14,7 +14,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
-import omni_rl.args
+import omni_rl.settings.args
 import pytest
 from apps import app_lives as lives
 from apps.conftest import brightness
@@ -22,8 +22,8 @@ from helpers import CHECKPOINT
 from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.testing import serving_here
-from omni_rl.cli import to_toml
-from omni_rl.failures import launch
+from omni_rl.run.failures import launch
+from omni_rl.settings.cli import to_toml
 from PIL import Image
 from safetensors.torch import load_file
 from trainer_runs import write_eval_prompts
@@ -111,7 +111,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("flags", SETTINGS)
 def test_settings_that_do_not_fit(folder, flags, monkeypatch):
-    monkeypatch.setattr(omni_rl.args, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
+    monkeypatch.setattr(omni_rl.settings.args, "find_spec", lambda name: None)  # as where vLLM-Omni is not installed
     lives.assert_refused(folder, flags.split(), SETTINGS[flags])
 
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import omni_rl.run
+import omni_rl.run.run
 import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_losses import LossOutput
-from omni_rl.cli import to_toml
-from omni_rl.engines import EngineRow
+from omni_rl.run.engines import EngineRow
+from omni_rl.settings.cli import to_toml
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 
@@ -77,22 +77,22 @@ def lose_the_loss(rank):
 
 def fill_the_disk(rank, step=BROKEN):
     """Before a life: rank 1 cannot write its part of the checkpoint after that step."""
-    import omni_train.parts
+    import omni_train.checkpoint.parts
 
-    write_file = omni_train.parts.write_file
+    write_file = omni_train.checkpoint.parts.write_file
 
     def write(path, *data):
         if rank == 1 and path.parent.name == f"step-{step:08}.tmp":
             raise OSError(28, "No space left on device")
         return write_file(path, *data)
 
-    omni_train.parts.write_file = write
+    omni_train.checkpoint.parts.write_file = write
 
 
 def fail_to_load(rank):
     """Before a life: rank 1 has no memory for the model's other parts."""
     if rank == 1:
-        omni_rl.run.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
+        omni_rl.run.run.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
 
 
 def fail_to_fill(rank):
@@ -102,7 +102,7 @@ def fail_to_fill(rank):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     if rank == 1:
-        omni_rl.run.load_sharded = fill
+        omni_rl.run.run.load_sharded = fill
 
 
 BREAKS = {  # what each rank does before, exit codes, what is said and advised, the newest checkpoint afterwards

@@ -9,8 +9,8 @@ import pytest
 from helpers import REPO
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
-from omni_rl.eval_sets import MediaEvalSet, TokenEvalSet
 from omni_rl.report.data import charts, run_data
+from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
 

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 from model_rows import ROWS
-from omni_rl import plan
-from omni_rl.experts import clamp_to_side, on_one_side
-from omni_rl.run import Step
+from omni_rl.flow.experts import clamp_to_side, on_one_side
+from omni_rl.run.run import Step
+from omni_rl.tools import plan
 from omni_rollout import Prompt, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
-from omni_train.weights import homes, load_weights, save_weights
+from omni_train.weights.full import homes, load_weights, save_weights
 from trainer_runs import recipe, tiny, train, train_on_ranks
 
 import train_distill

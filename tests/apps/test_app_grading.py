@@ -12,9 +12,9 @@ import torch
 from apps.app_lives import TINY
 from omni_losses import group_advantages
 from omni_reward import RewardError, Score
-from omni_rl.run import Step
-from omni_rl.sampling import draw
-from omni_rl.scoring import by_group, gather_rewards, graded, groups_of
+from omni_rl.flow.sampling import draw
+from omni_rl.flow.scoring import by_group, gather_rewards, graded, groups_of
+from omni_rl.run.run import Step
 from omni_rollout import Prompt, Samples
 from trainer_runs import place, recipe, tiny, train, train_on_ranks
 

@@ -18,7 +18,7 @@ import torch
 from helpers import REPO, sampled, ulps
 from model_rows import ROWS
 from omni_rollout.models import open_model
-from omni_train.weights import homes, saved_files
+from omni_train.weights.full import homes, saved_files
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny, train

@@ -16,12 +16,12 @@ from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
-from omni_rl.pictures import read_picture
+from omni_rl.media.images import read_picture
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
-from omni_train.weights import homes, load_weights
+from omni_train.weights.full import homes, load_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts

@@ -16,11 +16,11 @@ import pytest
 import torch
 from helpers import sampled
 from model_rows import ROWS
-from omni_rl import plan
-from omni_rl.args import MediaArgs
-from omni_rl.failures import launch
-from omni_rl.run import Run
-from omni_rl.scorers import LocalScorer
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.run.failures import launch
+from omni_rl.run.run import Run
+from omni_rl.settings.args import MediaArgs
+from omni_rl.tools import plan
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_train.log import RunLog

@@ -10,8 +10,8 @@ from dataclasses import replace
 import huggingface_hub
 import pytest
 from helpers import sampled
-from omni_rl.cli import recipes
-from omni_rl.run import Run
+from omni_rl.run.run import Run
+from omni_rl.settings.cli import recipes
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
 from PIL import Image

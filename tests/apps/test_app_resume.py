@@ -15,17 +15,17 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import omni_rl.run
-import omni_train.checkpoint
-import omni_train.parts
+import omni_rl.run.run
+import omni_train.checkpoint.parts
+import omni_train.checkpoint.store
 import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
-from omni_rl.cli import to_toml
 from omni_rl.report.process import ReportProcess
-from omni_train.checkpoint import Checkpoint
-from omni_train.state import train_state
+from omni_rl.settings.cli import to_toml
+from omni_train.checkpoint.state import train_state
+from omni_train.checkpoint.store import Checkpoint
 from safetensors.torch import load_file, save_file
 from trainer_runs import recipe, write_eval_prompts
 
@@ -189,7 +189,7 @@ def kill_in_first_save(rank):
             time.sleep(0.002)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Checkpoint.wait, omni_train.parts.write_file = watched_wait, write
+    Checkpoint.wait, omni_train.checkpoint.parts.write_file = watched_wait, write
 
 
 @pytest.mark.parametrize("name", sampled(TRAINERS, 1, always=("flowgrpo on 2 ranks",)))
@@ -205,7 +205,7 @@ def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(en
 
 def stop_the_report(rank):
     """Before a life: the process that writes evaluations stands still, and "reached" tells of the first checkpoint."""
-    begin, sync = ReportProcess.__init__, omni_train.checkpoint.sync_folder
+    begin, sync = ReportProcess.__init__, omni_train.checkpoint.store.sync_folder
 
     def begin_and_stop(report, *args):
         begin(report, *args)
@@ -216,7 +216,7 @@ def stop_the_report(rank):
         sync(path)
         Path("reached").touch()
 
-    ReportProcess.__init__, omni_train.checkpoint.sync_folder = begin_and_stop, note
+    ReportProcess.__init__, omni_train.checkpoint.store.sync_folder = begin_and_stop, note
 
 
 def test_a_kill_loses_no_image_of_an_evaluation(enter, bright_url):
@@ -309,7 +309,7 @@ def test_ctrl_c_before_the_first_step_tells_the_command_too(enter, bright_url, r
     home = enter("home")
 
     def before(rank):
-        omni_rl.run.load_sharded = lambda *args, **options: signal.raise_signal(signal.SIGINT)
+        omni_rl.run.run.load_sharded = lambda *args, **options: signal.raise_signal(signal.SIGINT)
 
     life = lives.train(home, settings(bright_url), ranks=ranks, before=before)
     assert life.wait() == [130] * ranks, life.text()

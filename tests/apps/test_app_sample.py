@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
-from omni_rl.pictures import read_picture
+from omni_rl.media.images import read_picture
 from omni_rl.report.sheet import contact_sheet
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import sample_seed
 from omni_train.dist import Dist
 from omni_train.lora import adapter_params, add_lora
-from omni_train.weights import save_weights
+from omni_train.prompts.sampler import sample_seed
+from omni_train.weights.full import save_weights
 from PIL import Image
 
 import sample

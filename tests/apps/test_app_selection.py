@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from omni_rl.run import Step
-from omni_rl.scoring import TrainBatch, keep_samples, select
+from omni_rl.flow.scoring import TrainBatch, keep_samples, select
+from omni_rl.run.run import Step
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import sde_step
 from trainer_runs import (
@@ -75,7 +75,7 @@ def select_on_ranks(batches_by_rank, values, keep, num_minibatches):
         ]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        name = "omni_rl.scoring.gather_json"
+        name = "omni_rl.flow.scoring.gather_json"
         monkeypatch.setattr(name, lambda dist, own: said.append(own) or [own] * world_size)
         select_all()
         monkeypatch.setattr(name, lambda dist, own: said[:world_size])

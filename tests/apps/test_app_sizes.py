@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
-from omni_rl.sampling import fill_batches
+from omni_rl.flow.sampling import fill_batches
 from omni_rollout import Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEditPlus
 from PIL import Image

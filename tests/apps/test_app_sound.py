@@ -10,7 +10,7 @@ from omni_reward.testing import serving_here
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.weights import load_weights
+from omni_train.weights.full import load_weights
 from safetensors.torch import load_file
 from trainer_runs import recipe, tiny, train
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 from omni_reward import RewardError
-from omni_rl.failures import BrokenRunError
-from omni_rl.run import Run
-from omni_rl.sampling import evaluate
+from omni_rl.flow.sampling import evaluate
+from omni_rl.run.failures import BrokenRunError
+from omni_rl.run.run import Run
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
 
@@ -64,7 +64,7 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
         return evaluate(run, done)
 
     unbroken = train(app, replace(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
-    monkeypatch.setattr("omni_rl.sampling.evaluate", lose)
+    monkeypatch.setattr("omni_rl.flow.sampling.evaluate", lose)
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
         train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
@@ -81,7 +81,7 @@ def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright
     def lose(run: Run, done: int):
         raise RewardError("the scorer is gone")
 
-    monkeypatch.setattr("omni_rl.sampling.evaluate", lose)
+    monkeypatch.setattr("omni_rl.flow.sampling.evaluate", lose)
     for _ in range(2):
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
             train(app, replace(TINY, scorer_url=bright_url))

@@ -13,7 +13,7 @@ from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
-from omni_train.weights import save_weights
+from omni_train.weights.full import save_weights
 from safetensors.torch import load_file
 from trainer_runs import cli, lone_run, recipe, rollout, tiny, train, train_on_ranks, undocumented
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from helpers import CHECKPOINT, REPO
 from omni_reward import Score
-from omni_rl import preferences
-from omni_rl.run import Step
-from omni_rl.sampling import deal
+from omni_rl.flow.sampling import deal
+from omni_rl.media import preferences
+from omni_rl.run.run import Step
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_sched import step_noise
-from omni_train.data import load_prompts
+from omni_train.prompts.files import load_prompts
 from PIL import Image
 from safetensors.torch import save_file
 from torch.nn.functional import logsigmoid

@@ -13,11 +13,11 @@ from diffusers import QwenImageTransformer2DModel
 from helpers import REPO, sampled
 from omni_losses import group_advantages
 from omni_reward import Score
-from omni_rl import loop
-from omni_rl.cli import parse_cli, to_toml
-from omni_rl.run import Step
-from omni_rl.sampling import draw, prompts_of
-from omni_rl.scoring import TrainBatch, advantages_of, gather_rewards, groups_of, keep_samples
+from omni_rl.flow.sampling import draw, prompts_of
+from omni_rl.flow.scoring import TrainBatch, advantages_of, gather_rewards, groups_of, keep_samples
+from omni_rl.run import loop
+from omni_rl.run.run import Step
+from omni_rl.settings.cli import parse_cli, to_toml
 from omni_rollout import Prompt, Samples, replay
 from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import (

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import build_tiny_models
 import numpy as np
-import omni_rl.tokens
+import omni_rl.flow.tokens
 import pretrain_tiny_beeps
 import pytest
 import torch
@@ -18,13 +18,13 @@ from helpers import REPO, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
-from omni_rl.eval_sets import TokenEvalSet
-from omni_rl.run import Step
-from omni_rl.tokens import TokenBatch, TokenRun, pack
+from omni_rl.flow.tokens import TokenBatch, TokenRun, pack
+from omni_rl.run.run import Step
+from omni_rl.settings.eval_sets import TokenEvalSet
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
-from omni_train.data import PromptRecord, load_prompts
 from omni_train.files import load_metrics
+from omni_train.prompts.files import PromptRecord, load_prompts
 from PIL import Image
 from safetensors.torch import load_file
 from trainer_runs import place, recipe, train, train_on_ranks, undocumented
@@ -373,7 +373,7 @@ def test_a_rule_that_has_changed_does_not_continue_a_run(here):
 
 def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
     seen = []
-    monkeypatch.setattr(omni_rl.tokens, "check_meta", lambda terms, meta: seen.append(meta["i"]))
+    monkeypatch.setattr(omni_rl.flow.tokens, "check_meta", lambda terms, meta: seen.append(meta["i"]))
     for rank in range(2):
         run = TokenRun(tiny(), "test", place(rank, 2))
         run._open_model()
@@ -383,7 +383,7 @@ def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
-    monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
+    monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
     run = TokenRun(tiny(shard="fsdp2", unshard="none", dry_run=True), "test", place())
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
         run._read_inputs()
@@ -431,7 +431,7 @@ def test_a_text_that_names_a_place_of_media_is_refused_before_the_run(here):
 
 
 def test_a_video_that_vllm_would_refuse_is_named_before_the_run(here, monkeypatch):
-    monkeypatch.setattr("omni_rl.token_args.find_spec", {"vllm": True}.get)
+    monkeypatch.setattr("omni_rl.settings.token_args.find_spec", {"vllm": True}.get)
     with Image.open("film.webp") as film:
         film.save("film.webp", save_all=True, duration=310, lossless=True)
     seen = {"prompts": "train-seen.jsonl", "eval_prompts": "eval-seen.jsonl"}
@@ -441,7 +441,7 @@ def test_a_video_that_vllm_would_refuse_is_named_before_the_run(here, monkeypatc
 
 def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     found = {"vllm": None}
-    monkeypatch.setattr("omni_rl.token_args.find_spec", found.get)
+    monkeypatch.setattr("omni_rl.settings.token_args.find_spec", found.get)
     for changes, words in [
         ({"engine": "vllm"}, "--engine vllm must be installed: pip install"),
         ({"rollout_correction": "token_mask"}, "--rollout-correction needs --engine vllm"),
@@ -475,7 +475,7 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
 
 
 def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):
-    monkeypatch.setattr(omni_rl.tokens, "MAX_GATHERED", 1.0)
+    monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
     run = TokenRun(tiny(unshard="none"), "test", place())
     run.net = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token .* give --unshard rollout"):

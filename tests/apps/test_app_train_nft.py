@@ -6,8 +6,8 @@ import pytest
 import torch
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
-from omni_rl.run import Step
-from omni_rl.scoring import TrainBatch
+from omni_rl.flow.scoring import TrainBatch
+from omni_rl.run.run import Step
 from omni_rollout import Trajectory
 from omni_sched import step_noise
 from omni_train.lora import adapter, adapter_params

@@ -11,8 +11,8 @@ import pytest
 import tiny_signs
 import torch
 from helpers import REPO
-from omni_rl import direct_rewards
-from omni_rl.run import Step
+from omni_rl.flow import direct_rewards
+from omni_rl.run.run import Step
 from omni_sched import step_noise
 from trainer_runs import (
     assert_same_gradients,

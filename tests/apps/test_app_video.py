@@ -7,7 +7,7 @@ import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
-from omni_rl.videos import video_facts
+from omni_rl.media.videos import video_facts
 from PIL import Image
 from trainer_runs import recipe, tiny, train, write_eval_prompts
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 
 import pytest
 from helpers import REPO
-from omni_rl.engines import ENGINES
+from omni_rl.run.engines import ENGINES
 from omni_rollout.models import MODELS
 
 # A place is a path below packages/*/src, as omni_sched/steps.py, or below the repository, as apps/sample.py.
@@ -50,7 +50,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
         *("torch", "safetensors", "numpy", "PIL"),
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
-    "omni_rl/videos.py": {"av"},
+    "omni_rl/media/videos.py": {"av"},
     "omni_rl/report/serve.py": {"starlette", "uvicorn"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
@@ -62,11 +62,11 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates
     "omni_rollout/models/wan.py": {"ftfy"},
     "omni_rollout/engines/vllm.py": {"vllm"},
-    "omni_train/data.py": {"pyarrow"},
+    "omni_train/prompts/table.py": {"pyarrow"},
     "omni_train/hub.py": {"huggingface_hub"},
     "omni_train/log.py": {"rich"},
-    "omni_rl/direct_rewards.py": {"transformers"},
-    "omni_rl/sinks.py": {"wandb", "trackio"},
+    "omni_rl/flow/direct_rewards.py": {"transformers"},
+    "omni_rl/run/sinks.py": {"wandb", "trackio"},
 }
 MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse
     "omni_reward/*": ("safetensors.torch",),
@@ -85,7 +85,7 @@ MAY_NAME_MODELS = (
     "scripts/build_tiny_*.py",
     "scripts/record_*.py",  # what other implementations of a model draw
 )
-MAY_NAME_ENGINES = ("omni_rl/engines.py", "omni_rollout/engines/*")
+MAY_NAME_ENGINES = ("omni_rl/run/engines.py", "omni_rollout/engines/*")
 MODEL_WORDS = {
     word
     for kind, door in MODELS.items()
@@ -337,27 +337,27 @@ BAD = [
     (floor_faults, "omni_rollout/models/qwen_image.py", "import vllm_omni"),
     (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_train.dist import memory"),
     (floor_faults, "omni_rollout/engines/diffusers.py", "from omni_reward import Score"),
-    (floor_faults, "omni_train/weights.py", "from omni_rollout import Engine"),
+    (floor_faults, "omni_train/weights/full.py", "from omni_rollout import Engine"),
     (floor_faults, "omni_train/lora.py", "import diffusers"),
-    (floor_faults, "omni_rl/cli.py", "import tyro"),
+    (floor_faults, "omni_rl/settings/cli.py", "import tyro"),
     (floor_faults, "omni_train/log.py", "from rich.progress import Progress"),
     (floor_faults, "apps/sample.py", "import train_flowgrpo"),
     (floor_faults, "apps/sample.py", "from settings import Args"),
     (floor_faults, "apps/sample.py", "def f():\n    import diffusers"),
     (model_faults, "apps/train_nft.py", "from omni_rollout.models import qwen_image"),
-    (model_faults, "omni_rl/run.py", "from omni_rollout.models.qwen_image import QwenImage"),
-    (model_faults, "omni_rl/run.py", 'if kind == "QwenImagePipeline": f()'),
+    (model_faults, "omni_rl/run/run.py", "from omni_rollout.models.qwen_image import QwenImage"),
+    (model_faults, "omni_rl/run/run.py", 'if kind == "QwenImagePipeline": f()'),
     (model_faults, "scripts/score.py", "QwenImageTransformer2DModel.from_pretrained(path)"),
     (model_faults, "scripts/score.py", "SD3Transformer2DModel.from_pretrained(path)"),
-    (engine_faults, "omni_rl/run.py", 'if args.engine == "diffusers": f()'),
-    (engine_faults, "omni_rl/run.py", 'if args.engine in ("vllm-omni", "other"): f()'),
+    (engine_faults, "omni_rl/run/run.py", 'if args.engine == "diffusers": f()'),
+    (engine_faults, "omni_rl/run/run.py", 'if args.engine in ("vllm-omni", "other"): f()'),
     (engine_faults, "apps/train_srpo.py", "isinstance(run.engine, DiffusersEngine)"),
     (engine_faults, "apps/train_srpo.py", "isinstance(run.engine, (int, engines.VllmOmniEngine))"),
-    (open_faults, "omni_rl/run.py", "def f(args: Any, x: int): ..."),
+    (open_faults, "omni_rl/run/run.py", "def f(args: Any, x: int): ..."),
     (open_faults, "apps/train_nft.py", "def f(now, **others: Any): ..."),
     (open_faults, "apps/train_nft.py", "def f(now, **others): ..."),
-    (open_faults, "omni_rl/run.py", 'getattr(run.args, "algo", "")'),
-    (open_faults, "omni_rl/run.py", 'hasattr(args, "height")'),
+    (open_faults, "omni_rl/run/run.py", 'getattr(run.args, "algo", "")'),
+    (open_faults, "omni_rl/run/run.py", 'hasattr(args, "height")'),
     (alone_faults, "apps/sample.py", "ROOT = Path(__file__).parents[1]"),
     (device_faults, "omni_sched/steps.py", "torch.cuda.synchronize()"),
     (device_faults, "omni_sched/steps.py", "x.to('cuda:1')"),
@@ -372,14 +372,14 @@ BAD = [
     (safety_faults, "omni_train/dist.py", "import dill.source"),
     (safety_faults, "omni_train/dist.py", "dist.all_gather_object(out, x)"),
     (safety_faults, "omni_train/dist.py", "from torch.distributed import broadcast_object_list"),
-    (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=False)"),
-    (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=trusted)"),
+    (safety_faults, "omni_train/weights/full.py", "torch.load(path, weights_only=False)"),
+    (safety_faults, "omni_train/weights/full.py", "torch.load(path, weights_only=trusted)"),
     (safety_faults, "omni_reward/wire.py", "np.load(file, allow_pickle=True)"),
     (safety_faults, "apps/sample.py", "eval(sys.argv[1])"),
     (safety_faults, "apps/sample.py", "exec(code, {})"),
     (safety_faults, "apps/sample.py", "importlib.import_module(args.algo)"),
-    (remote_faults, "omni_rl/run.py", "AutoTokenizer.from_pretrained(path)"),
-    (remote_faults, "omni_rl/run.py", "transformers.AutoModel.from_config(config, dtype=dtype)"),
+    (remote_faults, "omni_rl/run/run.py", "AutoTokenizer.from_pretrained(path)"),
+    (remote_faults, "omni_rl/run/run.py", "transformers.AutoModel.from_config(config, dtype=dtype)"),
     (remote_faults, "omni_rollout/models/flux2.py", "self._class(part).from_pretrained(path, trust_remote_code=True)"),
     (remote_faults, "scripts/score.py", "kind.from_pretrained(name)"),
     (tracked_faults, "packages/omni-sched/uv.lock", "version = 1"),
@@ -399,25 +399,25 @@ def test_the_rule_can_fail(rule: Rule, place: str, source: str):
     [
         (floor_faults, "omni_rollout/types.py", "from omni_sched import Transition\nfrom . import testing"),
         (floor_faults, "omni_reward/wire.py", "import json\nimport safetensors.numpy\nfrom safetensors import x"),
-        (floor_faults, "omni_rl/cli.py", "import argparse"),
-        (floor_faults, "apps/sample.py", "import sys\nfrom omni_rl.args import RunArgs\nimport torch"),
+        (floor_faults, "omni_rl/settings/cli.py", "import argparse"),
+        (floor_faults, "apps/sample.py", "import sys\nfrom omni_rl.settings.args import RunArgs\nimport torch"),
         (model_faults, "omni_rollout/models/qwen_image.py", "class QwenImage: ..."),
         (
             model_faults,
-            "omni_rl/args.py",
+            "omni_rl/settings/args.py",
             'def f():\n    """As qwen_image does."""\n    path = "tiny-signs-qwen-image"',
         ),
         (engine_faults, "omni_rollout/models/diffusers_model.py", 'if library == "diffusers": f()'),
-        (engine_faults, "omni_rl/engines.py", 'if engine == "diffusers": f()'),
-        (engine_faults, "omni_rl/args.py", 'engine: str = "diffusers"'),
+        (engine_faults, "omni_rl/run/engines.py", 'if engine == "diffusers": f()'),
+        (engine_faults, "omni_rl/settings/args.py", 'engine: str = "diffusers"'),
         (open_faults, "omni_sched/steps.py", "def f(x: Tensor, **others: Tensor): ..."),
-        (open_faults, "omni_rl/run.py", "def f(args: RunArgs): return getattr(type(args)(), name)"),
+        (open_faults, "omni_rl/run/run.py", "def f(args: RunArgs): return getattr(type(args)(), name)"),
         (device_faults, "omni_rollout/engines/vllm_omni/engine.py", "torch.cuda.is_available()"),
         (device_faults, "omni_train/dist.py", 'def f():\n    """On cuda and npu."""\n    input_ids = num_inputs = 1'),
-        (remote_faults, "omni_rl/run.py", "AutoTokenizer.from_pretrained(path, trust_remote_code=False)"),
+        (remote_faults, "omni_rl/run/run.py", "AutoTokenizer.from_pretrained(path, trust_remote_code=False)"),
         (remote_faults, "scripts/score.py", "AutoencoderKL.from_pretrained(path)\ndiffusers.VAE.from_config(config)"),
         (safety_faults, "omni_rollout/types.py", "net.eval()\nre.compile(x)\nnet.compile()"),
-        (safety_faults, "omni_train/weights.py", "torch.load(path, weights_only=True)"),
+        (safety_faults, "omni_train/weights/full.py", "torch.load(path, weights_only=True)"),
     ],
 )
 def test_the_rule_lets_pass_what_is_allowed(rule: Rule, place: str, source: str):

@@ -20,8 +20,8 @@ MODULES = {  # package -> what must import without any extra
     "omni-train": [
         f"omni_train.{name}"
         for name in (
-            *("dist", "shard", "lora", "weights", "optim", "data", "log"),
-            *("checkpoint", "export", "signals"),
+            *("dist", "shard", "lora", "weights.full", "optim", "prompts.sampler", "log"),
+            *("checkpoint.store", "weights.card", "signals"),
         )
     ],
 }

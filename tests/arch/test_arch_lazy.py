@@ -20,7 +20,14 @@ def imported(*arguments: str) -> tuple[set[str], str]:
 
 @pytest.mark.parametrize(
     "module",
-    ["omni_train", "omni_rl.cli", "omni_train.data", "omni_rl.report.process", "omni_rl.sinks", "omni_reward"],
+    [
+        "omni_train",
+        "omni_rl.settings.cli",
+        "omni_train.prompts.sampler",
+        "omni_rl.report.process",
+        "omni_rl.run.sinks",
+        "omni_reward",
+    ],
 )
 def test_importing_costs_no_torch(module: str):
     names, _ = imported("-c", f"import {module}")
@@ -40,7 +47,7 @@ def test_help_costs_no_torch(app: str):
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
 def test_the_command_lists_what_it_starts_without_importing_any_of_it(words: list[str]):
-    names, printed = imported("-m", "omni_rl.command", *words)
+    names, printed = imported("-m", "omni_rl.tools.command", *words)
     assert "usage: omni-rl" in printed
     assert names & (HEAVY | {"numpy", "requests", "omni_train", "omni_reward"}) == set()
 

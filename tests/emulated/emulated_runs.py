@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import omni_rl.run
+import omni_rl.run.run
 import torch
 from build_tiny_models import tiny_checkpoint
 from emulated.npu import Event, load, watch
@@ -99,7 +99,7 @@ def run(
 def tell_moments() -> None:
     """Have each rank of a run print after every optimizer step where its sharded moments of AdamW are."""
     load()
-    step = omni_rl.run.optimizer_step
+    step = omni_rl.run.run.optimizer_step
 
     def stepped(optimizer: torch.optim.Optimizer, *arguments: Any, **options: Any) -> StepResult:
         result = step(optimizer, *arguments, **options)
@@ -107,7 +107,7 @@ def tell_moments() -> None:
         print("moments on", *{moment.to_local().device.type for moment in moments}, flush=True)
         return result
 
-    omni_rl.run.optimizer_step = stepped
+    omni_rl.run.run.optimizer_step = stepped
 
 
 def peaks(variant: str) -> tuple[float, float]:

@@ -63,7 +63,7 @@ def test_sharded_moments_wait_on_the_host(ran):
 
 def test_inputs_of_recomputed_blocks_wait_on_the_host():
     text = on_npu("""
-from omni_train.recompute import Recompute
+from omni_train.memory.recompute import Recompute
 
 def kept(on_host):
     torch.manual_seed(0)

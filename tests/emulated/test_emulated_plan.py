@@ -8,7 +8,7 @@ import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
 from helpers import sampled
-from omni_rl import plan
+from omni_rl.tools import plan
 from records import record
 
 HOST = {"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}

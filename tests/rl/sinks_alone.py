@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from omni_rl.report import Sample, write_eval
-from omni_rl.sinks import tracker
+from omni_rl.run.sinks import tracker
 from omni_train.log import RunLog
 
 LINES = [(0, {"eval/reward": 0.5}), (1, {"loss": 0.25, "bad": math.nan}), (5, {"loss": -1.5, "bad": math.inf})]

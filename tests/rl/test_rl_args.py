@@ -9,8 +9,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from helpers import REPO
-from omni_rl import args as shared
-from omni_rl.args import (
+from omni_rl.settings import args as shared
+from omni_rl.settings.args import (
     MediaArgs,
     RunArgs,
     ScoredArgs,
@@ -20,8 +20,8 @@ from omni_rl.args import (
     sharding,
     without_secrets,
 )
-from omni_rl.cli import to_toml
-from omni_rl.token_args import TokenArgs
+from omni_rl.settings.cli import to_toml
+from omni_rl.settings.token_args import TokenArgs
 from omni_train.attention import BACKENDS
 
 
@@ -171,7 +171,7 @@ def test_what_others_may_read_holds_no_secret(good: ScoredArgs):
 
 
 def test_checking_imports_no_torch():
-    code = "import sys, omni_rl.args; print({'torch', 'numpy', 'requests'} & set(sys.modules))"
+    code = "import sys, omni_rl.settings.args; print({'torch', 'numpy', 'requests'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
 

@@ -14,9 +14,9 @@ from typing import Literal
 
 import pytest
 from helpers import REPO
-from omni_rl import cli
-from omni_rl.args import MediaArgs, RunArgs, ScoredArgs
-from omni_rl.cli import (
+from omni_rl.settings import cli
+from omni_rl.settings.args import MediaArgs, RunArgs, ScoredArgs
+from omni_rl.settings.cli import (
     Note,
     check_finite,
     check_most,
@@ -283,7 +283,8 @@ def test_a_wrapped_command_is_the_same_command():
 
 
 def test_help_into_a_closed_pipe_is_no_error():
-    code = "import sys; from omni_rl.cli import read_settings as r; from omni_rl.args import RunArgs as R; "
+    code = "import sys; from omni_rl.settings.cli import read_settings as r\n"
+    code += "from omni_rl.settings.args import RunArgs as R\n"
     code += "r(R, ['--help'], {'p' + str(i): 'seed = 1' for i in range(9999)}, '')"
     command = ["bash", "-c", 'set -o pipefail; "$0" -c "$1" | head -n 1', sys.executable, code]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True)
@@ -294,8 +295,10 @@ def test_help_into_a_closed_pipe_is_no_error():
 def test_help_with_70_settings_imports_nothing_heavy(tmp_path: Path):
     own = "".join(f"    field_{i}: float = {i}.5  # Share number {i}\n" for i in range(30))
     (tmp_path / "program.py").write_text(
-        "import sys\nfrom dataclasses import dataclass\nfrom omni_rl.args import ScoredArgs\n"
-        "from omni_rl.cli import parse_cli\n@dataclass(frozen=True)\nclass Args(ScoredArgs):\n    # Algorithm\n"
+        "import sys\nfrom dataclasses import dataclass\n"
+        "from omni_rl.settings.args import ScoredArgs\n"
+        "from omni_rl.settings.cli import parse_cli\n"
+        "@dataclass(frozen=True)\nclass Args(ScoredArgs):\n    # Algorithm\n"
         f"{own}\nif __name__ == '__main__':\n    try:\n        parse_cli(Args, print, sys.argv[1:], app='program')\n"
         "    finally:\n        print('heavy', sorted({'torch', 'numpy', 'requests', 'rich'} & set(sys.modules)))\n"
     )
@@ -339,7 +342,7 @@ def class_of(source: str, name: str) -> tuple[type, str]:
     return make_dataclass(name, [(n, object, field(default=None)) for n in names]), "\n".join(lines) + "\n"
 
 
-SHARED = (REPO / "packages/omni-rl/src/omni_rl/args.py").read_text("utf-8")
+SHARED = (REPO / "packages/omni-rl/src/omni_rl/settings/args.py").read_text("utf-8")
 CLASSES = [
     *((SHARED, name) for name in ("RunArgs", "MediaArgs", "ScoredArgs")),
     *((source, "Args") for source in APPS.values()),
@@ -385,7 +388,7 @@ def test_warnings_of_other_libraries_are_not_shown(module, monkeypatch):
 @pytest.mark.parametrize("flags", [[], ["--verbose"]])
 def test_verbose_leaves_other_libraries_as_they_are(flags, monkeypatch):
     hushed = []
-    monkeypatch.setattr("omni_rl.cli.hush", lambda: hushed.append(True))
+    monkeypatch.setattr("omni_rl.settings.cli.hush", lambda: hushed.append(True))
     parse_cli(RunArgs, lambda args: None, flags, app="program")
     assert bool(hushed) != bool(flags)
 

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_rl.command import __main__ as command
-from omni_rl.command import doctor
+from omni_rl.tools import command, doctor
 
 APPS = REPO / "apps"
-RUN = ["-m", "omni_rl.ranks", "--nproc-per-node"]
+RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
 
 
 @pytest.mark.parametrize(
@@ -29,7 +28,7 @@ RUN = ["-m", "omni_rl.ranks", "--nproc-per-node"]
         ("sample --model m", [str(APPS / "sample.py"), "--model", "m"]),
         ("serve --scorer ocr", ["-m", "omni_reward.server", "--scorer", "ocr"]),
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
-        ("push runs/a o/n", ["-m", "omni_rl.hub", "runs/a", "o/n"]),
+        ("push runs/a o/n", ["-m", "omni_rl.tools.hub", "runs/a", "o/n"]),
     ],
 )
 def test_a_sub_command_is_a_program_with_its_own_flags(words: str, started: list[str]):
@@ -52,7 +51,9 @@ def test_a_mistake_is_named(words: list[str], mistake: str):
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "omni_rl.command", *words], cwd=REPO, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-m", "omni_rl.tools.command", *words], cwd=REPO, capture_output=True, text=True
+    )
 
 
 def test_the_exit_code_and_the_message_are_the_programs():

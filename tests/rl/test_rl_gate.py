@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from omni_rl.run import check_ratio, policy_metrics
+from omni_rl.run.run import check_ratio, policy_metrics
 from omni_train.dist import Dist
 from omni_train.optim import StepResult
 

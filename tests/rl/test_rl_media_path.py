@@ -9,8 +9,8 @@ from omni_reward import RewardClient, Score
 from omni_reward.media import ScoreRequest
 from omni_reward.testing import serving_here
 from omni_reward.wire import Scorer, decode_request, encode_request
-from omni_rl.sampling import _shown
-from omni_rl.scoring import submit
+from omni_rl.flow.sampling import _shown
+from omni_rl.flow.scoring import submit
 from omni_rollout import Prompt, Samples
 from omni_rollout.sampler import to_wire
 from rl.report_runs import RATES, film, tone

@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omni_rl.pictures import AllOrNone, picture_size, read_picture, reference_sizes
-from omni_train.data import load_prompts
+from omni_rl.media.images import AllOrNone, picture_size, read_picture, reference_sizes
+from omni_train.prompts.files import load_prompts
 from PIL import Image
 
 EXIF_ORIENTATION = 0x0112
@@ -75,7 +75,7 @@ def test_a_file_that_is_cut_short_or_something_else_is_named(picture, tmp_path, 
 
 def test_a_huge_picture_is_refused_before_its_pixels_are_read(picture, monkeypatch):
     path = picture("a.png")
-    monkeypatch.setattr("omni_rl.pictures.MAX_PIXELS", 383)
+    monkeypatch.setattr("omni_rl.media.images.MAX_PIXELS", 383)
     monkeypatch.setattr("PIL.Image.Image.load", None)
     for read in (picture_size, read_picture):
         with pytest.raises(ValueError, match=r"a\.png must have at most 383 pixels, got 24 x 16"):

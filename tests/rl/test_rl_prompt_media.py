@@ -5,9 +5,10 @@ import random
 import wave
 
 import numpy as np
-import omni_rl.prompt_media as media
+import omni_rl.media.prompts as media
 import pytest
-from omni_rl import pictures, videos
+from omni_rl.media import images as pictures
+from omni_rl.media import videos
 from PIL import Image
 
 

@@ -24,7 +24,7 @@ while time.monotonic() < until:
 
 def test_ranks_hear_two_interrupts_and_the_third_leaves_none_behind(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
-    words = ["-m", "omni_rl.ranks", "--nproc-per-node", "2", str(tmp_path / "rank.py"), str(tmp_path)]
+    words = ["-m", "omni_rl.run.ranks", "--nproc-per-node", "2", str(tmp_path / "rank.py"), str(tmp_path)]
     process = subprocess.Popen([sys.executable, *words], env={**os.environ, "OMP_NUM_THREADS": "1"})
     files = [tmp_path / "0", tmp_path / "1"]
     for heard in (1, 2, 3):  # the start, then two interrupts
@@ -64,7 +64,7 @@ time.sleep(60)
 )
 def test_the_exit_code_and_all_that_is_said_are_those_of_the_rank_that_failed(tmp_path, end, code, told):
     (tmp_path / "rank.py").write_text(BREAKS.replace("END", end))
-    words = ["-m", "omni_rl.ranks", "--nproc-per-node", "2", str(tmp_path / "rank.py"), str(tmp_path)]
+    words = ["-m", "omni_rl.run.ranks", "--nproc-per-node", "2", str(tmp_path / "rank.py"), str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     result = subprocess.run([sys.executable, *words], env=env, capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (code, "", told)
@@ -72,7 +72,7 @@ def test_the_exit_code_and_all_that_is_said_are_those_of_the_rank_that_failed(tm
 
 def test_ranks_are_restarted_as_often_as_asked_for(tmp_path):
     (tmp_path / "rank.py").write_text(BREAKS.replace("END", "sys.exit(3)"))
-    words = ["-m", "omni_rl.ranks", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
+    words = ["-m", "omni_rl.run.ranks", "--nproc-per-node", "2", "--max-restarts", "2", "--monitor-interval", "0.1"]
     command = [sys.executable, *words, str(tmp_path / "rank.py"), str(tmp_path)]
     assert subprocess.run(command, capture_output=True).returncode == 3
     assert (tmp_path / "lives-1").read_text() == "xxx"

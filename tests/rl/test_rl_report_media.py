@@ -8,10 +8,10 @@ import av
 import numpy as np
 import pytest
 import torch
+from omni_rl.media.videos import read_video, video_facts
 from omni_rl.report import Sample, data, media, write_eval, write_report, write_samples
 from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
 from omni_rl.report.process import ReportProcess
-from omni_rl.videos import read_video, video_facts
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
 

@@ -4,8 +4,8 @@ from concurrent.futures import Future
 
 import pytest
 from omni_reward import RewardError
-from omni_rl.scorers import Pending
-from omni_rl.scoring import collect
+from omni_rl.flow.scorers import Pending
+from omni_rl.flow.scoring import collect
 from trainer_runs import place
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_rl import sinks
+from omni_rl.run import sinks
 from omni_train.log import RunLog
 
 EXTRAS = ("tensorboard", "wandb", "trackio")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, reward_probability
 from omni_reward import Score
-from omni_rl.args import check_judged, parse_judges
-from omni_rl.scoring import TrainBatch, part_advantages
-from omni_rl.streams import over_streams, shares_of
+from omni_rl.flow.scoring import TrainBatch, part_advantages
+from omni_rl.flow.streams import over_streams, shares_of
+from omni_rl.settings.args import check_judged, parse_judges
 from omni_rollout import Prompt
 from omni_sched import StreamStep, sde_step
 from trainer_runs import place

@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import REPO
 from model_rows import ROWS
-from omni_rl import preferences, videos
-from omni_rl.preferences import check_preferences, read_latent
-from omni_rl.videos import ANIMATIONS, encode_video, read_video, video_facts
+from omni_rl.media import preferences, videos
+from omni_rl.media.preferences import check_preferences, read_latent
+from omni_rl.media.videos import ANIMATIONS, encode_video, read_video, video_facts
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from PIL import Image

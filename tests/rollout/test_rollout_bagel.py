@@ -14,8 +14,8 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_sequence import join
 from omni_rollout.models.bagel_vision import BagelVision, fit
-from omni_train.load import load_sharded
 from omni_train.lora import add_lora
+from omni_train.weights.load import load_sharded
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn

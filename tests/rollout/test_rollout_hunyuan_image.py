@@ -16,7 +16,7 @@ from omni_rollout.models.hunyuan_image import buckets
 from omni_rollout.models.hunyuan_image_moe import mm_experts
 from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
 from omni_train.lora import add_lora
-from omni_train.weights import save_weights
+from omni_train.weights.full import save_weights
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from trainer_runs import place

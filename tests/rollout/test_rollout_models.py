@@ -29,7 +29,7 @@ from omni_train.attention import choose_attention
 from omni_train.compiled import compile_blocks
 from omni_train.flops import FlopTable
 from omni_train.lora import adapter_params, add_lora
-from omni_train.recompute import Recompute
+from omni_train.memory.recompute import Recompute
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode

@@ -11,8 +11,8 @@ import omni_losses
 import pytest
 from helpers import REPO, public_names
 from leaderboard import ENTRIES
-from omni_rl import args as settings
-from omni_rl.cli import parse_cli, recipes
+from omni_rl.settings import args as settings
+from omni_rl.settings.cli import parse_cli, recipes
 from trainer_runs import recipe
 
 TABLE = "docs/algorithms.md"

@@ -7,7 +7,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
-from omni_rl.cli import recipes
+from omni_rl.settings.cli import recipes
 from scripts.test_algorithm_docs import tables
 
 PAGE = (REPO / "docs" / "coming-from.md").read_text("utf-8")

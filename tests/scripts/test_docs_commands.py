@@ -21,13 +21,13 @@ from omni_reward import cli
 from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
-from omni_rl import args as settings
-from omni_rl.cli import from_toml, parse_cli, recipes
-from omni_rl.command.__main__ import python_words
 from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
+from omni_rl.settings import args as settings
+from omni_rl.settings.cli import from_toml, parse_cli, recipes
+from omni_rl.tools.command import python_words
 from omni_rollout.models import open_model
-from omni_train.weights import save_weights
+from omni_train.weights.full import save_weights
 from PIL import Image
 from rl.report_runs import write_run
 
@@ -169,7 +169,7 @@ def check_command(words, place):
     if "mine.toml" in words:
         (place.folder / "mine.toml").write_text(recipes("train_flowgrpo")["tiny-signs"])
     started = [word.removeprefix(f"{REPO}/") for word in python_words(words[1:])]
-    start = ["torchrun", "--standalone", *started[2:]] if "omni_rl.ranks" in started else ["python", *started]
+    start = ["torchrun", "--standalone", *started[2:]] if "omni_rl.run.ranks" in started else ["python", *started]
     next(rule for form, rule in RULES.items() if re.match(form, f"{' '.join(start)} "))(start, place)
 
 

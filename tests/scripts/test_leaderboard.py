@@ -14,7 +14,7 @@ from helpers import REPO
 from leaderboard import Job
 from leaderboard_page import ENTRIES, blocks, by_algorithm, draw, fill, read_rows, rising
 from omni_reward.testing import Server
-from omni_rl.cli import from_toml, read_settings, recipes, to_toml
+from omni_rl.settings.cli import from_toml, read_settings, recipes, to_toml
 
 DOCS = REPO / "docs"
 DATA = read_rows(DOCS / "leaderboard.jsonl")

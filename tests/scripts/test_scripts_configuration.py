@@ -8,7 +8,7 @@ from dataclasses import fields
 import configuration
 import pytest
 from helpers import REPO
-from omni_rl.args import MediaArgs
+from omni_rl.settings.args import MediaArgs
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 

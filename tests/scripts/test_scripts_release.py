@@ -53,7 +53,7 @@ def test_the_wheel_trains_without_a_clone(built, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "omni_rl.command",
+        "omni_rl.tools.command",
         "train",
         "flowgrpo",
         "--preset",
@@ -65,7 +65,7 @@ def test_the_wheel_trains_without_a_clone(built, tmp_path):
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert result.stderr == ""
     assert tomllib.loads(result.stdout)["algo"] == "flowgrpo-cps"
-    asked = [sys.executable, "-c", "from omni_rl.command.__main__ import trainers; print(*trainers().values())"]
+    asked = [sys.executable, "-c", "from omni_rl.tools.command import trainers; print(*trainers().values())"]
     places = subprocess.run(asked, cwd=tmp_path, env=env, capture_output=True, text=True).stdout.split()
     assert all(place.startswith(str(tmp_path / "site")) for place in places)
     assert len(places) == len(list((REPO / "apps").glob("train_*.py")))

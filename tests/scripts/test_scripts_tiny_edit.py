@@ -12,11 +12,11 @@ from helpers import REPO, absolute_paths
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.ocr import load_ocr
 from omni_reward.scorers.text import target_text
-from omni_rl.pictures import read_picture
+from omni_rl.media.images import read_picture
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import load_prompts
+from omni_train.prompts.files import load_prompts
 from tiny_signs import is_eval_word
 
 CHECKPOINT = REPO / "checkpoints" / "tiny-signs-qwen-image-edit"

@@ -15,11 +15,11 @@ from model_rows import mend_wan
 from moved import score
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.text import target_text
-from omni_rl.pictures import read_picture
+from omni_rl.media.images import read_picture
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model, wan
-from omni_train.data import load_prompts
+from omni_train.prompts.files import load_prompts
 from PIL import Image
 from tiny_signs import is_eval_word
 

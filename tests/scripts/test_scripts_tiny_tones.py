@@ -11,7 +11,7 @@ from omni_reward.scorers.sound import named_pitch
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_train.data import load_prompts
+from omni_train.prompts.files import load_prompts
 
 CHECKPOINT, DATA = REPO / "checkpoints" / "tiny-tones-ltx2", REPO / "data" / "tiny-tones"
 MB = 2**20

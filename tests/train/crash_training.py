@@ -15,12 +15,12 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.state import train_state
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.log import RunLog, claim_folder
 from omni_train.optim import build_adamw, optimizer_step
-from omni_train.snapshot import Ema
-from omni_train.state import train_state
+from omni_train.weights.snapshot import Ema
 from safetensors.torch import save_file
 
 NUM_STEPS, NUM_KILLS = 150, 20

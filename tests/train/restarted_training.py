@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import torch
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed, shutdown
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard, sharded_backward

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from omni_train.bits import NF4, encode, reduce_bits
 from omni_train.lora import add_lora, lora_layers
+from omni_train.memory.bits import NF4, encode, reduce_bits
 from torch import nn
 
 CPU = torch.device("cpu")

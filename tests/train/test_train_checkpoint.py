@@ -10,12 +10,12 @@ import shutil
 import pytest
 import torch
 from helpers import load_newest
-from omni_train.checkpoint import Checkpoint, check_config, config_differences
+from omni_train.checkpoint.store import Checkpoint, check_config, config_differences
 from omni_train.dist import init_distributed
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
-from omni_train.snapshot import Ema, Snapshot
+from omni_train.weights.snapshot import Ema, Snapshot
 from safetensors import safe_open
 from torch import nn
 
@@ -102,7 +102,7 @@ def test_ranks_write_their_own_rows_and_whole_tensors_once(run_ranks, tmp_path):
 
 
 def test_a_file_holds_no_more_than_it_must(checkpoints, monkeypatch):
-    monkeypatch.setattr("omni_train.parts.FILE_BYTES", 100)
+    monkeypatch.setattr("omni_train.checkpoint.parts.FILE_BYTES", 100)
     net = nn.ParameterList([torch.ones(n) for n in (10, 10, 10, 100, 1)])
     folder = checkpoints.save(1, net, config={})
     held = []
@@ -203,7 +203,7 @@ def test_what_is_not_finite_is_refused_by_name(checkpoints, bad):
 
 def test_what_is_not_finite_in_a_file_is_refused_by_name(checkpoints, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("omni_train.parts.PartFile._check_finite", lambda *_: None)
+        patch.setattr("omni_train.checkpoint.parts.PartFile._check_finite", lambda *_: None)
         checkpoints.save(1, filled(math.nan), config={})
     with pytest.raises(ValueError, match="NaN or infinity in weight/"):
         load_newest(checkpoints, filled(0.0))
@@ -218,7 +218,7 @@ def test_a_checkpoint_is_verified_without_a_model(checkpoints, monkeypatch):
     with pytest.raises(ValueError, match=r"weight/weight is torch.float32 \[3, 2\], the module has .* \[4, 2\]"):
         checkpoints.verify(saved, other)
     with monkeypatch.context() as patch:  # what is verified is not read for that again
-        patch.setattr("omni_train.checkpoint.check_file", None)
+        patch.setattr("omni_train.checkpoint.store.check_file", None)
         checkpoints.load(saved, filled(0.0))
     damage(folder / "rank-00000-000.safetensors")
     with pytest.raises(ValueError, match=r"is damaged: rank-00000-000\.safetensors has the SHA-256"):
@@ -315,7 +315,7 @@ def test_other_settings_are_refused_with_their_values(checkpoints):
 
 def test_another_version_is_said(checkpoints, monkeypatch):
     checkpoints.save(1, filled(1.0), config={})
-    monkeypatch.setattr("omni_train.checkpoint.importlib.metadata.version", lambda name: "0.0.1")
+    monkeypatch.setattr("omni_train.checkpoint.store.importlib.metadata.version", lambda name: "0.0.1")
     with pytest.warns(UserWarning, match=r"made with .* read with .*'torch': '0\.0\.1'.*: the last bits may differ"):
         load_newest(checkpoints, filled(0.0))
 

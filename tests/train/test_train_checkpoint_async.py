@@ -8,12 +8,12 @@ import time
 import pytest
 import torch
 from helpers import load_newest
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.parts import PartFile
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw
-from omni_train.parts import PartFile
 from omni_train.shard import shard
-from omni_train.snapshot import Ema
+from omni_train.weights.snapshot import Ema
 from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -64,7 +64,7 @@ def train(net, optimizer, ema, step):
 
 def test_it_holds_what_was_there_although_training_goes_on(checkpoints, tmp_path, monkeypatch, gate):
     """The same bytes as of a save that training waited for, twice, the second in the memory of the first."""
-    monkeypatch.setattr("omni_train.parts.FILE_BYTES", 30)  # several files
+    monkeypatch.setattr("omni_train.checkpoint.parts.FILE_BYTES", 30)  # several files
     net = filled(1.0)
     optimizer, ema = build_adamw(net, lr=0.1), Ema(list(net.parameters()), decay=0.5)
     beside, waited = checkpoints, Checkpoint(tmp_path / "waited", init_distributed())
@@ -100,7 +100,7 @@ def test_the_next_save_waits_for_the_one_before(checkpoints, gate):
 
 def test_several_files_are_written_at_once(checkpoints, monkeypatch):
     """Each write waits until another has begun."""
-    monkeypatch.setattr("omni_train.parts.FILE_BYTES", 4)
+    monkeypatch.setattr("omni_train.checkpoint.parts.FILE_BYTES", 4)
     both, write = threading.Barrier(2), PartFile.write
     monkeypatch.setattr(PartFile, "write", lambda self, folder: (both.wait(60), write(self, folder))[1])
     checkpoints.async_save(1, filled(1.0), config={})
@@ -218,7 +218,7 @@ def test_a_save_is_completed_although_the_ranks_have_lost_each_other(run_ranks, 
 
 
 def test_a_part_that_never_comes_is_waited_for_no_longer_than_said(run_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.saving.LONELY_S", 0.2)
+    monkeypatch.setattr("omni_train.checkpoint.saving.LONELY_S", 0.2)
 
     def work(dist):
         checkpoints = Checkpoint(tmp_path, dist)
@@ -233,8 +233,9 @@ def test_a_part_that_never_comes_is_waited_for_no_longer_than_said(run_ranks, tm
 
 
 KILLS = [  # the rank that is killed inside its thread, and where
-    (0, "omni_train.parts.write_file"), (1, "omni_train.parts.write_file"), (1, "omni_train.saving.write_atomically"),
-    (0, "omni_train.checkpoint.write_file"), (0, "os.rename"),
+    (0, "omni_train.checkpoint.parts.write_file"), (1, "omni_train.checkpoint.parts.write_file"),
+    (1, "omni_train.checkpoint.saving.write_atomically"),
+    (0, "omni_train.checkpoint.store.write_file"), (0, "os.rename"),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import load_newest
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.files import write_file
 from omni_train.shard import shard
@@ -37,8 +37,8 @@ CALLS = {  # what a save asks of the disk
     "os.rename": os.rename,
     "pathlib.Path.mkdir": Path.mkdir,
     "shutil.rmtree": shutil.rmtree,
-    "omni_train.checkpoint.write_file": write_file,
-    "omni_train.parts.write_file": write_file,
+    "omni_train.checkpoint.store.write_file": write_file,
+    "omni_train.checkpoint.parts.write_file": write_file,
 }
 
 
@@ -120,7 +120,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_all(run_ranks, tmp_path):
 
 
 def test_folders_that_ranks_do_not_share_are_found_out(run_ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_train.saving.SHARED_S", 0.2)
+    monkeypatch.setattr("omni_train.checkpoint.saving.SHARED_S", 0.2)
 
     def work(dist):
         folder = tmp_path / str(dist.rank)

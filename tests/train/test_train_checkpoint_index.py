@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw
 from torch import nn

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import load_newest
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.shard import shard
 from torch import nn
@@ -43,7 +43,12 @@ def test_twenty_kills_change_neither_the_weights_nor_the_metrics(tmp_path):
 
 @pytest.mark.parametrize(
     ("victim", "call"),
-    [(0, "omni_train.parts.write_file"), (1, "omni_train.parts.write_file"), (0, "os.rename"), (1, "os.fsync")],
+    [
+        (0, "omni_train.checkpoint.parts.write_file"),
+        (1, "omni_train.checkpoint.parts.write_file"),
+        (0, "os.rename"),
+        (1, "os.fsync"),
+    ],
 )
 def test_a_rank_that_is_killed_inside_a_save_leaves_what_was_complete(run_ranks, tmp_path, monkeypatch, victim, call):
     def net(dist, value):

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import load_newest
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.state import train_state
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.lora import add_lora, ema_update
 from omni_train.optim import build_adamw, optimizer_step, reduce_gradients
 from omni_train.shard import shard
-from omni_train.snapshot import Ema
-from omni_train.state import train_state
+from omni_train.weights.snapshot import Ema
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -78,7 +78,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("kind", ["full", "lora"])
 @pytest.mark.parametrize(("saver", "loader"), LAYOUTS, ids=lambda layout: f"{layout[0]}{layout[1]}")
 def test_continuing_is_bitwise_the_uninterrupted_run(run_ranks, tmp_path, monkeypatch, kind, saver, loader):
-    monkeypatch.setattr("omni_train.parts.FILE_BYTES", 100)  # several files a rank
+    monkeypatch.setattr("omni_train.checkpoint.parts.FILE_BYTES", 100)  # several files a rank
 
     def first_life(dist):
         training = Training(dist, kind, saver[0])

@@ -44,10 +44,10 @@ def test_ctrl_c_asks_once_and_ends_the_second_time(alone, capfd):
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.parametrize(("launcher", "heard"), [("", True), ("torchrun", False), ("omni_rl.ranks", True)])
+@pytest.mark.parametrize(("launcher", "heard"), [("", True), ("torchrun", False), ("omni_rl.run.ranks", True)])
 def test_a_second_ctrl_c_is_promised_where_it_is_heard(monkeypatch, capfd, launcher, heard):
     """torchrun, which names its run to the ranks, passes on the first alone."""
-    for name, holds in (("TORCHELASTIC_RUN_ID", launcher), (HEARS_ALL, launcher == "omni_rl.ranks")):
+    for name, holds in (("TORCHELASTIC_RUN_ID", launcher), (HEARS_ALL, launcher == "omni_rl.run.ranks")):
         monkeypatch.setenv(name, "1") if holds else monkeypatch.delenv(name, raising=False)
     with catch_stop():
         os.kill(os.getpid(), signal.SIGINT)

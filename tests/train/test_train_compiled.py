@@ -10,7 +10,7 @@ from omni_train.attention import choose_attention
 from omni_train.compiled import MAX_GRAPHS, check_compiler, compile_blocks
 from omni_train.dist import Dist
 from omni_train.lora import adapter, adapter_params, add_lora
-from omni_train.recompute import Recompute
+from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard
 from torch._dynamo.utils import counters
 

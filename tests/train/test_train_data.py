@@ -11,12 +11,13 @@ from itertools import chain
 from types import ModuleType, SimpleNamespace
 from unittest.mock import patch
 
-import omni_train.data
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omni_train import data
-from omni_train.data import PromptRecord, PromptSampler, load_prompts, sample_seed
+from omni_train.prompts import sampler as prompt_sampler
+from omni_train.prompts import table
+from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prompts.sampler import PromptSampler, sample_seed
 
 
 def write(folder, name, *lines):
@@ -43,7 +44,7 @@ ORDERS = pytest.mark.parametrize("max_sorted", [2**16, 0], ids=["sorted", "shuff
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 24), data=st.data(), seed=st.integers(-(2**63), 2**63 - 1))
 def test_steps_repeat_nothing_and_epochs_use_everything_once(shared_folder, max_sorted, num, data, seed):
-    with patch("omni_train.data.MAX_SORTED", max_sorted):
+    with patch("omni_train.prompts.sampler.MAX_SORTED", max_sorted):
         check_steps(shared_folder, num, data, seed)
 
 
@@ -77,7 +78,7 @@ def test_seeds_and_epochs_have_their_own_order(prompts):
 
 @ORDERS
 def test_every_prompt_is_as_likely_at_every_place(prompts, max_sorted, monkeypatch):
-    monkeypatch.setattr("omni_train.data.MAX_SORTED", max_sorted)
+    monkeypatch.setattr("omni_train.prompts.sampler.MAX_SORTED", max_sorted)
     sampler = PromptSampler(prompts(5), prompts_per_step=1, seed=0)
     for place in (0, 1, 4):
         counts = Counter()
@@ -87,7 +88,7 @@ def test_every_prompt_is_as_likely_at_every_place(prompts, max_sorted, monkeypat
 
 
 def test_neighbours_in_a_shuffle_say_nothing_of_each_other(prompts, monkeypatch):
-    monkeypatch.setattr("omni_train.data.MAX_SORTED", 0)
+    monkeypatch.setattr("omni_train.prompts.sampler.MAX_SORTED", 0)
     order = [PromptSampler(prompts(2000), prompts_per_step=2000, seed=0).at(step) for step in range(2)]
     ranks = [[record.index for record in step] for step in order]
     pairs = [*zip(ranks[0][:-1], ranks[0][1:], strict=True), *zip(ranks[0], ranks[1], strict=True)]
@@ -110,8 +111,8 @@ def test_a_step_of_a_large_file_costs_what_it_draws_and_not_the_file(prompts, mo
     num, calls = 2**16 + 1, []
     path = prompts(num)
     sampler = PromptSampler(path, prompts_per_step=4, seed=0)
-    hashed = omni_train.data._hash
-    monkeypatch.setattr("omni_train.data._hash", lambda *numbers: (calls.append(numbers), hashed(*numbers))[1])
+    hashed = prompt_sampler._hash
+    monkeypatch.setattr(prompt_sampler, "_hash", lambda *numbers: (calls.append(numbers), hashed(*numbers))[1])
     last = num // 4  # its last place is of the next epoch
     for step in (0, 1, last, last + 1):
         assert len({record.index for record in sampler.at(step)}) == 4
@@ -479,7 +480,7 @@ def test_a_row_of_parquet_is_what_a_line_is(tmp_path, monkeypatch):
     ],
 )
 def test_a_malformed_row_is_named(tmp_path, monkeypatch, row, message):
-    monkeypatch.setattr(data, "MAX_MEDIA_BYTES", 2**10)
+    monkeypatch.setattr(table, "MAX_MEDIA_BYTES", 2**10)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     path = parquet_of([{"prompt": "a"}, row], tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=f"a.parquet, {message}"):
@@ -497,9 +498,9 @@ class Texts:
 
 @pytest.mark.parametrize("nest", [lambda t: t, lambda t: SimpleNamespace(flatten=lambda: [t])], ids=["text", "struct"])
 def test_texts_of_parquet_are_measured_before_they_take_memory(tmp_path, monkeypatch, nest):
-    monkeypatch.setattr(data, "_row_line", lambda row, place: json.dumps(row))
+    monkeypatch.setattr(table, "_row_line", lambda row, keys, place: json.dumps(row))
     assert load_prompts(parquet_of([{"prompt": "a"}], tmp_path, monkeypatch, columns=[nest(Texts(1))]))
-    monkeypatch.setattr(data, "_row_line", lambda row, place: pytest.fail("a row was read"))
+    monkeypatch.setattr(table, "_row_line", lambda row, keys, place: pytest.fail("a row was read"))
     path = parquet_of([{"prompt": "a"}], tmp_path, monkeypatch, columns=[nest(Texts(2))])
     with pytest.raises(ValueError, match=rf"a\.parquet, row 1: must have at most {2**26} bytes .* got {2**27}"):
         load_prompts(path)
@@ -507,7 +508,7 @@ def test_texts_of_parquet_are_measured_before_they_take_memory(tmp_path, monkeyp
 
 def test_texts_that_many_rows_of_parquet_repeat_are_measured_together(tmp_path, monkeypatch):
     """65,536 rows of 60 kB would be 4 GB, in a file of some kB."""
-    monkeypatch.setattr(data, "_row_line", lambda row, place: json.dumps(row))
+    monkeypatch.setattr(table, "_row_line", lambda row, keys, place: json.dumps(row))
     assert len(load_prompts(parquet_of([{"prompt": "a"}] * 32, tmp_path, monkeypatch, columns=[Texts(1)]))) == 32
     path = parquet_of([{"prompt": "a"}] * 34, tmp_path, monkeypatch, columns=[Texts(1)])  # 17 batches of 64 MiB
     with pytest.raises(ValueError, match=rf"row 33: must have at most {2**30} bytes with the rows before it, got"):

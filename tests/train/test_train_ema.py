@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from omni_train.snapshot import Ema
+from omni_train.weights.snapshot import Ema
 
 
 def test_the_average_follows_and_the_weights_come_back():

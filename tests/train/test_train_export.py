@@ -12,9 +12,9 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
-from omni_train.export import model_card
 from omni_train.lora import adapter_params, add_lora
-from omni_train.weights import FULL_FILE, LORA_FILE, save_weights
+from omni_train.weights.card import model_card
+from omni_train.weights.full import FULL_FILE, LORA_FILE, save_weights
 
 MODEL, PARAMS = open_model(CHECKPOINT), Params(6, 32, 96)
 PROMPT = 'a blue sign that says "K7QX"'

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from omni_train.checkpoint import Checkpoint
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import shard_mesh
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw, optimizer_step, reduce_gradients
 from omni_train.shard import gathered, shard, sharded_backward
-from omni_train.snapshot import Ema
-from omni_train.weights import save_weights
+from omni_train.weights.full import save_weights
+from omni_train.weights.snapshot import Ema
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode

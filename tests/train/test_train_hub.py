@@ -7,10 +7,10 @@ from unittest.mock import create_autospec
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from omni_rl import hub as program
-from omni_rl.cli import read_settings, to_toml
+from omni_rl.settings.cli import read_settings, to_toml
+from omni_rl.tools import hub as program
 from omni_train import hub
-from omni_train.data import load_prompts
+from omni_train.prompts.files import load_prompts
 
 ADDRESS = "hf://datasets/owner/name@v1/some/prompts.txt"
 
@@ -36,7 +36,7 @@ def test_prompts_are_fetched_once_at_their_revision(download):
 
 
 def test_settings_come_from_a_model_on_the_hub(download):
-    from omni_rl.args import MediaArgs
+    from omni_rl.settings.args import MediaArgs
 
     path = hub.local_file("hf://owner/name/recipe.toml")
     path.write_text("lr = 0.5\n")
@@ -56,7 +56,7 @@ def test_settings_come_from_a_model_on_the_hub(download):
     ],
 )
 def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, name, download):
-    from omni_rl.args import ScoredArgs
+    from omni_rl.settings.args import ScoredArgs
 
     hub.local_file("hf://owner/name/recipe.toml").write_text(text)
     with pytest.raises(ValueError, match=rf"recipe\.toml must not name a {name}: give the flag, or .*, got '"):
@@ -75,7 +75,7 @@ def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, na
 )
 @pytest.mark.parametrize("is_path", [False, True])
 def test_settings_from_the_hub_name_no_python_whatever_the_key(text, key, is_path, download):
-    from omni_rl.token_args import TokenArgs
+    from omni_rl.settings.token_args import TokenArgs
 
     address = "hf://owner/name/recipe.toml"
     file = hub.local_file(address)
@@ -106,7 +106,7 @@ def test_another_address_is_refused(wrong, download):
 
 
 def test_without_a_network_the_command_that_fetches_the_file_is_told(download):
-    from omni_rl.args import MediaArgs
+    from omni_rl.settings.args import MediaArgs
 
     download.side_effect = LocalEntryNotFoundError("no connection")
     told = r"no connection. Fetch it .* `hf download owner/name some/prompts.txt --repo-type dataset --revision v1`"

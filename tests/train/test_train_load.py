@@ -4,10 +4,10 @@ import pytest
 import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
-from omni_train.load import check_files, load_sharded
 from omni_train.lora import add_lora, base_name, draw_adapter
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
+from omni_train.weights.load import check_files, load_sharded
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from omni_train.lora import adapter_params, add_lora
-from omni_train.recompute import Recompute
+from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode

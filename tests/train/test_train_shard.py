@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from omni_train.checkpoint.state import in_batches
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw, reduce_gradients
 from omni_train.shard import shard
-from omni_train.state import in_batches
 from torch import nn
 from torch.distributed.tensor import DTensor
 

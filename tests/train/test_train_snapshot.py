@@ -3,7 +3,7 @@
 import pytest
 import torch
 from omni_train.shard import shard
-from omni_train.snapshot import Snapshot
+from omni_train.weights.snapshot import Snapshot
 from torch import nn
 
 

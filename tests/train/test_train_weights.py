@@ -11,7 +11,14 @@ from omni_train.lora import adapter as use_adapter
 from omni_train.lora import adapter_params, add_lora, reference
 from omni_train.planned import Meter
 from omni_train.shard import shard
-from omni_train.weights import check_weights, load_adapter, load_weights, named_adapter, named_weights, save_weights
+from omni_train.weights.full import (
+    check_weights,
+    load_adapter,
+    load_weights,
+    named_adapter,
+    named_weights,
+    save_weights,
+)
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -217,7 +224,7 @@ def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(
         next(weights)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("omni_train.weights._write", full_disk)
+    monkeypatch.setattr("omni_train.weights.full._write", full_disk)
 
     def work(dist):
         model = shard(with_lora(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)

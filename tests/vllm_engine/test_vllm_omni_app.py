@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch.multiprocessing
 from apps.conftest import bright_url as bright_url
-from omni_rl.run import Run
+from omni_rl.run.run import Run
 from trainer_runs import recipe, tiny, train_on_ranks, write_eval_prompts
 
 import train_flowgrpo as app

@@ -14,7 +14,7 @@ import pytest
 import setproctitle
 import torch
 from helpers import REPO
-from omni_rl.cli import parse_cli
+from omni_rl.settings.cli import parse_cli
 from omni_rollout import Prompt
 from omni_rollout.engines.vllm_omni.engine import PROBES
 from omni_rollout.engines.vllm_omni.worker import VERSION

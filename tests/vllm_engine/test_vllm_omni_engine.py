@@ -11,7 +11,7 @@ from omni_rollout.engines.vllm_omni.engine import PROBES, _probe
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, cps_step, dance_step, sde_step, step_noise
 from omni_train.lora import adapter_params, add_lora, unadapted_params
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 from vllm_omni_helpers import MODEL, PARAMS, gap, open_engine, train
 
 TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QX"', 'a red sign that says "AB"']

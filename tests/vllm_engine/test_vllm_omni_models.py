@@ -10,7 +10,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine, check_scores
 from omni_train.lora import add_lora, unadapted_params
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 from vllm_omni_helpers import open_engine
 
 MODELS = (

@@ -16,7 +16,7 @@ from omni_rollout.engines.vllm_omni.worker import check_versions
 from omni_rollout.models import open_model
 from omni_train.dist import same_error
 from omni_train.shard import shard
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 from torch.multiprocessing.reductions import StorageWeakRef
 from vllm_omni.diffusion.worker.diffusion_worker import DiffusionWorker
 from vllm_omni.platforms import current_omni_platform

@@ -9,7 +9,7 @@ from omni_rollout.engines.vllm import VllmEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, score_tokens
 from omni_train.lora import add_lora
-from omni_train.weights import named_weights
+from omni_train.weights.full import named_weights
 from vllm_models import build_qwen3
 
 GENERATOR = torch.Generator().manual_seed(0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from omni_train.export import CARD_FILE
+from omni_train.weights.card import CARD_FILE
 
 REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")

@@ -50,7 +50,7 @@ class RunLog:
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
                 One that has a `close` is closed with the log. One that fails is a warning, and no more: what it shows
-                is in the file. See `omni_rl.sinks`.
+                is in the file. See `omni_rl.run.sinks`.
             tty: whether to draw a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps

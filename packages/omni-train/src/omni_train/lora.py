@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from omni_train.lora_linear import LoraLinear, factors
-from omni_train.snapshot import ema_update_params
+from omni_train.weights.snapshot import ema_update_params
 
 Init = Literal["default", "gaussian"]
 

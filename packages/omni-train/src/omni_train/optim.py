@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from omni_train.checkpoint.state import in_batches
 from omni_train.dist import Dist, gather_json
-from omni_train.offload import HostAdamW
+from omni_train.memory.offload import HostAdamW
 from omni_train.shard import Mode, sharded_backward
-from omni_train.state import in_batches
 
 _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
 

@@ -13,7 +13,9 @@ from omni_train.dist import Dist, any_rank
 
 TYPED = "OMNI_RL_COMMAND"  # variable that is set by what starts a program in a user's stead
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
-HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.ranks` sets; plain torchrun passes on the first alone
+HEARS_ALL = (
+    "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.run.ranks` sets; plain torchrun passes on the first alone
+)
 
 
 @dataclass

@@ -21,8 +21,8 @@ from urllib.parse import quote
 
 from omni_train.files import load_metrics, parse_int, read_regular
 
-from omni_rl.alarms import find_alarms
 from omni_rl.report.folder import read_lines, step_folders
+from omni_rl.run.alarms import find_alarms
 
 MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
 MAX_BARS = 60  # of the seconds per phase

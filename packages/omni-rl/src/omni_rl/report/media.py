@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from omni_rl.videos import encode_flac, encode_video, has_av
+from omni_rl.media.videos import encode_flac, encode_video, has_av
 
 EXACT_SIDE = 128  # pixels; pictures no larger keep every bit, as PNG
 MAX_SIDE = 320  # pixels; larger pictures are reduced to this and stored as WebP

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from omni_rl.cli import printable
 from omni_rl.report.folder import (
     MAX_SHEET,
     Sample,
@@ -37,7 +36,8 @@ from omni_rl.report.folder import (
 )
 from omni_rl.report.media import Media, few_frames
 from omni_rl.report.page import write_report
-from omni_rl.sinks import Sink, tracker
+from omni_rl.run.sinks import Sink, tracker
+from omni_rl.settings.cli import printable
 
 if TYPE_CHECKING:
     from omni_rl.report.folder import AllMedia

@@ -155,8 +155,8 @@ class VllmOmniEngine:
         """Copies weights in, one at a time, and counts as `version` from then on.
 
         tensors: full tensors under diffusers' names, every weight of the transformer that is not adopted among them;
-        adopted ones may come too, and are not moved. `omni_train.weights.named_weights` brings LoRA merged. None is
-        kept alive. After an error some are new and some old: the engine is not to be used.
+        adopted ones may come too, and are not moved. `named_weights` of omni_train brings LoRA merged. None is kept
+        alive. After an error some are new and some old: the engine is not to be used.
 
         Raises:
             ValueError: a name or shape that the transformer lacks, a weight left out, or another tensor for an adopted

@@ -1,0 +1,1 @@
+"""The flow of a step: sample, score, grade, batch; and evaluations."""

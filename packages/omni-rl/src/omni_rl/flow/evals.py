@@ -1,0 +1,103 @@
+"""What an evaluation draws, and what its scores say: means, the best of several samples, pass@k."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain, zip_longest
+from typing import Any, Generic, TypeVar
+
+from omni_rollout import Params
+from omni_rollout.tokens import TokenParams
+from omni_train.prompts.files import PromptRecord
+from torch import Tensor
+
+from omni_rl.report import Sample
+from omni_rl.settings.args import parse_numbers
+from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet
+
+ParamsT = TypeVar("ParamsT", bound=Params | TokenParams)
+ScorerT = TypeVar("ScorerT")
+Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media by kind of each sample, and what the report says of it
+
+
+@dataclass(frozen=True)
+class HeldOut(Generic[ParamsT, ScorerT]):
+    """A set of prompts to evaluate on: `samples` of each, drawn with `params`.
+
+    name: empty for --eval-prompts. threshold: score from which on a sample passes. scorer: that alone grades them, if
+    not the run's.
+    """
+
+    name: str
+    records: Sequence[PromptRecord]
+    params: ParamsT
+    seed: int = 0
+    samples: int = 1
+    threshold: float | None = None
+    scorer: ScorerT | None = None
+
+    def metric(self, name: str) -> str:
+        """The name under which the log has a metric of this set."""
+        return "/".join(filter(None, ("eval", self.name, name)))
+
+
+def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
+    """What a set is drawn with: the run's settings of an evaluation, but for those that the set gives."""
+    names = {field.name for field in fields(params)} - {"guidance"}
+    given = {name: value for name, value in vars(own).items() if name in names and value is not None}
+    if isinstance(own, MediaEvalSet) and isinstance(params, Params):
+        knobs = {**params.guidance, **parse_numbers(own.guidance, "guidance")}
+        if own.true_cfg_scale is not None:
+            knobs["true_cfg_scale"] = own.true_cfg_scale
+        given["guidance"] = {name: value for name, value in knobs.items() if (name, value) != ("true_cfg_scale", 1)}
+    return replace(params, **given)
+
+
+def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
+    """Metrics of a set by their names in the log: the mean score, the best of each prompt's samples, pass@k.
+
+    rewards: [P * samples], prompt by prompt; NaN where there is none.
+    """
+    metrics = {"abstained_ratio": rewards.isnan().float().mean().item()}
+    if not rewards.isnan().all():
+        metrics["reward"] = rewards.nanmean().item()
+    groups = [row[~row.isnan()].tolist() for row in rewards.view(-1, held.samples)]
+    if held.samples > 1 and any(groups):
+        metrics[f"best@{held.samples}"] = _mean([max(row) for row in groups if row])
+    if held.threshold is not None:
+        passed = [(len(row), sum(score >= held.threshold for score in row)) for row in groups]
+        for k in sorted({2**i for i in range(held.samples.bit_length())} | {held.samples}):
+            if chances := [pass_at_k(n, c, k) for n, c in passed if n >= k]:
+                metrics[f"pass@{k}"] = _mean(chances)
+    return {held.metric(name): value for name, value in metrics.items()}
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """The chance that of k samples, drawn from these without replacement, one passes at least.
+
+    It estimates pass@k without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+
+    Raises:
+        ValueError: not 0 <= num_passed <= num_samples, or not 1 <= k <= num_samples.
+    """
+    if not 0 <= num_passed <= num_samples or not 1 <= k <= num_samples:
+        rule = "num_passed must be in [0, num_samples] and k in [1, num_samples]"
+        raise ValueError(f"{rule}, got {num_passed}, {k} and {num_samples} samples")
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:
+    """The samples of all sets for the report, in turn, so that the first of them are of every set."""
+    named = [
+        [
+            (media, replace(row, prompt=f"{name}: {row.prompt}") if name else row)
+            for media, row in zip(*shown, strict=True)
+        ]
+        for name, shown in sets
+    ]
+    both = [pair for pair in chain.from_iterable(zip_longest(*named)) if pair]
+    return [media for media, _ in both], [row for _, row in both]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,38 @@
+"""Two experts of a model, of which the first is the net at high noise levels: levels that one of them takes all of."""
+
+import torch
+from omni_sched import INITIAL_NOISE, step_noise
+from omni_train.prompts.sampler import sample_seed
+from torch import Tensor
+
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.args import MediaArgs
+
+NOBODY = -1  # in place of a prompt, for draws that all samples of a step share
+
+
+def on_one_side(run: Run[MediaArgs], step: Step, places: Tensor, cut: float, draw: int) -> Tensor:
+    """Uniform places [B] in (0, 1), squeezed to one side of `cut`, before which the first expert takes noise levels.
+
+    The side is drawn for the step, the same for all batches and ranks, and as often as places are there: over many
+    steps they are uniform still. Where one expert alone is trained it is that one's. draw: the number of the draw.
+
+    Raises:
+        ValueError: no place is on the side of the only expert that is trained.
+    """
+    before = "high" in run.trained
+    if len(run.trained) > 1:
+        seed = sample_seed(run.args.seed, step.number, NOBODY, draw)
+        before = bool(torch.special.ndtr(step_noise([seed], INITIAL_NOISE, (1,)).double()) < cut)
+    if cut <= 0 if before else cut >= 1:
+        raise ValueError(f"--train-experts {run.args.train_experts} takes none of the noise levels that are trained at")
+    cut = min(max(cut, 0.0), 1.0)
+    return places * cut if before else cut + places * (1 - cut)
+
+
+def clamp_to_side(run: Run[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:
+    """Noise levels [B] clamped to the side of the boundary on which the level `side` is."""
+    boundary = torch.tensor(run.model.boundary, dtype=sigma.dtype)
+    if side >= boundary:
+        return sigma.clamp(min=boundary)
+    return sigma.clamp(max=torch.nextafter(boundary, torch.zeros_like(boundary)))

@@ -1,0 +1,180 @@
+"""Prompts to samples: the samples of a step, dealt to the ranks, drawn and shown; evaluations on fixed prompts.
+
+Letters: N samples of a step over all ranks, B samples of a batch.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import count, pairwise
+
+import torch
+from omni_reward import Score
+from omni_rollout import Params, Prompt, Samples, Trajectory
+from omni_rollout.thoughts import ThoughtTrajectory
+from omni_train.dist import Dist, gather_json
+from omni_train.prompts.files import PromptRecord
+from omni_train.prompts.sampler import sample_seed
+from omni_train.shard import gathered
+
+from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
+from omni_rl.flow.scorers import Pending, Scorer
+from omni_rl.flow.scoring import collect, gather_parts, gather_rewards, submit
+from omni_rl.media.images import read_picture
+from omni_rl.report import Sample
+from omni_rl.run.run import Run, Step
+from omni_rl.settings.args import MediaArgs
+
+
+def expand_groups(
+    records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int, same_start_noise: bool = False
+) -> list[Prompt]:
+    """`group_size` samples of each prompt, group by group, each with a seed of its own.
+
+    same_start_noise: whether the samples of a group start from one noise.
+    """
+    return [
+        Prompt(
+            text=record.text,
+            group=group,
+            index=group * group_size + i,
+            seed=sample_seed(seed, step, record.index, i),
+            negative=record.negative,
+            images=tuple(map(read_picture, record.images)),
+            meta=dict(record.meta),
+            initial_seed=sample_seed(seed, step, record.index, 0) if same_start_noise else None,
+            size=record.size,
+        )
+        for group, record in enumerate(records)
+        for i in range(group_size)
+    ]
+
+
+def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """The prompts whose samples can be of one batch, together."""
+    together: dict[object, list[Prompt]] = {}
+    for prompt in prompts:
+        together.setdefault(prompt.shapes, []).append(prompt)
+    return list(together.values())
+
+
+def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
+    """This rank's batches: runs of `batch_size` prompts, or of `unit` where that is more, go to the ranks in turn.
+
+    unit: how many prompts in a row one rank draws all of, such as a group.
+    """
+    per_turn = max(batch_size, unit)
+    for start in range(dist.rank * per_turn, len(prompts), dist.world_size * per_turn):
+        for first in range(start, start + per_turn, batch_size):
+            yield prompts[first : first + batch_size]
+
+
+def prompts_of(run: Run[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+    """The N samples to draw in a training step, the same on every rank."""
+    args, records = run.args, run.prompts.at(step.number)
+    return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
+
+
+def draw(
+    run: Run[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, graded: bool = True
+) -> tuple[list[Trajectory], list[Pending]]:
+    """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
+
+    graded: whether they are scored at all.
+
+    Raises:
+        RuntimeError: the engine samples with other weights than those of the last sync.
+    """
+    batches, pending = [], []
+    for own, following in pairwise([*deal(prompts, run.dist, run.args.batch_size, unit=unit), ()]):
+        batch = run.engine.generate(own, params.of_size(own[0].size))
+        if batch.weight_version != run.version:
+            raise RuntimeError(f"the engine samples with weights {batch.weight_version}, the trainer has {run.version}")
+        if following:  # while the device is busy with this one
+            run.engine.prepare(following, params.of_size(following[0].size))
+        # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
+        batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
+        run.counts["drawn"] += len(batch)
+        size = run.args.score_batch_size or len(batch)
+        pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch) * graded, size)]
+    return batches, pending
+
+
+def show(run: Run[MediaArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
+    """Put the best and worst of some of rank 0's samples into the report."""
+    if run.report:
+        run.report.show_samples(step.number + 1, *_shown(batches, scores))
+
+
+def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
+    """Metrics of samples of the held-out prompts, drawn without injected noise; rank 0 adds them to the report.
+
+    step: number of finished training steps.
+    """
+    metrics, shown = dict[str, float](), []
+    for held in run.held_out:
+        found, own = evaluate_set(run, held)
+        metrics |= found
+        shown.append((held.name, own))
+    if run.report:
+        run.report.show_eval(step, *mixed(shown))
+    return metrics
+
+
+def evaluate_set(run: Run[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
+    """Metrics of a set's samples, and this rank's samples for the report."""
+    prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
+    # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
+    filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
+    with gathered(run.net) if "rollout" in run.unshard else nullcontext():
+        batches, pending = draw(run, filled, held.params, graded=not held.scorer)
+    if held.scorer:
+        pending = [submit(held.scorer, batch) for batch in batches]
+    watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
+    scores = collect(run.dist, pending)
+    groups = torch.arange(len(filled))
+    whole = gather_rewards(run.dist, batches, scores, groups)
+    others = dict[str, torch.Tensor]()
+    own_names = sorted({name for score in scores for name in score.parts})
+    if names := sorted({name for of_rank in gather_json(run.dist, own_names) for name in of_rank}):
+        others |= dict(zip(names, gather_parts(run.dist, batches, scores, names, whole).T, strict=True))
+    if run.watch:
+        others["watch"] = gather_rewards(run.dist, batches, collect(run.dist, watched), groups)
+    rewards = {held.metric(name): values[: len(prompts)] for name, values in others.items()}
+    means = {name: values.nanmean().item() for name, values in rewards.items() if not values.isnan().all()}
+    return means | describe(held, whole[: len(prompts)]), _shown(batches, scores)
+
+
+def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
+    """Full batches of one size each, equally many for every rank: the prompts, and some again under further indices."""
+    full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, batch_size)]
+    copies, seen = count(len(prompts)), set[int]()
+    filled = []
+    for prompt in _repeated(full, batch_size * num_ranks):
+        filled.append(replace(prompt, index=next(copies)) if prompt.index in seen else prompt)
+        seen.add(prompt.index)
+    return filled
+
+
+def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
+    """The prompts, and the first of them again, up to a multiple of `unit`."""
+    return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
+
+
+def _thoughts(batch: Samples) -> Sequence[str | None]:
+    """What was thought before each sample was drawn, if the model thinks."""
+    return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
+
+
+def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
+    """The media of each of this rank's samples, by kind, and what the report says of them."""
+    drawn = [
+        (prompt, batch.rates, said)
+        for batch in batches
+        for prompt, said in zip(batch.prompts, _thoughts(batch), strict=True)
+    ]
+    rows = [
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=said)
+        for (p, rates, said), s in zip(drawn, scores, strict=True)
+    ]
+    return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

@@ -1,0 +1,135 @@
+"""What scores samples: reward servers behind a client, or a function of this process."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+import numpy as np
+from omni_reward import RewardClient, RewardError, Score
+from omni_train.dist import Dist
+from omni_train.prompts.files import PromptRecord
+
+from omni_rl.media.images import read_picture
+from omni_rl.settings.args import RunArgs
+from omni_rl.settings.cli import flag, require
+
+Pending = Future[list[Score]]
+Arrays = Mapping[str, np.ndarray]  # media by their kinds
+Metas = Sequence[Mapping[str, object]]
+References = Sequence[Sequence[np.ndarray]] | None  # of each sample, for a scorer that takes them
+Grade = Callable[[Arrays, Sequence[str]], list[Score]]
+
+
+class AnyScorer(Protocol):
+    """A scorer of finished samples. `busy_s` counts the seconds that it has worked."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of work so far."""
+
+    def close(self) -> None:
+        """Free what the scorer holds."""
+
+
+class Scorer(AnyScorer, Protocol):
+    """A scorer of media."""
+
+    @property
+    def kinds(self) -> Sequence[str]:
+        """The kinds of media that it takes, no more and no less."""
+
+    @property
+    def takes_references(self) -> bool:
+        """Whether it wants the pictures that the samples were made from."""
+
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
+        """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
+
+
+class LocalScorer:
+    """A scorer in this process: `grade(media, texts) -> scores`, called at once with media of these kinds."""
+
+    takes_references = False
+
+    def __init__(self, grade: Grade, kinds: Sequence[str] = ("image",)) -> None:
+        self.grade, self.kinds = grade, kinds
+        self.busy_s = 0.0
+
+    def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
+        """Scores that are there at once."""
+        start = time.perf_counter()
+        future: Pending = Future()
+        future.set_result(self.grade(media, prompts))
+        self.busy_s += time.perf_counter() - start
+        return future
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
+    """No score for any sample: the `grade` of a run without a scorer."""
+    return [Score(None, abstained="there is no scorer")] * len(texts)
+
+
+def connect(
+    urls: str,
+    args: RunArgs,
+    dist: Dist,
+    canary: PromptRecord,
+    kinds: Sequence[str],
+    *,
+    samples: Arrays = MappingProxyType({}),
+    name: str = "--scorer-url",
+    parts: Sequence[str] = (),
+) -> tuple[RewardClient, str]:
+    """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
+
+    Each server has scored a canary: a sample with the text, meta and references of a prompt.
+
+    kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
+    are the client's own. name: of the flag that holds the URLs.
+    parts: that its scores must name.
+
+    Raises:
+        ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
+            where the prompt has none.
+    """
+    with flag("--scorer-token-file: "):
+        token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
+    open_client = partial(
+        RewardClient,
+        urls.split(","),
+        token=token,
+        timeout_s=args.scorer_timeout_s,
+        on_failure=args.on_failure,
+        proxy=args.scorer_proxy,
+    )
+    with flag(f"{name}: "):
+        client = open_client()
+    try:
+        info = client.info()
+        media = (
+            {kind: samples[kind] for kind in info["media"]} if info["media"] in [[kind] for kind in samples] else None
+        )
+        references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
+        require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
+        replies = client.check(media, [canary.text], [canary.meta], references)
+    except RewardError as exc:
+        raise ValueError(f"{name} must be a reward server that answers: {exc}") from exc
+    require(
+        (set(info["media"]) <= set(kinds),
+         f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
+         f"in protocol {info['protocol']}"),
+        *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
+          for part in parts for scores in replies for score in scores if score.abstained is None),
+    )  # fmt: skip
+    waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, for all ranks
+    client.close()
+    client = open_client(max_in_flight=max(1, waiting // dist.world_size))
+    client.takes_references, client.kinds = references is not None, tuple(info["media"])  # asked once
+    return client, f"{info['scorer']} {info['scorer_version']}".strip()

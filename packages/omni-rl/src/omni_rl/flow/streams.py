@@ -1,0 +1,64 @@
+"""The frames and the sound of one sample apart: advantages of each, and a loss that weighs both.
+
+A joint latent holds one stream after the other. The log-probability of all of it is a mean over elements, in which the
+frames, of which there are many, leave the sound little say, and one advantage moves both whatever was judged. Here each
+stream m has a share s_m of the loss, and an advantage of its own: the sum over the rewards that judge m, alone or with
+the other stream (the modality-wise routing of OmniNFT, arXiv 2605.12480).
+
+    L = sum_m s_m L_m(stream m, A_m)
+
+Letters: N samples of a step over all ranks, B of a batch; M streams, in the order of STREAMS.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from omni_losses import LossOutput
+from torch import Tensor
+
+from omni_rl.run.run import Run
+from omni_rl.settings.args import STREAMS, JudgedArgs
+
+ArgsT = TypeVar("ArgsT", bound=JudgedArgs)
+
+
+def sizes_of(run: Run[ArgsT]) -> tuple[int, ...]:
+    """How many elements of a sample's latent each stream has."""
+    streams = run.model.streams(run.base_params)
+    return tuple(streams[medium] for medium in STREAMS)
+
+
+def shares_of(run: Run[ArgsT]) -> tuple[float, ...]:
+    """The share of each stream in the loss: that of its elements, unless --sound-weight is given."""
+    sizes, sound_weight = sizes_of(run), run.args.sound_weight
+    return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
+
+
+def of_stream(values: Tensor, m: int) -> Tensor:
+    """The m-th column of values [B, M], or values [B] that all streams share."""
+    return values[:, m] if values.dim() > 1 else values
+
+
+def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
+    """The losses of the streams, and their metrics, in these shares; of a largest deviation the largest."""
+
+    def added(values: Sequence[Tensor]) -> Tensor:
+        return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
+
+    metrics = {name: torch.stack([each.metrics[name] for each in losses]) for name in losses[0].metrics}
+    metrics = {name: values.max() if name.endswith("max_dev") else added([*values]) for name, values in metrics.items()}
+    return LossOutput(added([each.loss for each in losses]), metrics)
+
+
+def over_streams(loss_of: Callable[..., LossOutput], shares: Sequence[float]) -> Callable[..., LossOutput]:
+    """The policy loss `loss_of` of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
+
+    def loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, weights: Tensor | None) -> LossOutput:
+        own = [
+            loss_of(log_prob[:, m], old_log_prob[:, m], of_stream(advantages, m), weights=weights)
+            for m in range(len(shares))
+        ]
+        return add_up(own, shares)
+
+    return loss

@@ -1,0 +1,1 @@
+"""Media files: check, read, write."""

@@ -1,0 +1,1 @@
+"""A run: its start or continuation, its loop, and how it ends."""

@@ -1,0 +1,116 @@
+"""Error reporting for a distributed run: one message from one rank, with rank, phase and remedy.
+
+`told` is what the ranks told each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or "" where
+another rank is the cause. A rank that told nothing hangs or was killed.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from omni_reward import RewardError
+from omni_train.dist import is_lost_rank, shutdown, tell_failure
+from omni_train.signals import resume_command
+
+from omni_rl.settings.args import MediaArgs
+
+ArgsT = TypeVar("ArgsT")
+
+
+def launch(main: Callable[[ArgsT], None], args: ArgsT) -> None:
+    """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
+    try:
+        if isinstance(args, MediaArgs) and args.device_memory_gb:
+            from omni_rl.tools.plan import fit
+
+            sys.exit(fit(main, args))
+        main(args)
+        shutdown()
+        return
+    except (ValueError, OSError, ImportError) as exc:
+        code = 2
+        say_mistake(exc)
+    except KeyboardInterrupt:
+        code = 130
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\ninterrupted; this continues from the newest checkpoint:\n{resume_command()}", file=sys.stderr)
+    except Exception as exc:
+        code = 1
+        say_failure(exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
+
+
+class BrokenRunError(RuntimeError):
+    """A run that cannot go on; its cause is what happened."""
+
+    def __init__(self, phase: str, cause: BaseException) -> None:
+        super().__init__(f"phase {phase}: {type(cause).__name__}: {cause}")
+        self.phase, self.cause = phase, cause
+
+
+def say_mistake(mistake: Exception) -> None:
+    """One line about what is wrong with the settings."""
+    if _speaks(tell_failure(str(mistake))):
+        print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
+
+
+def say_failure(failure: BrokenRunError) -> None:
+    """The traceback, what broke where, what to change, and the command that continues."""
+    is_echo = is_lost_rank(failure.cause)
+    told = tell_failure("" if is_echo else str(failure))
+    if not _speaks(told):
+        return
+    traceback.print_exception(failure.cause)
+    message = describe(told, int(os.environ.get("WORLD_SIZE", "1")))
+    parts = (
+        f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
+        advice(failure.cause),
+        "Checkpoints that were complete stay; this continues from the newest:",
+        resume_command(),
+    )
+    print("\n".join(parts), file=sys.stderr, flush=True)
+
+
+def describe(told: Mapping[int, str], num_ranks: int) -> str:
+    """The ranks with what befell them, ranks with the same words in one line; or the ranks that told nothing."""
+    ranks_by_cause: dict[str, list[str]] = {}
+    for rank in sorted(rank for rank, cause in told.items() if cause):
+        ranks_by_cause.setdefault(told[rank], []).append(str(rank))
+    if ranks_by_cause:
+        return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
+    silent = [str(rank) for rank in range(num_ranks) if rank not in told]
+    who = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
+    return f"{who if silent else 'the ranks lost each other'}; rank {min(told)} waited for it"
+
+
+def advice(error: BaseException) -> str:
+    """What to change, by the kind of error."""
+    text = str(error)
+    is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
+        return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
+    if isinstance(error, RewardError) or text.startswith("the scorer "):
+        return "The scorer failed: look at its log, and start it again."
+    if is_lost_rank(error):
+        return (
+            "If the machine killed it for its memory (its log tells), lower --batch-size. If it was only slow, raise "
+            "--hang-timeout-s."
+        )
+    if "No available kernel" in text or "No viable backend" in text:
+        return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
+    if isinstance(error, OSError):
+        return "The machine refused: look at the free space and the rights of the disk that holds runs/."
+    if isinstance(error, FloatingPointError) or "ratio must be 1" in text or "finite" in text:
+        return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
+    return "This is not a mistake in the settings: the traceback above tells where it happened."
+
+
+def _speaks(told: Mapping[int, str]) -> bool:
+    """Whether this rank prints: of the ranks that know the cause, or else of all that told something, the first."""
+    return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in told.items() if cause] or told)

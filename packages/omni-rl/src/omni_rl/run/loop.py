@@ -1,0 +1,187 @@
+"""The loop of a run: what happens around and between its training steps.
+
+    with Loop(run) as steps:
+        for step in steps:
+            ...
+
+Between steps it evaluates, logs, raises alarms, saves, and stops where the program is asked to. When a step breaks, it
+saves what there is and says what broke.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+from typing import Self
+
+from omni_reward import RewardError
+from omni_train.dist import gather_json
+from omni_train.files import load_metrics
+from omni_train.flops import peak_tflops
+from omni_train.signals import STOP_SIGNALS, catch_stop, resume_command
+
+from omni_rl.report.folder import command_line
+from omni_rl.run.alarms import Alarm, Watch
+from omni_rl.run.failures import BrokenRunError
+from omni_rl.run.run import HIDDEN, AnyRun, Step, current_plan
+from omni_rl.settings.args import RunArgs, without_secrets
+
+
+class Loop:
+    """The training steps of a run that are left; the `with` block closes its log, and after success the run."""
+
+    def __init__(self, run: AnyRun[RunArgs]) -> None:
+        self.run = run
+        self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
+        self._in_step = False  # whether the trainer's own lines run
+        self._alarms = Watch()
+        self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
+        self._peak_tflops = None if run.dist.is_planned else peak_tflops(run.dist.device)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
+            self._alarms(line)
+            self._evals += [line] if "eval/reward" in line else []
+        self._stop = self._open.enter_context(catch_stop(() if self.run.dist.is_planned else STOP_SIGNALS))
+        self._open.enter_context(self.run.log)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        checkpoints = self.run.checkpoints
+        with self._open:
+            if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
+                self.run.optimizer.zero_grad(set_to_none=True)  # of an update that began before all scores were there
+                self._save()
+                checkpoints.wait()
+            elif isinstance(error, Exception):
+                checkpoints.wait_alone()
+        if isinstance(error, Exception):
+            raise BrokenRunError(self.run.log.last_phase, error) from error
+        if error is None:
+            self.run.close()
+
+    def __iter__(self) -> Iterator[Step]:
+        run, args = self.run, self.run.args
+        if plan := current_plan.get():
+            return (yield from plan.steps(run))
+        if args.eval_only:
+            return self._evaluate_alone()
+        stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
+        for number in range(max(self._done, 0), args.train_steps):
+            if stopping:
+                return
+            step, busy_s = Step(number), run.scorer.busy_s
+            run.counts.clear()
+            run.calls.clear()
+            if run.load:
+                run.load.clear()
+            self._in_step = True
+            yield step
+            step.settle()  # where no optimizer step was tried
+            self._in_step = False
+            if not step.has_signal and run.dist.is_main:
+                print(f"step {number + 1}: no sample has a signal, so no optimizer step was taken", flush=True)
+            step.metrics["reward/busy_s"] = run.scorer.busy_s - busy_s
+            step.metrics |= run.memory("", peak=True)
+            step.metrics["perf/forwards"] = float(sum(gather_json(run.dist, sum(run.calls.values()))))
+            if run.model.boundary:
+                step.metrics |= {f"policy/forwards_{name}": float(run.counts[name]) for name in run.model.nets}
+            step.metrics |= run.load.metrics() if run.load else {}
+            stopping = self._finish(step)
+        if self._done == args.train_steps:
+            self._conclude("report, weights and metrics")
+
+    def _evaluate_alone(self) -> None:
+        """Evaluate and log, and change nothing."""
+        done = max(self._done, 0)
+        with self.run.phase("eval"):
+            metrics = hold_out(self.run, done, self._evals)
+        self.run.log.log(done, metrics)
+        self._conclude("report and metrics")
+
+    def _conclude(self, written: str) -> None:
+        """Print the held-out scores of each set, and where there is more of them."""
+        told = []
+        for held in self.run.held_out:
+            scores = [line[held.metric("reward")] for line in self._evals if held.metric("reward") in line]
+            if scores:
+                ends = scores[:: max(1, len(scores) - 1)]  # first and last
+                told.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
+        if self.run.dist.is_main:
+            print(f"{', '.join(told) or 'no held-out score'}; {written} in {self.run.folder}", flush=True)
+
+    def _save(self) -> None:
+        """Begin a checkpoint of the finished steps, unless there is one."""
+        run = self.run
+        if self._saved < self._done:
+            save = run.checkpoints.async_save if run.args.async_save else run.checkpoints.save
+            save(self._done, run.net, run.optimizer, run.averages(), config=run.config)
+            self._saved = self._done
+
+    def _finish(self, step: Step) -> bool:
+        """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
+        run, args, done = self.run, self.run.args, step.number + 1
+        num_drawn = run.counts["drawn"]  # an evaluation draws more
+        flops = run.flops.total(run.calls) if run.flops else {}
+        if done % args.eval_every == 0 or done == args.train_steps:
+            with run.phase("eval"):
+                step.metrics |= hold_out(run, done, self._evals)
+        run.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
+        self._done = done
+        if run.dist.is_main:
+            _print_alarms(done, self._alarms({"step": done} | step.metrics))
+        stopping = self._stop.requested(run.dist)
+        is_last = stopping or done == args.train_steps
+        is_time = is_last or done % args.save_every == 0
+        if is_time or run.checkpoints.is_saving:
+            with run.phase("save"):
+                run.checkpoints.poll()
+                if is_time:  # after the line: none must be lost
+                    self._save()
+                if is_last or not done:  # lines of trained steps without a checkpoint could be continued by nobody
+                    run.checkpoints.wait()
+        if stopping and done < args.train_steps and run.dist.is_main:
+            print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
+        return stopping
+
+
+def hold_out(run: AnyRun[RunArgs], done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics of the held-out prompts under the averaged weights, which a run that trains exports to runs/NAME/weights.
+
+    evals: metrics of the evaluations so far, to which it adds its own.
+    """
+    with run.ema.applied():
+        run.sync_weights(done)
+        metrics = run.evaluate(done)
+        evals += [metrics] if "eval/reward" in metrics else []
+        if done and not run.args.eval_only:
+            card = _model_card(run, evals) if "eval/reward" in metrics else None
+            run.export(card)
+    run.sync_weights(done)
+    return metrics
+
+
+def _model_card(run: AnyRun[RunArgs], evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
+    """The facts of the model card beside the weights, whose held-out scores are the last ones."""
+    first = {"held-out, base": evals[0]["eval/reward"]} if len(evals) > 1 else {}
+    more = {
+        f"held-out, {h.name}": evals[-1][h.metric("reward")] for h in run.eval_more if h.metric("reward") in evals[-1]
+    }
+    plain, settings = asdict(type(run.args)()), asdict(without_secrets(run.args))
+    return {
+        "base": run.base,
+        "algorithm": run.algorithm,
+        "settings": {name: value for name, value in settings.items() if value != plain[name]},
+        "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
+        "command": command_line(sys.argv, hide=HIDDEN),
+    }
+
+
+def _print_alarms(done: int, alarms: Sequence[Alarm]) -> None:
+    """Print alarms; the report draws the same from the log."""
+    for alarm in alarms:
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in alarm.numbers.items())
+        print(f"ALARM after step {done}: {alarm.title} ({numbers}). {alarm.look}", file=sys.stderr, flush=True)

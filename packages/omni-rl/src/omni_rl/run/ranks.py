@@ -1,0 +1,72 @@
+"""torchrun for one machine, which says nothing itself and ends with the exit code of the rank that failed first.
+
+    python -m omni_rl.run.ranks --nproc-per-node 2 train.py FLAGS
+
+Its flags are those of torchrun. On Ctrl-C the ranks have half an hour for the step that is under way
+and its checkpoint. A second Ctrl-C is passed on to them, and a third one kills those that are left.
+"""
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from omni_train.signals import HEARS_ALL
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import parse_args, run
+
+
+def launch(words: Sequence[str]) -> None:
+    """Start the ranks and wait for them.
+
+    The program ends with the exit code of the rank that failed first, or 128 plus the number of the signal that ended
+    it or this process.
+    """
+    for module in ("elastic.agent.server.api", "elastic.multiprocessing.api", "run"):  # the ranks say what is wrong
+        logging.getLogger(f"torch.distributed.{module}").setLevel(logging.CRITICAL)
+    start = PContext.start
+
+    def start_and_listen(ranks: PContext) -> None:
+        start(ranks)
+        pass_interrupts_on(ranks)
+
+    os.environ[HEARS_ALL] = "1"
+    PContext.start = start_and_listen  # type: ignore[method-assign, assignment]
+    try:
+        run(parse_args(["--standalone", "--shutdown-timeout", "1800", *words]))
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        if first.exitcode < 0:  # it could say nothing itself
+            print(f"rank {rank} was killed by {signal.Signals(-first.exitcode).name}", file=sys.stderr)
+        sys.exit(first.exitcode if first.exitcode > 0 else 128 - first.exitcode)
+    except SignalException as stop:
+        sys.exit(128 + stop.sigval)
+    finally:
+        PContext.start = start  # type: ignore[method-assign]
+
+
+def pass_interrupts_on(ranks: PContext) -> None:
+    """Send the ranks every Ctrl-C, which a terminal does not as each has a session of its own; the third one kills.
+
+    torchrun sends the first one alone, waits at the second, and at the third ends while they go on.
+    """
+    count = 0
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise SignalException("Ctrl-C", signal.SIGINT)
+        for pid in ranks.pids().values():
+            with suppress(OSError):  # it has ended
+                os.killpg(pid, signal.SIGINT if count == 2 else signal.SIGKILL)
+
+    signal.signal(signal.SIGINT, interrupt)
+
+
+if __name__ == "__main__":
+    launch(sys.argv[1:])

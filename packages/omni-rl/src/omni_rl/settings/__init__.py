@@ -1,0 +1,1 @@
+"""Settings: fields with their bounds, recipes, and the command line. Imports no torch."""

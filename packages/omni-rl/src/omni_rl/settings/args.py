@@ -1,0 +1,434 @@
+"""The settings that every trainer shares, and the rules they keep. Imports no torch.
+
+A trainer's `class Args(MediaArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
+fields; `omni_rl.settings.cli.field_notes` says how comments become the help.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from importlib.util import find_spec
+from pathlib import Path, PurePath
+from typing import Any, Literal, TypeVar
+
+from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
+from omni_train.prompts.sampler import PromptSampler
+
+from omni_rl.media.images import AllOrNone, reference_sizes
+from omni_rl.run.engines import ENGINES
+from omni_rl.run.sinks import check_tracker
+from omni_rl.settings.cli import check_finite, check_least, check_most, flag, require
+from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, check_sets, check_urls
+
+STREAMS = ("video", "audio")  # the media of one latent, in its order
+Mode = Literal["none", "ddp", "fsdp2"]
+ArgsT = TypeVar("ArgsT", bound="RunArgs")
+
+
+@dataclass(frozen=True)
+class RunArgs:
+    """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them.
+
+    OFFLOAD: the parts that --offload may name, those first whose copies take least time. RATES: the learning rates that
+    are taken where none is given, of all weights and of LoRA.
+    """
+
+    OFFLOAD = "encoder engine optimizer activations"
+    RATES = (1e-5, 3e-4)
+
+    # Run
+    name: str = "run"  # Name of the run, which writes to runs/NAME; the same command continues it
+    seed: int = 0  # Seed of prompts, noise and everything else that is drawn
+    train_steps: int = 300  # Training steps; each is one rollout and its updates
+    save_every: int = 10  # Training steps between two checkpoints
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep
+    async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
+    eval_every: int = 50  # Training steps between two evaluations
+    eval_only: bool = False  # Evaluate the weights as they are on all sets, into runs/NAME/eval-STEP, and stop
+    track: str = "none"  # Trackers that get metrics and images too: tensorboard, wandb, trackio, with commas between
+    project: str = "omni-rl"  # Project name in the trackers
+    profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
+    hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
+    verbose: bool = False  # Show the warnings and progress bars of other libraries too
+    dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
+
+    # Model
+    model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
+    base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
+    init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
+    lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
+    lora_alpha: int = 0  # LoRA scale times rank: the scale is alpha / rank; 0 is twice the rank
+    lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
+    lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
+    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
+    keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
+    offload: str = ""  # Parts that wait on the host: encoder, engine, optimizer, activations, with commas between
+    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
+    shard_size: int = 0  # Ranks in a row that share a copy of the weights in fsdp2; 0 is all
+    unshard: Literal["auto", "none", "rollout", "all"] = "auto"  # Phases in which fsdp2 keeps gathered weights
+
+    # Data
+    prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
+    eval_prompts: str = ""  # File of evaluation prompts, .txt, .jsonl or .parquet (required, here or in a preset)
+    media_root: str = ""  # Folder below which prompts may name files too, beside the folder of their own file
+    eval: tuple[EvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+    eval_samples_per_prompt: int = 1  # Samples of each evaluation prompt, for eval/best@n and pass@k
+    pass_threshold: float | None = None  # Score from which on an evaluation's sample passes, for eval/pass@k
+    prompts_per_step: int = 32  # Prompts in a training step, over all ranks
+    group_size: int = 16  # Samples of each prompt
+    batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike
+
+    # Engine
+    engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+
+    # Scorer
+    scorer_token_file: str = ""  # File with the token of the reward servers
+    scorer_timeout_s: float = 120.0  # Longest that one request for scores may take in seconds, restarts included
+    score_batch_size: int = 0  # Most samples in a request to --scorer-url; 0 is those of a batch
+    scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
+    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
+
+    # Optimizer
+    num_minibatches: int = 1  # Optimizer steps per rollout
+    lr: float | None = None  # Learning rate of AdamW; unset, 3e-4 with LoRA and 1e-5 without
+    lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
+    warmup_steps: int = 0  # Training steps over which the learning rate rises
+    weight_decay: float = 1e-4  # Weight decay of AdamW
+    max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
+    ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
+
+    def __post_init__(self) -> None:
+        """Put numbers in place of what is not given, so that printed and saved settings have them."""
+        lr = self.RATES[self.lora_rank > 0] if self.lr is None else self.lr
+        vars(self).update(lr=lr, lora_alpha=self.lora_alpha or 2 * self.lora_rank)
+
+
+@dataclass(frozen=True)
+class MediaArgs(RunArgs):
+    """Settings of a run that draws pictures, videos or sound."""
+
+    # Run
+    eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
+    device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
+
+    # Data
+    eval: tuple[MediaEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+
+    # Model
+    train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
+    freeze_audio: bool = False  # Train nothing of what acts on the sound alone, of a model that draws video with sound
+    compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
+
+    # Sampling
+    height: int = 512  # Height in pixels
+    width: int = 512  # Width in pixels
+    num_frames: int = 1  # Frames of a video; 1 for pictures
+    frame_rate: float = 24.0  # Frames of a video in a second
+    num_inference_steps: int = 10  # Denoising steps of a rollout
+    guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
+    true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
+    guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
+
+    # Engine
+    engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
+    decode_batch_size: int = 0  # Samples that the VAE decodes at a time; 0 is all of a batch
+    text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts and references, kept from step to step
+    text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
+
+    # Scorer
+    watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
+
+    # Optimizer
+    low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
+
+
+@dataclass(frozen=True)
+class ScoredArgs(MediaArgs):
+    """Settings of a run whose samples a reward server grades."""
+
+    # Scorer
+    scorer_url: str = ""  # URL of the reward server, or several of equal ones separated by commas
+
+
+@dataclass(frozen=True)
+class JudgedArgs(ScoredArgs):
+    """Settings of a run that compares the samples of a group, by one reward or by several."""
+
+    # Algorithm
+    reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
+    reward_media: str = ""  # Parts that judge one medium alone and move no other, as clap=audio,hpsv3=video
+    sound_weight: float | None = None  # Share of the sound in the loss (default: that of its latent elements)
+    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
+    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
+
+    @property
+    def apart(self) -> bool:
+        """Whether the loss takes the frames and the sound of a sample apart."""
+        return bool(self.reward_media) or self.sound_weight is not None
+
+
+SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for files that others may read
+MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
+    *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
+    "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
+    "media_root",
+    "eval", "eval_only", "eval_samples_per_prompt", "pass_threshold",
+    "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "verbose", "device_memory_gb", "text_cache",
+    "text_cache_mb", "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload",
+    "decode_batch_size",
+)  # fmt: skip
+LEAST = {  # setting -> least value
+    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1,
+    "eval_samples_per_prompt": 1, "hang_timeout_s": 1.0,
+    "lora_rank": 0, "lora_alpha": 0, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
+    "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
+    "keep_products_gb": 0.0, "profile": 0, "shard_size": 0, "scorer_timeout_s": 1e-3, "score_batch_size": 0,
+}  # fmt: skip
+MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
+    "hang_timeout_s": 1e6, "group_size": 65_536, "eval_samples_per_prompt": 65_536,
+    "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
+    "weight_decay": 1e3, "scorer_timeout_s": 1e6,
+}  # fmt: skip
+MEDIA_LEAST = {
+    "eval_num_inference_steps": 2, "height": 1, "width": 1, "num_inference_steps": 2,
+    "guidance_scale": 0.0, "true_cfg_scale": 1.0, "device_memory_gb": 0.0, "text_cache_mb": 0.0, "num_frames": 1,
+    "frame_rate": 1e-3, "decode_batch_size": 0,
+}  # fmt: skip
+MEDIA_MOST = {
+    "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000, "height": 16_384,
+    "width": 16_384, "guidance_scale": 1e3, "true_cfg_scale": 1e3, "num_frames": 16_384, "frame_rate": 1e3,
+}  # fmt: skip
+
+
+def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> None:
+    """Check everything that all trainers demand of their settings, before torch is imported.
+
+    is_planned: whether other ranks than those of this process are meant.
+
+    Raises:
+        ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
+    """
+    check_finite(args)
+    check_least(args, LEAST)
+    check_most(args, MOST)
+    with flag("--track: "):
+        check_tracker(args.track, args.project)
+    name, mode = PurePath(args.name), sharding(args, world_size)
+    required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
+    missing = next((key for key, value in required.items() if not value), "")
+    offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}
+    unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
+    require(
+        (not missing, f"--{missing} must be given, or come from --preset NAME or --config FILE.toml"),
+        (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
+         f"--name must name a folder below runs/, got {args.name!r}"),
+        (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
+        (args.shard != "fsdp2" or "RANK" in os.environ or is_planned, "--shard fsdp2 needs torchrun, "
+         "and --dry-run without it WORLD_SIZE=N before the command and --device-memory-gb"),
+        (not args.shard_size or (mode == "fsdp2" and world_size % args.shard_size == 0),
+         f"--shard-size must divide the {world_size} ranks of --shard fsdp2, got {args.shard_size}"),
+        (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),
+        (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
+         f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+        (not args.eval_only or not args.profile, "--profile traces a training step, and --eval-only takes none"),
+        (args.profile <= args.train_steps,
+         f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
+        (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
+        (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
+        (args.base_dtype == "auto" or (args.lora_rank and args.gradient_checkpointing and mode != "fsdp2"),
+         f"--base-dtype {args.base_dtype} needs --lora-rank > 0, --gradient-checkpointing, and weights not fsdp2"),
+        (args.gradient_checkpointing or "activations" not in offload,
+         "--offload activations needs --gradient-checkpointing"),
+        (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
+        (not args.init_weights or Path(args.init_weights).is_dir(),
+         f"--init-weights must be a folder, got {args.init_weights}"),
+        (not args.media_root or Path(args.media_root).is_dir(),
+         f"--media-root must be a folder, got {args.media_root}"),
+        (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
+         f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
+    )  # fmt: skip
+
+
+def check_media(args: MediaArgs, world_size: int) -> None:
+    """Check what `check_run` does, and what trainers on media demand of the rest of their settings and files.
+
+    Raises:
+        ValueError: as `check_run`.
+    """
+    check_run(args, world_size, is_planned=bool(args.device_memory_gb))
+    check_least(args, MEDIA_LEAST)
+    check_most(args, MEDIA_MOST)
+    engine = ENGINES.get(args.engine)
+    require(
+        (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
+        (not args.eval_only or not args.device_memory_gb,
+         "--device-memory-gb plans a training step, and --eval-only takes none"),
+        (not (args.device_memory_gb and engine and engine.library),
+         f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
+        (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
+        (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
+        (engine and (not engine.library or find_spec(engine.library)),
+         f"--engine {args.engine} must be installed: {engine and engine.install}"),
+        (not (engine and engine.library and ("encoder" in offloaded(args) or args.base_dtype != "auto")),
+         f"--offload encoder and --base-dtype fit the embedded engine alone, got --engine {args.engine}"),
+        (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
+         f"--text-cache must be a folder, got {args.text_cache}"),
+    )  # fmt: skip
+    parse_numbers(args.guidance, "--guidance")
+    check_urls(args.watch_scorer_url, "--watch-scorer-url")
+    with flag("--prompts: "):
+        check = check_shapes(args)
+        PromptSampler(
+            args.prompts,
+            prompts_per_step=args.prompts_per_step,
+            seed=args.seed,
+            check=check,
+            media_root=args.media_root,
+        )
+    with flag("--eval-prompts: "):
+        load_prompts(args.eval_prompts, check=AllOrNone(), media_root=args.media_root)
+    check_sets(args.eval, AllOrNone, media_root=args.media_root)
+
+
+def check_shapes(args: MediaArgs) -> RecordCheck:
+    """A check of one training prompt after the other: the samples of a batch will share their shapes.
+
+    A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes and references
+    of their own.
+    """
+    first: dict[str, object] = {}
+    check_references = AllOrNone()
+
+    def check(record: PromptRecord) -> None:
+        check_references(record)
+        shapes = {
+            '"height" and "width"': record.size or (args.height, args.width),
+            '(height, width) of "images"': reference_sizes(record),
+        }
+        for name, shape in shapes.items():
+            rule = f"{name} must be those of the first prompt, {first.setdefault(name, shape)}, unless --batch-size"
+            rule += f" ({args.batch_size}) divides --group-size ({args.group_size}), got {shape}"
+            require((first[name] == shape or args.group_size % args.batch_size == 0, rule))
+
+    return check
+
+
+def check_scored(args: ScoredArgs, world_size: int) -> None:
+    """Check what `check_media` does, the scorer's URL, and that samples can be compared within a group.
+
+    Raises:
+        ValueError: as `check_media`, or for the URL or the size of a group.
+    """
+    check_urls(args.scorer_url, "--scorer-url")
+    check_least(args, {"group_size": 2})
+    check_media(args, world_size)
+
+
+def num_ranks() -> int:
+    """The number of ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharding(args: RunArgs, world_size: int) -> Mode:
+    """The spread of the weights that --shard asks for; auto is the simplest one with the least traffic."""
+    auto: Mode = "none" if world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    return auto if args.shard == "auto" else args.shard
+
+
+def num_batches(args: RunArgs, world_size: int, *, num_trained: int = 1) -> int:
+    """The number of batches that each rank draws in a training step.
+
+    num_trained: parts of a batch that one minibatch after the other may take, such as its stochastic steps.
+
+    Raises:
+        ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
+            the nearest number that fits.
+    """
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    rounds = samples // per_round
+    sizes = [n for n in range(1, samples + 1) if samples % (n * world_size) == 0]
+    counts = [n for n in range(1, rounds * num_trained + 1) if rounds * num_trained % n == 0]
+    require(
+        (sizes, f"the ranks ({world_size}) must divide a step's samples ({samples}), prompts times --group-size"),
+        (args.batch_size in sizes,
+         f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), got {args.batch_size}; "
+         f"nearest: {_nearest(args.batch_size, sizes)}"),
+        (args.num_minibatches in counts,
+         f"--num-minibatches must divide a rank's batches times the steps trained of each ({rounds} x {num_trained}), "
+         f"got {args.num_minibatches}; nearest: {_nearest(args.num_minibatches, counts)}"),
+    )  # fmt: skip
+    return rounds
+
+
+def _nearest(number: int, others: Sequence[int]) -> int | None:
+    """The number that is nearest to the first one, the lower of two; None where there is none."""
+    return min(others, key=lambda other: abs(other - number), default=None)
+
+
+def offloaded(args: RunArgs) -> set[str]:
+    """The parts that are on the host while they have nothing to do.
+
+    Raises:
+        ValueError: there is no such part.
+    """
+    parts, known = set(filter(None, args.offload.split(","))), args.OFFLOAD.split()
+    unknown = ", ".join(sorted(parts.difference(known)))
+    require((not unknown, f"--offload must be of {', '.join(known)}, with commas between, got {unknown}"))
+    return parts
+
+
+def check_judged(args: JudgedArgs) -> None:
+    """Raise ValueError when the settings of several rewards, or of several media, do not fit together."""
+    parse_numbers(args.reward_parts, "--reward-parts")
+    parse_judges(args.reward_media, args.reward_parts)
+    weight = args.sound_weight
+    require((weight is None or 0 <= weight <= 1, f"--sound-weight must be in [0, 1], got {weight}"))
+
+
+def parse_judges(text: str, parts: str) -> dict[str, str]:
+    """The medium that a part of the score judges alone, in words such as clap=audio,hpsv3=video, by the part's name.
+
+    parts: the text of --reward-parts, which names all of them.
+
+    Raises:
+        ValueError: a piece is not PART=MEDIUM, or names another part or medium.
+    """
+    judges, known = dict(piece.split("=", 1) for piece in text.split(",") if "=" in piece), parse_numbers(parts, "")
+    if len(judges) != len(list(filter(None, text.split(",")))) or not judges.keys() <= known.keys():
+        raise ValueError(f"--reward-media must be PART=MEDIUM,..., of parts in --reward-parts, got {text}")
+    if others := set(judges.values()) - set(STREAMS):
+        raise ValueError(f"--reward-media must name {' or '.join(STREAMS)}, got {min(others)}")
+    return judges
+
+
+def parse_numbers(text: str, name: str) -> dict[str, float]:
+    """The numbers in words such as ocr=0.7,jpeg=0.3, by what they are called.
+
+    name: the flag that holds the text.
+
+    Raises:
+        ValueError: a piece is not NAME=NUMBER, or a name comes twice.
+    """
+    numbers: dict[str, float] = {}
+    for piece in filter(None, text.split(",")):
+        key, _, number = piece.partition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        is_new = bool(key) and key not in numbers and math.isfinite(value)
+        require((is_new, f"{name} must be NAME=NUMBER with commas between, each name once, got {text!r}"))
+        numbers[key] = value
+    return numbers
+
+
+def without_secrets(args: ArgsT) -> ArgsT:
+    """The settings without those that are not for files others may read."""
+    hidden: dict[str, Any] = {field.name: "" for field in fields(args) if field.name in SECRET}
+    sets = tuple(
+        replace(own, scorer_url=own.scorer_url and "...") for own in args.eval
+    )  # "..." is refused, not guessed
+    return replace(args, **hidden, eval=sets)

@@ -1,0 +1,94 @@
+"""The settings that trainers of policies over tokens share. Imports no torch."""
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from omni_reward.rules import SCORER, Term, open_rules
+from omni_train.prompts.files import load_prompts
+from omni_train.prompts.sampler import PromptSampler
+
+from omni_rl.settings.args import RunArgs, check_run
+from omni_rl.settings.cli import check_least, check_most, flag, require
+from omni_rl.settings.eval_sets import TokenEvalSet, check_sets, check_urls
+
+
+@dataclass(frozen=True)
+class TokenArgs(RunArgs):
+    """Settings of a run that draws text."""
+
+    OFFLOAD = "optimizer activations"
+    RATES = (1e-6, 3e-6)
+
+    # Sampling
+    max_prompt_tokens: int = 0  # Most tokens of a prompt, those of its media among them; 0 is any
+    max_new_tokens: int = 1024  # Most tokens of an answer
+    temperature: float = 1.0  # Temperature of the rollout, and of the log-probs that are trained
+    eval_temperature: float = 1.0  # Temperature of an evaluation
+    eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+
+    # Data
+    eval: tuple[TokenEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+
+    # Engine
+    engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
+    gpu_memory_utilization: float = 0.3  # Share of the device's memory that vllm takes while it samples
+
+    # Scorer
+    reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
+    scorer_url: str = ""  # URL of the server that --reward calls scorer, or several of equal ones with commas between
+
+    # Optimizer
+    lr: float | None = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
+    tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """What --reward says."""
+        return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
+
+
+LEAST = {"group_size": 2, "max_prompt_tokens": 0, "max_new_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3,
+         "eval_top_p": 1e-3, "tokens_per_batch": 0, "gpu_memory_utilization": 1e-3}  # fmt: skip
+MOST = {"max_new_tokens": 2**20, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0,
+        "gpu_memory_utilization": 1.0}  # fmt: skip
+
+
+def check_tokens(args: TokenArgs, world_size: int) -> None:
+    """Check what `check_run` does, the settings above, and the files of prompts.
+
+    Raises:
+        ValueError: as `check_run`.
+    """
+    check_run(args, world_size)
+    check_least(args, LEAST)
+    check_most(args, MOST)
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    require((samples % per_round == 0,
+             f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
+             f"--group-size, got {args.batch_size}"))  # fmt: skip
+    own = [held.temperature for held in args.eval if held.temperature is not None]
+    temperatures = [args.temperature, args.eval_temperature, *own]  # vLLM would draw with 0.01 for any below
+    require(
+        (args.engine != "vllm" or find_spec("vllm"),
+         "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
+        (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
+         f"--temperature, --eval-temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
+        (args.engine != "vllm" or args.base_dtype == "auto",
+         f"--base-dtype {args.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
+    )  # fmt: skip
+    check_urls(args.scorer_url, "--scorer-url")
+    with flag("--reward: "):
+        asks = SCORER in [term.name for term in args.terms]
+    require(
+        (
+            asks or not args.scorer_url,
+            f"--reward must name {SCORER}, which is what --scorer-url says, got {args.reward}",
+        ),
+        (args.scorer_url or not asks, f"--scorer-url must be given for {SCORER} in --reward"),
+    )
+    with flag("--prompts: "):
+        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, media_root=args.media_root)
+    with flag("--eval-prompts: "):
+        load_prompts(args.eval_prompts, media_root=args.media_root)
+    check_sets(args.eval, media_root=args.media_root)

@@ -1,0 +1,145 @@
+"""The `omni-rl` command, which hands its process over to the program that a sub-command names.
+
+`omni-rl train nft --preset tiny-signs` is `python apps/train_nft.py --preset tiny-signs`: exit codes, Ctrl-C and the
+terminal are the program's own. Settings of several ranks are checked once, before they start. Imports nothing heavy.
+"""
+
+import ast
+import os
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from omni_rl import __version__
+
+APPS = Path(__file__).parents[1] / "apps"  # links to the files of a checkout; in a wheel, the files
+RANKS = "--nproc-per-node"
+COMMANDS = {  # sub-command -> what it does, and the words for Python that start it
+    "train": ("Train a model: omni-rl train flowgrpo --preset tiny-signs", []),
+    "sample": ("Draw from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
+    "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
+    "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.tools.hub"]),
+    "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
+    "doctor": ("Say what is installed here, and how to get what is missing", ["-m", "omni_rl.tools.doctor"]),
+}
+
+
+def main() -> None:
+    """Start what the command line names. A mistake ends it with one line and exit code 2."""
+    words = sys.argv[1:] or ["--help"]
+    try:
+        if words[0] in ("-h", "--help"):
+            print(overview())
+        elif words[0] == "--version":
+            print(f"omni-rl {__version__}")
+        elif words[0] == "train" and words[1:] in ([], ["-h"], ["--help"]):
+            print(trainers_overview())
+        else:
+            command = python_words(words)
+            sys.stdout.flush()
+            if words[0] == "train":
+                if "omni_rl.run.ranks" in command:
+                    check_once(*command[3:])
+                typed = os.environ.get("OMNI_RL_COMMAND") or shlex.join(["omni-rl", *words])
+                os.environ["OMNI_RL_COMMAND"] = typed  # what continues the run
+            os.execv(sys.executable, [sys.executable, *command])
+    except ValueError as exc:
+        print(f"omni-rl: error: {exc}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:  # while the settings are checked; later the process is the program's
+        sys.exit(130)
+
+
+def check_once(ranks: str, *program: str) -> None:
+    """Check a trainer's settings before its ranks start; one that refuses them, or only prints, ends this program."""
+    env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
+    prints = not {"-h", "--help", "--check"}.isdisjoint(program)
+    command = [sys.executable, *program, *([] if prints else ["--check"])]
+    answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
+    if prints or answer.returncode:
+        sys.exit(answer.returncode)
+    settings = tomllib.loads(answer.stdout)
+    if not settings["dry_run"]:
+        from omni_rl.settings.cli import knock
+
+        knock(settings.get("scorer_url", ""))
+
+
+def overview() -> str:
+    """What --help prints."""
+    lines = [f"  {name:<12}{text}" for name, (text, _) in COMMANDS.items()]
+    ending = "`omni-rl COMMAND --help` tells its flags; `omni-rl --version` the version."
+    return "\n".join(["usage: omni-rl COMMAND [FLAG ...]", "", *lines, "", ending])
+
+
+def trainers() -> dict[str, Path]:
+    """The trainers' files by name, as flowgrpo."""
+    return {path.stem.removeprefix("train_"): path.resolve() for path in sorted(APPS.glob("train_*.py"))}
+
+
+def trainers_overview() -> str:
+    """What `omni-rl train --help` prints."""
+    lines = []
+    for name, path in trainers().items():
+        about = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
+        lines.append(f"  {name:<12}{about.partition(chr(10))[0]}")
+    usage = f"usage: omni-rl train TRAINER [{RANKS} N] [--preset NAME] [--config FILE] [--SETTING VALUE ...]"
+    ranks = f"{RANKS} starts N ranks on this machine with torchrun; without it there is one, without torchrun."
+    ending = "`omni-rl train TRAINER --help` lists settings and presets."
+    return "\n".join([usage, "", *lines, "", ranks, ending])
+
+
+def python_words(words: Sequence[str]) -> list[str]:
+    """The words for Python that a command line of ours stands for.
+
+    Raises:
+        ValueError: there is no such sub-command or trainer, or the number of ranks is none.
+    """
+    name, rest = words[0], words[1:]
+    if name != "train":
+        _, command = COMMANDS[known(name, COMMANDS, "the command")]
+        return [*command, *rest]
+    path = trainers()[known(rest[0], trainers(), "the trainer")]
+    ranks, rest = split_ranks(rest[1:])
+    return [*launcher(ranks), str(path), *rest]
+
+
+def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The number of --nproc-per-node, or "" without that flag, and the other words.
+
+    Raises:
+        ValueError: it is no whole number from 1 on.
+    """
+    rest = [piece for word in words for piece in (word.split("=", 1) if word.startswith(f"{RANKS}=") else [word])]
+    if RANKS not in rest:
+        return "", rest
+    at = rest.index(RANKS)
+    number = "".join(rest[at + 1 : at + 2])
+    if not number.isdecimal() or not int(number):
+        raise ValueError(f"{RANKS} must be a whole number >= 1, got {number!r}")
+    return number, rest[:at] + rest[at + 2 :]
+
+
+def launcher(ranks: str) -> list[str]:
+    """The words for Python that start torchrun with so many ranks; none where the number is ""."""
+    return ["-m", "omni_rl.run.ranks", RANKS, ranks] if ranks else []
+
+
+def known(name: str, names: Collection[str], what: str) -> str:
+    """The name itself.
+
+    Raises:
+        ValueError: it is not among the names; the nearest one is suggested.
+    """
+    if name not in names:
+        from omni_rl.settings.cli import suggest
+
+        raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}{suggest(name, names)}")
+    return name
+
+
+if __name__ == "__main__":
+    main()

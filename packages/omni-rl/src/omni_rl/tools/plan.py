@@ -1,0 +1,533 @@
+"""Will it fit? The trainer's own step on a device that is not there, its memory, and what to change.
+
+    plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
+    plan: --device-memory-gb 80 is too little by 4.2 GB, in update
+    plan: fits with --offload encoder: 67.6 GB
+
+Rungs of changes are tried in an order of cost, each on top of those before, and the first that fits is named.
+
+The trainer runs two steps of few prompts, so that the optimizer has its moments, and two of a few more. All prompts are
+as large as the largest of the file. What is kept of a batch adds up, and all else is the same for each, so a straight
+line leads to the step's own number of prompts. Of the forwards and backwards of the net, and of what encodes and
+decodes, the first of a shape runs kernel by kernel; later ones take the same memory and do as many operations.
+"""
+
+import gc
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from omni_reward import Score
+from omni_rollout import Model, Params
+from omni_rollout.model import wrap
+from omni_rollout.types import Cond
+from omni_train.checkpoint.parts import part_files
+from omni_train.checkpoint.state import train_state
+from omni_train.dist import Dist
+from omni_train.log import RunLog
+from omni_train.lora_linear import LoraLinear
+from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
+from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.prompts.sampler import PromptSampler
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from omni_rl.flow.scorers import LocalScorer
+from omni_rl.media.images import reference_sizes
+from omni_rl.run.run import Step, current_plan
+from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
+
+if TYPE_CHECKING:
+    from omni_rl.run.run import AnyRun, Run
+
+ArgsT = TypeVar("ArgsT", bound=MediaArgs)
+GB = 1e9
+PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
+MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
+DECODED = 4  # pictures that a change has the VAE decode at a time
+FLAGS = {
+    "unshard": "--unshard {}",
+    "decode_batch_size": "--decode-batch-size {}",
+    "offload": "--offload {}",
+    "gradient_checkpointing": "--gradient-checkpointing",
+    "batch_size": "--batch-size {}",
+    "base_dtype": "--base-dtype {}",
+    "shard": "--shard {}",
+    "shard_size": "--shard-size {}",
+}
+
+
+def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
+    """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits.
+
+    Ctrl-C and SIGTERM end the program at once, as there is nothing to save.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # an exception would be lost where the signal comes as a weak reference ends
+        signal.signal(number, lambda number, _: os._exit(128 + number))
+    if int(os.environ.get("RANK", "0")):
+        return 0  # the first rank speaks
+    limit, ranks = args.device_memory_gb * GB, num_ranks()
+    plan = measure(main, args, ranks, tells=True)
+    print(plan.describe(), flush=True)
+    if plan.peak <= limit:
+        print(f"plan: fits --device-memory-gb {args.device_memory_gb:g}, with {(limit - plan.peak) / GB:.3g} GB left")
+        return 0
+    over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
+    told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
+    print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
+    for changed, world_size, flags in ladder(args, ranks, plan.offloads, over):
+        trial = measure(main, changed, world_size)
+        if trial.peak <= limit:
+            print(f"plan: fits with {flags}: {trial.peak / GB:.3g} GB", flush=True)
+            return 1
+        worst = max(trial.peaks, key=lambda name: trial.peaks[name])
+        print(f"plan: does not fit with {flags}: {trial.peak / GB:.3g} GB in {worst}", flush=True)
+    print("plan: no change of offloading, recomputation, batch size, bits, sharding and ranks fits", flush=True)
+    return 1
+
+
+def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[str]) -> Iterator[tuple[ArgsT, int, str]]:
+    """Settings that need less memory, with their ranks and as flags, each rung with what those before it have.
+
+    Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
+    small batches slow kernels, weights in fewer bits precision, and more ranks money.
+
+    offloads: the parts that --offload may name. over: the phases that need too much.
+    """
+    first, mode = args, sharding(args, ranks)
+    at_once = args.decode_batch_size or args.batch_size
+    still = [part for part in offloads if part != "activations"]
+    decode: dict[str, object] = {"decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
+    rungs: list[dict[str, object]] = [
+        {"unshard": "none"} if mode == "fsdp2" else {},
+        decode if set(over) == {"decode"} else {},
+        decode | {"offload": ",".join(still)},
+        {"gradient_checkpointing": True},
+        {"offload": ",".join(offloads)},
+        {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
+        {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
+        {"base_dtype": "nf4"} if args.lora_rank and mode != "fsdp2" else {},
+        {"base_dtype": "auto", "shard": "fsdp2", "shard_size": 0},
+    ]
+    for number, changes in enumerate(rungs):
+        is_last = number == len(rungs) - 1
+        changed = replace(args, **changes)  # type: ignore[arg-type]
+        world_size = max(MORE_RANKS, 2 * ranks) if is_last else ranks
+        if (changed == args and not is_last) or not _is_divisible(changed, world_size):
+            continue
+        args = changed
+        pairs = [(text, vars(args)[name], vars(first)[name]) for name, text in FLAGS.items()]
+        flags = [text.format(now) for text, now, before in pairs if now != before]
+        yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
+
+
+def measure(
+    main: Callable[[ArgsT], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
+) -> "Figures":
+    """What two steps of the trainer take on as many planned ranks, of few prompts each, and by a line of all.
+
+    tells: print the settings too. remembers: run one forward of a shape, not all.
+    """
+    counts = _prompt_counts(args, ranks)
+    with planned_ranks(ranks) as dist, PlannedDevice() as device:
+        plan = Plan(dist, device, counts, tells, remembers)
+        token = current_plan.set(plan)
+        try:
+            main(replace(args, text_cache=""))
+        finally:
+            current_plan.reset(token)
+            plan.forget()
+            gc.collect()
+    few, more = plan.found[0], plan.found[-1]
+    times = (args.prompts_per_step - counts[0]) / max(1, counts[-1] - counts[0])
+
+    def line(least: Counter[str], most: Counter[str]) -> Counter[str]:
+        return Counter({key: round(least[key] + (most[key] - least[key]) * times) for key in most})
+
+    return replace(
+        more,
+        peaks=line(few.peaks, more.peaks),
+        flops=line(few.flops, more.flops),
+        forwards=line(few.forwards, more.forwards),
+        tokens=line(few.tokens, more.tokens),
+    )
+
+
+def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
+    """Two numbers of prompts whose steps are shaped like that of all, or all where they are few.
+
+    A rank has at least two batches, and ranks, groups and minibatches divide alike.
+    """
+    group, minibatches, turn = args.group_size, args.num_minibatches, ranks * args.batch_size
+    pairs = ranks * minibatches * args.batch_size if "levels_per_pair" in vars(args) else 1  # which fill batches
+
+    def shape(count: int) -> object:
+        rests = count * group % turn, count % ranks, count % minibatches
+        return math.gcd(count * group // turn, minibatches), [bool(rest) for rest in rests], 2 * count % pairs
+
+    whole = args.prompts_per_step
+    counts = [n for n in range(1, whole) if n * group >= 2 * turn and shape(n) == shape(whole)][:2]
+    return counts if len(counts) == 2 else [whole]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
+
+    unshard: the phases in which sharded weights are gathered once. offloads: the parts that --offload may name.
+    """
+
+    peaks: Counter[str]
+    flops: Counter[str]
+    forwards: Counter[str]
+    tokens: Counter[str]
+    unshard: tuple[str, ...]
+    offloads: Sequence[str]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes of all."""
+        return max(self.peaks.values())
+
+    def describe(self) -> str:
+        """Memory, forwards and operations of each phase, a line each."""
+        memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
+        flops = {name: count for name, count in self.flops.items() if count}
+        work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
+        through = ", ".join(
+            f"{name} {self.forwards[name] / 2:g} of {self.tokens[name] / self.forwards[name]:,.0f}"
+            for name in ordered(self.forwards)
+        )
+        lines = [
+            f"most memory per rank, GB: {memory}",
+            f"forwards of a sample per rank and step, and their tokens: {through}",
+            f"operations per rank and step, TFLOP: {work}",
+            *([f"sharded weights are gathered once in {' and '.join(self.unshard)}"] if self.unshard else []),
+        ]
+        return "\n".join(f"plan: {line}" for line in lines)
+
+
+@dataclass
+class Plan:
+    """Steps as they are planned: two for each of `counts` of prompts. tells and remembers: as `measure` has them.
+
+    found: what these take. unshard: the phases in which sharded weights are gathered once. offloads: the parts that
+    --offload may name.
+    """
+
+    dist: Dist
+    device: PlannedDevice
+    counts: Sequence[int] = ()
+    tells: bool = False
+    remembers: bool = True
+    found: list[Figures] = field(default_factory=list)
+    unshard: tuple[str, ...] = ()
+    offloads: Sequence[str] = ()
+    _cache_bytes: float = 0.0  # that the cache of encoded texts may still take
+    _seen: dict[object, "_Seen"] = field(default_factory=dict)
+    _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
+    _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
+    _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
+
+    def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
+        """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
+        model: Model = run.model
+        run.prompts = prompts = _Alike(run.args)
+        self._cache_bytes = run.args.text_cache_mb * 2**20  # which fills in the steps to come
+        run.args = replace(run.args, text_cache_mb=0.0)
+        self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
+        predict, decode, encode = model.predict_velocity, model.decode, model.encode
+        if self.remembers:
+            predict = self._remembered(predict, model)
+            decode = self._once(decode, lambda parts, x0, *_: x0.shape)
+            encode = self._once(encode, lambda parts, prompt, **how: repr(how))
+        run.model = wrap(
+            model,
+            predict_velocity=predict,
+            decode=self._phased("decode", decode),
+            encode=self._phased("encode", self._cached(encode, prompts.num_known)),
+            condition=self._cached(model.condition, prompts.num_known),
+        )
+        run.watch = None
+        run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
+        run.log = _Log(self.device)
+
+    def settle(self, run: "Run[MediaArgs]") -> None:
+        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
+        self.unshard = run.unshard
+        for group in run.optimizer.param_groups:
+            group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
+
+    def steps(self, run: "AnyRun[RunArgs]") -> Iterator[Step]:
+        """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
+        loaded, device = Counter(self.device.peaks), self.device
+        for run.prompts.prompts_per_step in self.counts:
+            run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
+            for counted in (device.peaks, device.flops, self._forwards, self._tokens):
+                counted.clear()
+            yield from (Step(0), Step(0))
+            with run.phase("save"):
+                part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
+            peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
+            flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
+            self.found.append(Figures(peaks, flops, forwards, tokens, self.unshard, self.offloads))
+
+    def forget(self) -> None:
+        """Drop what was remembered, which keeps tensors alive."""
+        self._seen.clear()
+
+    def _phased(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def phased(*args: Any, **kwargs: Any) -> Any:
+            with self.device.phase(self.device.current if self.device.current == "update" else name):
+                return function(*args, **kwargs)
+
+        return phased
+
+    def _remembered(self, predict: Callable[..., Tensor], model: Model) -> Callable[..., Tensor]:
+        def remembered(net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
+            active = next((layer.active for layer in net.modules() if isinstance(layer, LoraLinear)), None)
+            shapes = {name: t.shape[1:] for name, t in cond.items()}
+            scales = params.guidance_scale, params.guidance, model.boundary and sigma.tolist()[0] < model.boundary
+            key = repr((id(net), torch.is_grad_enabled(), x.shape, x.requires_grad, active, shapes, scales))
+            seen = self._seen.get(key)
+            if seen and (seen.trained or not seen.is_graph):  # to the end of its backward pass
+                out = seen.repeat()
+            else:
+                self._seen[key] = seen = _Seen(self.device, net, self._measured)
+                with _tokens_of(net, model.BLOCK_NAMES) as blocks:
+                    out = seen.record(lambda: predict(net, x, sigma, cond, params))
+                seen.tokens = max(blocks.values(), key=sum, default=[])
+            self._forwards[self.device.current] += len(seen.tokens)
+            self._tokens[self.device.current] += sum(seen.tokens)
+            return out
+
+        return remembered
+
+    def _cached(self, encode: Callable[..., Cond], num_prompts: int) -> Callable[..., Cond]:
+        """Count with the first prompt what the cache will hold of all."""
+        is_first = True
+
+        def cached(*args: Any, **kwargs: Any) -> Cond:
+            nonlocal is_first
+            cond = encode(*args, **kwargs)
+            if is_first:
+                kept = min(self._cache_bytes, num_prompts * sum(tensor.nbytes for tensor in cond.values()))
+                self._cache_bytes -= kept
+                self.device.add(int(kept))
+            is_first = False
+            return cond
+
+        return cached
+
+    def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
+        """Without gradients a function runs once for a key; then it gives tensors alike, after as much memory."""
+        device = self.device
+        done: dict[object, tuple[Any, int, int]] = {}
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return function(*args, **kwargs)
+            if (seen := key(*args, **kwargs)) in done:
+                shapes, peak, flops = done[seen]
+                device.burst(peak, flops)
+                return tree_map_only(Tensor, lambda t: torch.empty_like(t, device=PLANNED) if t.is_meta else t, shapes)
+            base, before = device.start_window(), device.flops.total()
+            out = function(*args, **kwargs)
+            shapes = tree_map(_shape_of, out)
+            done[seen] = shapes, device.window - base, device.flops.total() - before
+            return out
+
+        return once
+
+
+class _Seen:
+    """What a forward of the net, and its backward, needed.
+
+    Of several forwards in one backward pass the last is gone through first, and all of it before the next.
+
+    net: whose parameters get gradients. measured: what ends the backward that is measured, or nothing.
+    """
+
+    def __init__(self, device: PlannedDevice, net: nn.Module, measured: list[Callable[[], None]]) -> None:
+        self.device, self.net, self.measured = device, net, measured
+        self.held = self.forward_flops = self.forward_peak = self.backward_flops = self.backward_peak = 0
+        self.trained: list[nn.Parameter] = []
+        self.tokens: list[int] = []  # of each sample
+
+    def record(self, run: Callable[[], Tensor]) -> Tensor:
+        """What `run` returns; at its end, and during the backward pass, notes what it took."""
+        device = self.device
+        base, flops = device.start_window(), device.flops.total()
+        out = run()
+        self.shape, self.dtype, self.is_graph = out.shape, out.dtype, out.requires_grad
+        self.forward_flops, self.held = device.flops.total() - flops, device.live - base - out.nbytes
+        self.forward_peak = device.window - base - (0 if self.is_graph else self.held)  # what stays is there already
+        return _Record.apply(out, self) if self.is_graph else out
+
+    def repeat(self) -> Tensor:
+        """A tensor in the place of the net's output, after as much memory and as many operations."""
+        self.device.burst(self.forward_peak, self.forward_flops)
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device.device)
+        return _Repeat.apply(out.requires_grad_(), self) if self.is_graph else out
+
+    def begin_backward(self) -> None:
+        """Note from here on what the backward pass takes; gradients that stay are left out."""
+        self.end_measured()
+        device = self.device
+        have = {p for p in self.net.parameters() if p.grad is not None}
+        base, flops = device.start_window(), device.flops.total()
+
+        def count(p: nn.Parameter) -> None:
+            if p not in have:
+                have.add(p)
+                self.trained.append(p)
+                device.aside += (p.to_local() if isinstance(p, DTensor) else p).nbytes  # of this rank's rows
+
+        def end() -> None:
+            self.backward_peak, self.backward_flops = device.window - base, device.flops.total() - flops
+            self.trained = list(have)
+            for hook in hooks:
+                hook.remove()
+
+        hooks = [p.register_post_accumulate_grad_hook(count) for p in self.net.parameters() if p.requires_grad]
+        self.measured.append(end)
+        torch.autograd.Variable._execution_engine.queue_callback(self.end_measured)
+
+    def end_measured(self) -> None:
+        """End the measurement that is under way, if any."""
+        while self.measured:
+            self.measured.pop()()
+
+    def repeat_backward(self) -> None:
+        """Take as much memory as the backward pass did, leave the gradients, and free what the forward kept."""
+        self.end_measured()
+        self.device.burst(self.backward_peak, self.backward_flops)
+        self.device.add(-self.held)
+        for p in self.trained:
+            if p.grad is None:
+                p.grad = torch.empty_like(p)
+
+
+@contextmanager
+def _tokens_of(net: nn.Module, block_names: Collection[str]) -> Iterator[dict[nn.Module, list[int]]]:
+    """Within the `with` block, the tokens of each sample that goes through a block of the net."""
+    seen: dict[nn.Module, list[int]] = {}
+
+    def note(block: nn.Module, args: object, out: object) -> None:
+        streams = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.dim() == 3]
+        seen.setdefault(block, []).extend([sum(t.shape[1] for t in streams)] * len(streams[0]))
+
+    blocks = [block for block in net.modules() if type(block).__name__.removeprefix("FSDP") in block_names]
+    hooks = [block.register_forward_hook(note) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _Record(torch.autograd.Function):
+    """The output of the net, from which a backward pass begins."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
+        ctx.seen = seen
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        ctx.seen.begin_backward()
+        return grad, None
+
+
+class _Repeat(torch.autograd.Function):
+    """An output in the place of the net's, with what its graph would keep."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, seen: _Seen) -> Tensor:
+        ctx.seen = seen
+        seen.device.add(seen.held)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        ctx.seen.repeat_backward()
+        return None, None
+
+
+class _Text(str):
+    """A text that is encoded though an equal one was."""
+
+    __slots__ = ()
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class _Alike(PromptSampler):
+    """Draws the largest prompt of the file again and again, as so many different ones."""
+
+    def __init__(self, args: MediaArgs) -> None:
+        def size(record: PromptRecord) -> tuple[int, ...]:
+            references = sum(math.prod(size) for size in reference_sizes(record))
+            return math.prod(record.size or (args.height, args.width)), references, len(record.text + record.negative)
+
+        records = load_prompts(args.prompts, media_root=args.media_root)
+        self.num_known, self._largest = len(records), max(records, key=size)
+        self.prompts_per_step = args.prompts_per_step
+
+    def at(self, step: int) -> list[PromptRecord]:
+        """The prompts of any step."""
+        largest = self._largest
+        return [replace(largest, index=i, text=_Text(largest.text)) for i in range(self.prompts_per_step)]
+
+
+class _Log(RunLog):
+    """A log of a run that writes nothing, whose phases are those of the memory."""
+
+    def __init__(self, device: PlannedDevice) -> None:
+        super().__init__("", is_main=False, total_steps=1)
+        self._device = device
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count as that phase within the `with` block, its memory as that of the outer one, if any."""
+        with self._device.phase(self._within or name), super().phase(name):
+            yield
+
+
+def ordered(phases: Mapping[str, float]) -> list[str]:
+    """The phases, in the order of a step; the others, which have no name, only where they are the largest."""
+    known = [name for name in PHASES if name in phases]
+    rest = [name for name in phases if name not in PHASES and phases[name] >= max(phases.values())]
+    return known + rest
+
+
+def _shape_of(leaf: Any) -> Any:
+    """A tensor of that shape which takes no memory, for one on the device whose values nobody knows; else the leaf."""
+    is_blank = isinstance(leaf, Tensor) and leaf.device == PLANNED and not hasattr(leaf, "known")
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if is_blank else leaf
+
+
+def _grader(parts: Sequence[str]) -> Callable[[Mapping[str, np.ndarray], Sequence[str]], list[Score]]:
+    """Scores that differ, so that there is something to learn."""
+
+    def grade(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
+        return [Score(float(i), parts=dict.fromkeys(parts, float(i))) for i in range(len(texts))]
+
+    return grade
+
+
+def _is_divisible(args: MediaArgs, ranks: int) -> bool:
+    """Whether a step's samples can be split into batches of that size for so many ranks."""
+    try:
+        return bool(num_batches(args, ranks))
+    except ValueError:
+        return False

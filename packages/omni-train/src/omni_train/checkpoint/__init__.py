@@ -1,0 +1,1 @@
+"""Checkpoints from which a run continues bit for bit."""

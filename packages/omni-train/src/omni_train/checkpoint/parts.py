@@ -1,0 +1,211 @@
+"""The parts of a checkpoint that the ranks write, and reading any rows of a tensor from them.
+
+A part is the rows that one rank holds; what several hold, the first of them writes. In the index each tensor has
+`{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from omni_train.checkpoint.state import in_batches, local_rows
+from omni_train.dist import Dist
+from omni_train.files import write_file
+
+FILE_BYTES = 2**29  # of a file, but for a tensor that is larger
+DTYPES = {  # as safetensors names them
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+Index = dict[str, dict[str, Any]]  # {"files": {name: ...}, "tensors": {name: ...}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a rank holds of one tensor: the rows from number `first` on, of `shape` in all; a single number is a row."""
+
+    name: str
+    local: Tensor
+    first: int
+    shape: list[int]
+
+
+class PartFile:
+    """A file of a part, as it stands in host memory: the bytes of its rows, the widest numbers first."""
+
+    def __init__(self, name: str, rows: Sequence[Row], memory: Tensor) -> None:
+        """Copy the rows, of any device, into the memory; into pinned memory they are on their way until `synchronize`.
+
+        memory: uint8, at least as many as the rows have bytes.
+        """
+        self.name = name
+        # The widest first, so that each number lies at a multiple of its size.
+        self.rows = sorted(rows, key=lambda row: (-row.local.itemsize, str(row.local.dtype)))
+        self._places = list(pairwise(accumulate((row.local.nbytes for row in self.rows), initial=0)))
+        self._memory = memory[: self._places[-1][1]]
+        for row, place in zip(self.rows, self._places, strict=True):
+            target = self._memory[slice(*place)].view(row.local.dtype).view(row.local.shape)
+            target.copy_(row.local.detach(), non_blocking=memory.is_pinned())
+
+    def write(self, folder: Path) -> dict[str, int | str]:
+        """Write the file and wait until the disk has it; its size and SHA-256.
+
+        Raises:
+            OSError: it could not be written.
+            ValueError: a tensor is not finite; buffers may be, as masks are.
+        """
+        self._check_finite()
+        header = file_header({row.name: row.local for row in self.rows})
+        return write_file(folder / self.name, header, self._memory.numpy().data)
+
+    def index(self) -> dict[str, dict[str, Any]]:
+        """The entries of its tensors in the index."""
+        return {
+            row.name: {"dtype": str(row.local.dtype), "shape": row.shape, "pieces": [[self.name, row.first]]}
+            for row in self.rows
+        }
+
+    def _check_finite(self) -> None:
+        """Raise ValueError for NaN or infinity; a sum that is finite has none, and is faster than a look at each."""
+        placed = zip(self.rows, self._places, strict=True)
+        for dtype, same in groupby(placed, key=lambda pair: pair[0].local.dtype):
+            run = list(same)
+            numbers = self._memory[run[0][1][0] : run[-1][1][1]].view(dtype)
+            if dtype.is_floating_point and not numbers.sum().isfinite():
+                for row, place in run:
+                    check_finite(row.name, self._memory[slice(*place)].view(dtype))
+
+
+def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
+    """The beginning of a safetensors file in which the tensors lie one behind the other.
+
+    The widest numbers must come first, so that each lies at a multiple of its size.
+    """
+    entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.itemsize
+        entries[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
+    """The files that this rank has to write, by name, with their rows, which share memory with `state`.
+
+    Raises:
+        ValueError: a tensor has a dtype that safetensors has not.
+    """
+    rows = []
+    for name, tensor in state.items():
+        local, first = local_rows(tensor)
+        if local.dtype not in DTYPES:
+            raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
+        place = (tensor.device_mesh.get_coordinate() or ()) if isinstance(tensor, DTensor) else (dist.rank, 0)
+        if len(local) and not any(place[:-1]):  # of several copies this is the first
+            rows.append(Row(name, local, first, list(tensor.shape)))
+    batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
+    return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
+
+
+def num_bytes(rows: Sequence[Row]) -> int:
+    """Of all the rows together."""
+    return sum(row.local.nbytes for row in rows)
+
+
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Memory that `device` can copy to, uint8; pinned where it can be."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # of a device that pins nothing, or a host that has no more to pin
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def merge_parts(parts: Sequence[Index]) -> Index:
+    """One index of what all ranks wrote."""
+    merged: Index = {"files": {}, "tensors": {}}
+    for part in parts:
+        merged["files"] |= part["files"]
+        for name, entry in part["tensors"].items():
+            pieces = merged["tensors"].get(name, {"pieces": []})["pieces"] + entry["pieces"]
+            merged["tensors"][name] = entry | {"pieces": pieces}
+    return merged
+
+
+@torch.no_grad()
+def read_tensors(folder: Path, index: Mapping[str, Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
+    """Fill each target, or this rank's rows of it, with what the checkpoint has under its name.
+
+    Raises:
+        ValueError: the pieces do not hold all rows, or hold NaN or infinity.
+    """
+    with ExitStack() as stack:
+        opened: dict[str, Any] = {}
+        for name, target in targets.items():
+            pieces = []
+            for file, first in index[name]["pieces"]:
+                if file not in opened:  # mapped, not read: only the rows that are asked for come from the disk
+                    opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
+                pieces.append((opened[file].get_slice(name), first))
+            local, first = local_rows(target)
+            if _copy_rows(local, first, pieces) != len(local):
+                raise ValueError(f"{name} lacks rows in {folder}")
+            check_finite(name, local)
+
+
+def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError unless the index has the tensors of `state`, no others, of the same shapes and dtypes."""
+    for what, names in (("lacks", state.keys() - index.keys()), ("also has", index.keys() - state.keys())):
+        if names:
+            raise ValueError(f"checkpoint does not fit: it {what} {len(names)} tensors, such as {min(names)}")
+    for name, tensor in state.items():
+        then = index[name]["dtype"], index[name]["shape"]
+        if then != (now := (str(tensor.dtype), list(tensor.shape))):
+            raise ValueError(
+                f"checkpoint does not fit: {name} is {then[0]} {then[1]}, the module has {now[0]} {now[1]}"
+            )
+
+
+def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises ValueError unless a part's file holds what the index says, all finite; buffers need not be."""
+    said = {name: first for name, entry in index.items() for file, first in entry["pieces"] if file == path.name}
+    try:
+        with safe_open(path, framework="pt") as file:
+            if said.keys() != set(file.keys()):
+                raise ValueError(f"{path.name} holds other tensors than the index says")
+            for name, first in said.items():
+                local, shape = file.get_tensor(name), index[name]["shape"] or [1]
+                found = [str(local.dtype), *local.shape[1:]]
+                if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
+                    raise ValueError(f"{path.name} does not hold {name} as the index says")
+                check_finite(name, local)
+    except SafetensorError as exc:
+        raise ValueError(f"{path.name} is no safetensors file: {exc}") from exc
+
+
+def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:
+    """Copy what the pieces have of the rows `first ... first + len(local) - 1`; how many rows that were."""
+    copied = 0
+    for piece, start in pieces:
+        low, high = max(first, start), min(first + len(local), start + piece.get_shape()[0])
+        if low < high:
+            local[low - first : high - first].copy_(piece[low - start : high - start])
+            copied += high - low
+    return copied
+
+
+def check_finite(name: str, local: Tensor) -> None:
+    """Raises ValueError for NaN or infinity, but in buffers."""
+    if local.is_floating_point() and not name.startswith("buffer/") and not local.isfinite().all():
+        raise ValueError(f"a checkpoint must be finite, got NaN or infinity in {name}")

@@ -1,0 +1,123 @@
+"""A save that is under way: what the threads of a rank do, without any collective, and how long to wait for them.
+
+Each rank's thread writes its files, and leaves their index as `part-00001.json` beside them. The first rank's thread
+takes these indices as they come, and completes the checkpoint when it has all of them.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from omni_train.checkpoint.parts import Index, PartFile, merge_parts
+from omni_train.dist import Dist
+from omni_train.files import write_atomically
+
+NUM_THREADS = 4  # that write a rank's files, each one at a time
+SHARED_S = 60.0  # until a file that another rank has written is seen in a folder that all share
+LONELY_S = 20.0  # that a rank whose run has failed gives the others to leave their parts
+
+
+class Saving:
+    """This rank's share of a save, written from the moment that it is made."""
+
+    def __init__(
+        self, folder: Path, dist: Dist, files: Iterable[PartFile], finish: Callable[[Index], None], *, num_threads: int
+    ) -> None:
+        """Start to write.
+
+        Args:
+            folder: where all ranks write.
+            dist: this rank's place.
+            files: its files; an iterator is asked for the next one when the last is written.
+            finish: called by the first rank with the index of all parts.
+            num_threads: files that are written at once; more than one need all of them to be there.
+        """
+        self._folder, self._dist, self._files, self._finish = folder, dist, files, finish
+        self._num_threads = num_threads
+        self._error: Exception | None = None
+        self._is_written, self._has_ended = threading.Event(), threading.Event()
+        self._all_written, self._is_given_up = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def state(self) -> str:
+        """What this rank has to tell the others: "writing", "done" or "failed"."""
+        if not self._has_ended.is_set():
+            return "writing"
+        return "failed" if self._error else "done"
+
+    def wait_written(self) -> None:
+        """Wait for this rank's part.
+
+        Raises:
+            OSError, ValueError, RuntimeError: it could not be written, or holds NaN or infinity.
+        """
+        self._is_written.wait()
+        if self._error:
+            raise self._error
+
+    def wait_finished(self) -> None:
+        """Wait, on the first rank, for the whole; all ranks have written their parts. Raises as `wait_written`."""
+        self._all_written.set()
+        if self._dist.is_main:
+            self._has_ended.wait()
+            self.wait_written()
+
+    def wait_alone(self) -> None:
+        """Wait for this rank's part, and on the first one a while for those of ranks that may have been lost."""
+        self._is_written.wait()
+        if self._dist.is_main:
+            self._has_ended.wait(LONELY_S)
+
+    def give_up(self) -> None:
+        """Wait until this rank's threads have ended, and for no other rank."""
+        self._is_given_up.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            part = self._write()
+            self._is_written.set()
+            if self._dist.is_main:
+                others = [self._take_part(rank) for rank in range(1, self._dist.world_size)]
+                self._finish(merge_parts([part, *others]))
+        except (OSError, ValueError, RuntimeError) as exc:
+            self._error = exc
+        except Exception as exc:  # what the other ranks could not raise as well
+            self._error = RuntimeError(f"{type(exc).__name__}: {exc}")
+        finally:
+            self._has_ended.set()
+            self._is_written.set()
+
+    def _write(self) -> Index:
+        index: Index = {"files": {}, "tensors": {}}
+
+        def write(file: PartFile) -> tuple[PartFile, dict[str, int | str]]:
+            return file, file.write(self._folder)
+
+        with ThreadPoolExecutor(self._num_threads) as pool:
+            for file, about in (pool.map if self._num_threads > 1 else map)(write, self._files):
+                index["files"][file.name] = about
+                index["tensors"] |= file.index()
+        if not self._dist.is_main:
+            write_atomically(self._part(self._dist.rank), json.dumps(index))
+        return index
+
+    def _take_part(self, rank: int) -> Index:
+        """The index that another rank has left, as soon as it is there."""
+        path, deadline = self._part(rank), float("inf")
+        while not path.is_file():
+            if self._all_written.is_set():
+                deadline = min(deadline, time.monotonic() + SHARED_S)
+            if self._is_given_up.wait(0.02) or time.monotonic() > deadline:
+                raise OSError(f"{path.name} is missing in {self._folder}; it must be a folder that all ranks share")
+        index: Index = json.loads(path.read_bytes())
+        path.unlink()
+        return index
+
+    def _part(self, rank: int) -> Path:
+        return self._folder / f"part-{rank:05}.json"

@@ -1,0 +1,109 @@
+"""What training changes, as tensors with names that no sharding changes: the contents of a checkpoint.
+
+Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
+keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a snapshot's own word in place of `ema`.
+NAME is that of the parameter in the module.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from omni_train.lora import all_factors
+from omni_train.weights.snapshot import Snapshot
+
+T = TypeVar("T")
+
+
+def train_state(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Snapshot | Sequence[Snapshot] | None
+) -> dict[str, Tensor]:
+    """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
+
+    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are not.
+
+    Raises:
+        ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
+    """
+    names = {param: name for name, param in module.named_parameters()}
+    adapters = all_factors(module)
+    kept = module.state_dict(keep_vars=True).keys()
+    state: dict[str, Tensor] = {f"weight/{name}": p for p, name in names.items() if p.requires_grad or p in adapters}
+    state |= {f"buffer/{name}": b for name, b in module.named_buffers() if name in kept}
+    for param in _params(optimizer):
+        found = optimizer.state.get(param, {}) if optimizer else {}
+        named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
+        state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    kept_too = [ema] if isinstance(ema, Snapshot) else ema or []
+    return state | {f"{k.name}/{_name(names, param)}": copy for k in kept_too for param, copy in k.pairs()}
+
+
+def allocate_optimizer(
+    module: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Sequence[int]]
+) -> None:
+    """Give the optimizer zeros under the names in `shapes` that are its own, for `train_state` to find; sharded alike.
+
+    Any state that the optimizer has is dropped.
+
+    Raises:
+        ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
+    """
+    names = dict(module.named_parameters())
+    places = {param: i for i, param in enumerate(_params(optimizer))}
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, shape in shapes.items():
+        key, _, param_name = name.removeprefix("optimizer.").partition("/")
+        param = names.get(param_name)
+        if name.startswith("optimizer.") and param in places:
+            alike = list(param.shape) == list(shape)
+            if not alike and math.prod(shape) != 1:
+                raise ValueError(f"{name} must have the shape {list(param.shape)} or be one number, got {list(shape)}")
+            value = torch.zeros_like(param) if alike else torch.zeros(shape)
+            state.setdefault(places[param], {})[key] = value
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
+    """The rows that this rank holds, [rows, ...] sharing memory with `tensor`, and the number of the first of them.
+
+    A single number counts as one row.
+
+    Raises:
+        ValueError: the tensor is sharded otherwise than by rows, over the last mesh dimension.
+    """
+    if not isinstance(tensor, DTensor):
+        return (tensor if tensor.ndim else tensor.view(1)), 0
+    *copies, rows = tensor.placements
+    if rows != Shard(0) or any(copy != Replicate() for copy in copies):
+        raise ValueError(f"tensors must be sharded by rows over the last mesh dimension, got {tensor.placements}")
+    mesh, num_rows = tensor.device_mesh, tensor.shape[0]
+    per_rank = -(-num_rows // mesh.size(len(copies)))  # the last ranks may have fewer, or none
+    return tensor.to_local(), min(mesh.get_local_rank(len(copies)) * per_rank, num_rows)
+
+
+def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Runs of consecutive items of at most `limit` bytes together, or a single larger one."""
+    batch: list[T] = []
+    size = 0
+    for item in items:
+        if batch and size + num_bytes(item) > limit:
+            yield batch
+            batch, size = [], 0
+        batch.append(item)
+        size += num_bytes(item)
+    if batch:
+        yield batch
+
+
+def _params(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
+
+
+def _name(names: Mapping[nn.Parameter, str], param: Tensor) -> str:
+    if not isinstance(param, nn.Parameter) or param not in names:
+        raise ValueError(f"optimizer and ema must hold parameters of the module, got one of shape {tuple(param.shape)}")
+    return names[param]

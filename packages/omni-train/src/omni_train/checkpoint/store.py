@@ -1,0 +1,454 @@
+"""Checkpoints from which a run continues as if it had never stopped, bit for bit.
+
+A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
+name and renamed when all of it is on the disk: a folder of that name is complete, and whatever else lies there is
+litter of a crash. No file is ever written twice.
+
+`async_save` copies the state to host memory and returns; threads write the copy while training goes on. No thread takes
+part in a collective: `checkpoint.saving` says what they do, and `poll`, once a step, tells all ranks how it went.
+
+Every rank writes the rows that it holds, and the index says which rows of which tensor are where. So nothing is
+gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it. All
+ranks must see the same folder. Nothing is pickled.
+
+The states of torch's default random generators are not saved: whatever draws here does so from a seed of the step.
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from omni_train.checkpoint.parts import (
+    Index,
+    PartFile,
+    Row,
+    check_fits,
+    check_part,
+    host_memory,
+    num_bytes,
+    part_files,
+    read_tensors,
+)
+from omni_train.checkpoint.saving import NUM_THREADS, Saving
+from omni_train.checkpoint.state import allocate_optimizer, train_state
+from omni_train.dist import Dist, gather_json, same_error, synchronize
+from omni_train.files import check_file, check_size, parse_int, read_regular, sync_folder, write_file
+from omni_train.weights.snapshot import Snapshot
+
+INDEX_FILE = "checkpoint.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint says of itself. `step` counts finished training steps; `files` and `tensors` are its index."""
+
+    step: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    world_size: int
+    files: dict[str, dict[str, int | str]]
+    tensors: dict[str, dict[str, Any]]
+
+
+class Checkpoint:
+    """The checkpoints of one run, the last `keep` of them. Every rank calls every method, and fails where one fails."""
+
+    def __init__(
+        self, folder: str | Path, dist: Dist, *, keep: int = 2, wait_for: Callable[[], object] = lambda: None
+    ) -> None:
+        """Open the folder.
+
+        Args:
+            folder: of the checkpoints, made by the first save.
+            dist: the ranks.
+            keep: number of newest checkpoints to keep.
+            wait_for: what the first rank calls before a checkpoint is complete, in the thread that writes it: it may
+                wait for other files, which are then on the disk if the checkpoint is.
+        """
+        if keep < 1:
+            raise ValueError(f"keep must be >= 1, got {keep}")
+        self.folder = Path(folder)
+        self.dist = dist
+        self.keep, self._wait_for = keep, wait_for
+        self._verified: Saved | None = None
+        self._saving: tuple[int, Saving] | None = None
+        self._memory: list[Tensor] = []  # of the copies that are written beside training, one a file
+
+    def latest(self) -> Saved | None:
+        """The newest checkpoint, of which only the index is read; None where there is none.
+
+        Raises:
+            ValueError: it is damaged. The message names the file, and the next older checkpoint that has all its files.
+                Or what is named as an unfinished checkpoint is no folder.
+        """
+        with same_error(self.dist):
+            steps = self._steps() if self.dist.is_main else []
+        newest = gather_json(self.dist, steps[-1:])[0]  # as the first rank sees the folder
+        if not newest:
+            return None
+        with same_error(self.dist):
+            try:
+                return self._open(newest[0])
+            except ValueError as exc:
+                raise self._damaged(newest[0], exc) from exc
+
+    def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
+        """Check all of a checkpoint before any model is loaded; `load` then need not check it again.
+
+        The ranks share the files: together they read each of them once.
+
+        Args:
+            saved: what `latest` returned.
+            module: of the names and shapes of the one to load into, which may be on the meta device.
+
+        Raises:
+            ValueError: it is damaged, holds NaN or infinity, or its weights do not fit the module.
+        """
+        with same_error(self.dist):
+            if module is not None:
+                state = train_state(module, None, None).items()
+                entries = {name: entry for name, entry in saved.tensors.items() if name.startswith("weight/")}
+                check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
+            for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
+                path = self._path(saved.step) / name
+                try:
+                    check_file(path, saved.files[name])
+                    check_part(path, saved.tensors)
+                except ValueError as exc:
+                    raise self._damaged(saved.step, exc) from exc
+        self._verified = saved
+
+    def save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
+        *,
+        config: Mapping[str, Any],
+    ) -> Path:
+        """Write all that training has changed; the folder it is in. What was complete stays so, whatever happens.
+
+        A rank has one file's tensors in host memory at a time.
+
+        Args:
+            step: finished training steps.
+            module: its trained parameters and the factors of all its adapters are saved; sharded or not.
+            optimizer: its state is saved, if given.
+            ema: the averages or snapshots to save, one or several; not inside their `applied()`.
+            config: the run's settings, which JSON can hold; see `check_config`.
+
+        Raises:
+            OSError: some rank could not write. The unfinished folder is removed.
+            ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
+        """
+        files = self._begin(step, module, optimizer, ema, config)
+        memory = torch.empty(max(map(num_bytes, files.values()), default=0), dtype=torch.uint8)
+        self._start(step, (PartFile(name, rows, memory) for name, rows in files.items()), config, num_threads=1)
+        self.wait()
+        return self._path(step)
+
+    def async_save(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
+        *,
+        config: Mapping[str, Any],
+    ) -> None:
+        """Copy all that training has changed to host memory, and write the copy while training goes on.
+
+        It waits for the save before. The memory stays for the next save, pinned where the device copies faster so.
+        Until `poll` or `wait` has told that the save went well, it may still fail.
+
+        Args:
+            step: finished training steps.
+            module: as `save` takes it, and so the others.
+            optimizer: its state is copied.
+            ema: the averages or snapshots.
+            config: the run's settings.
+
+        Raises:
+            OSError, ValueError: as `save`, of this save or the one before.
+        """
+        files = self._begin(step, module, optimizer, ema, config)
+        try:
+            with same_error(self.dist):
+                copies = self._copy(files)
+        except (OSError, ValueError, RuntimeError):
+            self._remove(step)
+            raise
+        self._start(step, copies, config, num_threads=NUM_THREADS)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is under way, or has ended but no rank was told yet; the same on every rank."""
+        return self._saving is not None
+
+    def poll(self) -> None:
+        """Look after the save that is under way, if any: nothing while it goes well.
+
+        Raises:
+            OSError, ValueError: as `save`, on every rank. The unfinished folder is removed.
+        """
+        if self._saving:
+            states = set(gather_json(self.dist, self._saving[1].state))
+            if states != {"writing"} and (states == {"done"} or "failed" in states):
+                self.wait()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way, if any, is complete. Raises as `poll`."""
+        if not self._saving:
+            return
+        (step, saving), self._saving = self._saving, None
+        try:
+            with same_error(self.dist):
+                saving.wait_written()
+            with same_error(self.dist):
+                saving.wait_finished()
+        except (OSError, ValueError, RuntimeError):
+            saving.give_up()
+            self._remove(step)
+            raise
+
+    def wait_alone(self) -> None:
+        """After an error that other ranks may not have: leave them this rank's part of the save that is under way.
+
+        The checkpoint is complete afterwards if all ranks come that far. No collective.
+        """
+        if self._saving:
+            self._saving[1].wait_alone()
+
+    def load(
+        self,
+        saved: Saved,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        ema: Snapshot | Sequence[Snapshot] | None = None,
+    ) -> None:
+        """Put a checkpoint into what `save` was given, by now built anew.
+
+        Every byte is checked first, unless `verify` has. After an error the module may be half loaded.
+
+        Args:
+            saved: what `latest` returned; one that has come since is not looked at.
+            module: what `save` was given, as the two that follow.
+            optimizer: any state that it has is dropped.
+            ema: its averages are overwritten.
+
+        Raises:
+            ValueError: the checkpoint is damaged, does not fit the module, or holds NaN or infinity.
+        """
+        if self._verified is not saved:
+            self.verify(saved)
+        with same_error(self.dist):
+            if optimizer is not None:
+                allocate_optimizer(module, optimizer, {name: entry["shape"] for name, entry in saved.tensors.items()})
+            state = train_state(module, optimizer, ema)
+            check_fits(saved.tensors, state)
+            read_tensors(self._path(saved.step), saved.tensors, state)
+        if self.dist.is_main and saved.versions != _versions():
+            warnings.warn(
+                f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
+            )
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08}"
+
+    def _steps(self) -> list[int]:
+        self._litter()
+        found = [re.fullmatch("step-([0-9]{8,19})", path.name) for path in self.folder.glob("step-*")]
+        return sorted(int(match[1]) for match in found if match)
+
+    def _litter(self) -> list[Path]:
+        """The folders of unfinished checkpoints. Raises ValueError for a file or a link, which no save leaves there."""
+        litter = list(self.folder.glob("step-*.tmp"))
+        for path in litter:
+            if path.is_symlink() or path.is_file():
+                raise ValueError(f"{path} must be a folder, which an unfinished checkpoint is: move it away")
+        return litter
+
+    def _open(self, step: int) -> Saved:
+        """The index of a step, whose files all have the right size."""
+        saved = _read_index(self._path(step))
+        if saved.step != step:
+            raise ValueError(f"{INDEX_FILE} is of step {saved.step}: the folder was copied or renamed")
+        for name, expected in saved.files.items():
+            check_size(self._path(step) / name, expected)
+        return saved
+
+    def _damaged(self, step: int, reason: ValueError) -> ValueError:
+        """The error of a damaged checkpoint, with the next older one that has all its files."""
+        message = f"checkpoint {self._path(step)} is damaged: {reason}."
+        for older in reversed([s for s in self._steps() if s < step]):
+            try:
+                self._open(older)
+            except ValueError:
+                continue
+            return ValueError(f"{message} Move it away to continue from {self._path(older)}, which has all its files")
+        return ValueError(f"{message} There is no older one: move it away to start anew")
+
+    def _begin(
+        self,
+        step: int,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        ema: Snapshot | Sequence[Snapshot] | None,
+        config: Mapping[str, Any],
+    ) -> dict[str, list[Row]]:
+        """Wait for the save before, and make the folder of a new one; this rank's files by their names."""
+        json.dumps(dict(config))  # what JSON cannot hold is an error before anything is written
+        self.wait()
+        with same_error(self.dist):
+            files = part_files(self.dist, train_state(module, optimizer, ema))
+            if self.dist.is_main:
+                self._make_room(self._path(step))
+        return files
+
+    def _make_room(self, final: Path) -> None:
+        if final.exists():
+            raise ValueError(f"step must be new, but {final} exists")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for litter in self._litter():
+            shutil.rmtree(litter)
+        final.with_suffix(".tmp").mkdir()
+
+    def _copy(self, files: Mapping[str, Sequence[Row]]) -> list[PartFile]:
+        """The files in host memory, that of the save before where it is large enough."""
+        for i, size in enumerate(map(num_bytes, files.values())):
+            if i == len(self._memory):
+                self._memory.append(host_memory(size, self.dist.device))
+            elif len(self._memory[i]) < size:
+                self._memory[i] = host_memory(size, self.dist.device)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies by itself
+            copies = list(each(PartFile, files, files.values(), self._memory))
+        synchronize()  # before training changes what is copied
+        return copies
+
+    def _start(self, step: int, files: Iterable[PartFile], config: Mapping[str, Any], *, num_threads: int) -> None:
+        about = {"step": step, "config": dict(config), "versions": _versions()}
+        temporary, final = self._path(step).with_suffix(".tmp"), self._path(step)
+
+        def finish(index: Index) -> None:
+            self._finish(temporary, final, about | index)
+
+        self._saving = step, Saving(temporary, self.dist, files, finish, num_threads=num_threads)
+
+    def _remove(self, step: int) -> None:
+        """Give the space of an unfinished save back; the next one clears what stays."""
+        if self.dist.is_main:
+            shutil.rmtree(self._path(step).with_suffix(".tmp"), ignore_errors=True)
+
+    def _finish(self, temporary: Path, final: Path, index: dict[str, Any]) -> None:
+        """Write the index and give the folder its name; then delete what is too old."""
+        for name, expected in index["files"].items():
+            try:
+                check_size(temporary / name, expected)
+            except ValueError as exc:
+                raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
+        content = asdict(Saved(**index, world_size=self.dist.world_size))
+        write_file(temporary / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
+        sync_folder(temporary)
+        self._wait_for()
+        os.rename(temporary, final)
+        sync_folder(self.folder)
+        for step in self._steps()[: -self.keep]:
+            litter = self._path(step).with_suffix(".tmp")  # no longer a checkpoint when its first file goes
+            os.rename(self._path(step), litter)
+            shutil.rmtree(litter)
+
+
+def check_config(saved: Saved, config: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
+    """Raises ValueError, with the differing settings, unless the checkpoint was made with these, `ignore` aside."""
+    changed = config_differences(saved.config, config, ignore=ignore)
+    if changed:
+        told = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
+        raise ValueError(
+            f"the checkpoint of step {saved.step} was made with other settings: {told}. Continue with those, or give "
+            "the run a name of its own"
+        )
+
+
+def config_differences(
+    then: Mapping[str, Any], now: Mapping[str, Any], *, ignore: Collection[str] = ()
+) -> dict[str, tuple[str, str]]:
+    """The settings that differ, each with both values as JSON, or "absent"; those named in `ignore` may differ."""
+    keys = [key for key in {**then, **now} if key not in ignore]
+    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
+
+
+def _versions() -> dict[str, str]:
+    return {"python": platform.python_version()} | {
+        name: importlib.metadata.version(name) for name in ("omni-train", "torch", "safetensors")
+    }
+
+
+def _read_index(folder: Path) -> Saved:
+    """Raises ValueError when there is no index, or not the one that was written."""
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        raise ValueError(f"{INDEX_FILE} is missing")
+    try:
+        content = json.loads(read_regular(path), parse_int=parse_int)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
+    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
+        raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
+    if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
+        raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    if not _is_index(content):
+        raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
+    named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
+    if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
+        raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
+    if wrong := sorted(named - content["files"].keys()):
+        raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
+    return Saved(**content)
+
+
+def _is_index(content: dict[str, Any]) -> bool:
+    """True if the values are of the kinds that a save writes."""
+    match content:
+        case {
+            "step": int(),
+            "config": dict(),
+            "versions": dict(),
+            "world_size": int(),
+            "files": dict(),
+            "tensors": dict(),
+        }:
+            files, tensors = content["files"].values(), content["tensors"].values()
+            return all(map(_is_file, files)) and all(map(_is_tensor, tensors))
+    return False
+
+
+def _is_file(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+
+
+def _is_tensor(entry: object) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "pieces": [*pieces]}:
+            are_named = all(isinstance(piece, list) and [*map(type, piece)] == [str, int] for piece in pieces)
+            return are_named and all(type(n) is int and n >= 0 for n in [*shape, *(first for _, first in pieces)])
+    return False
+
+
+def _digest(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,1 @@
+"""Device memory: recomputed blocks, offloaded tensors, quantized base weights."""

@@ -1,0 +1,110 @@
+"""Gradient checkpointing that keeps what costs most to compute again, as far as a budget of memory reaches.
+
+Matrix products and attentions are nearly all of a block's work and less than half of its activations. A block whose
+products are kept computes only the rest a second time. Kept or computed again, the bits are the same.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from omni_train.memory.offload import saved_on_host
+
+PRODUCTS = ("mm", "addmm", "addmm_", "_scaled_dot_product_")  # how the names of their operations begin
+Context = AbstractContextManager[Any]
+
+
+class Recompute:
+    """What a diffusers model's `enable_gradient_checkpointing` takes: a function that runs one of its blocks.
+
+    The products of a block are kept while there is room for all of them. A block of a new kind, or with inputs of new
+    shapes, keeps none: what it would keep is measured first.
+
+    The compiler of a compiled block has chosen itself what to keep, products first of all. Such a block is not computed
+    again while there is room for that.
+
+    budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which has to come.
+    on_host: the inputs of blocks, from which they are computed again, wait on the host.
+    """
+
+    def __init__(self, budget: float, *, compiled: bool = False, on_host: bool = False) -> None:
+        self.room = budget
+        self.inputs: Callable[[], Context] = saved_on_host if on_host else nullcontext
+        self.sizes: dict[object, int] = {}
+        self.compiled = compiled
+
+    def __call__(self, block: nn.Module, *args: Any) -> Any:
+        kind = (type(block), *(arg.shape for arg in tree_leaves(args) if isinstance(arg, Tensor)))
+        keeps = self.sizes.get(kind, self.room + 1) <= self.room
+        run = partial(checkpoint, block.__call__, *args, use_reentrant=False)
+        if self.compiled and self.room > 0 and (keeps or kind not in self.sizes):
+            return self._kept(kind, block, args)
+        with self.inputs():
+            if self.compiled or (not keeps and (kind in self.sizes or self.room <= 0)):
+                return run()
+            return run(context_fn=partial(self._contexts, kind, keeps))
+
+    def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What the block gives, with all that its graph keeps, which is measured."""
+        given = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
+        kept: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            kept.setdefault(storage._cdata, storage.nbytes())
+            return tensor
+
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            out = block(*args)
+        size = sum(size for key, size in kept.items() if key not in given)
+        self.sizes[kind] = max(size, self.sizes.get(kind, 0))  # less where inputs need no gradient
+        self.room -= size
+
+        def free(grad: Tensor) -> None:
+            self.room += size
+
+        trained = [t for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
+        register_multi_grad_hook(trained, free, mode="any")
+        return out
+
+    def _contexts(self, kind: object, keeps: bool) -> tuple[Context, Context]:
+        """Of a block's forward pass, and of what is computed again in its backward pass."""
+        products: dict[int, tuple[Tensor, int]] = {}  # each with the version that it must still have in the end
+
+        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            if not op.overloadpacket.__name__.startswith(PRODUCTS):
+                return CheckpointPolicy.PREFER_RECOMPUTE
+            for out in tree_leaves(context.op_output):
+                if isinstance(out, Tensor):
+                    products[out.untyped_storage()._cdata] = out, out._version + op._schema.is_mutable
+            return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
+
+        # addmm_ writes into the product that it is added to, and both are kept: the same tensor.
+        forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+        return self._first(forward, kind, keeps, products), self._again(backward, kind, keeps)
+
+    @contextmanager
+    def _first(
+        self, mode: Context, kind: object, keeps: bool, products: dict[int, tuple[Tensor, int]]
+    ) -> Iterator[None]:
+        with mode:
+            yield
+        if any(tensor._version != version for tensor, version in products.values()):
+            raise RuntimeError("a block must not write into a product's output, which could then not be kept")
+        self.sizes[kind] = sum(tensor.nbytes for tensor, _ in products.values())
+        self.room -= keeps * self.sizes[kind]
+        products.clear()
+
+    @contextmanager
+    def _again(self, mode: Context, kind: object, keeps: bool) -> Iterator[None]:
+        try:
+            with mode:
+                yield
+        finally:  # torch ends it by an exception as soon as it has all that the backward pass wants
+            self.room += keeps * self.sizes[kind]

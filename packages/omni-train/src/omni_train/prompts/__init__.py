@@ -1,0 +1,1 @@
+"""Prompt files, and which prompts a step takes."""

@@ -1,0 +1,132 @@
+"""Prompts in parquet: rows as lines of JSON, files in them as files of a cache folder."""
+
+import hashlib
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from omni_train.files import write_atomically
+
+MAX_MEDIA_BYTES = 2**28  # of a file in a row
+MIN_BYTES = 2**26  # that any file may unpack to; a large one to 64 times its own
+MIN_TOTAL_BYTES = 2**30  # that all of its rows may hold, with a text counted as often as it occurs
+MIN_ROWS = 2**16  # that any file may have; a large one as many as it has bytes
+SIGNS = {  # with which files begin -> the suffix that readers know them by
+    rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
+    rb"RIFF....WAVE": ".wav",
+}  # fmt: skip
+
+
+def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
+    """Yield the rows of a parquet file as lines of JSON, without what is null: a row has the keys of all.
+
+    media_keys: columns that may hold files as bytes.
+    """
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as exc:
+        raise ValueError(f"{path} needs pyarrow, which is not installed: pip install 'pyarrow>=14.0.1'") from exc
+    count = total = 0
+    try:
+        most = max(MIN_BYTES, 64 * path.stat().st_size)
+        texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
+        # Texts stay indices into those that differ, and so are measured before a small file takes much memory.
+        for batch in parquet.ParquetFile(path, read_dictionary=texts).iter_batches(batch_size=16):
+            if (size := sum(map(_num_bytes, batch.columns))) > most:
+                rule = f"must have at most {most} bytes with the 15 rows after it"
+                raise ValueError(f"{path}, row {count + 1}: {rule}, got {size}")
+            if (total := total + size) > (most_in_all := max(MIN_TOTAL_BYTES, most)):
+                rule = f"must have at most {most_in_all} bytes with the rows before it"
+                raise ValueError(f"{path}, row {count + 1}: {rule}, got {total}")
+            for row in batch.to_pylist():
+                count += 1
+                yield _row_line(row, media_keys, f"{path}, row {count}")
+    except (OSError, NotImplementedError, ArrowException) as exc:  # such as of a type that it does not know
+        raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
+
+
+def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
+    """Check a parquet file by its metadata, and return the names of its columns of text and bytes.
+
+    Raises:
+        ValueError: it has more rows, values or bytes than a file of its size has unless it is made to fill the memory.
+    """
+    groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
+    columns = [group.column(i) for group in groups for i in range(group.num_columns)]
+    file_bytes = path.stat().st_size
+    rows = max(MIN_ROWS, file_bytes)
+    for name, found, most in (
+        ("rows", facts.num_rows, rows),
+        ("values", sum(column.num_values for column in columns), 64 * rows),
+        ("bytes", sum(column.total_uncompressed_size for column in columns), most_bytes),
+    ):
+        if found > most:
+            raise ValueError(f"{path} must have at most {most} {name} in a file of {file_bytes} bytes, got {found}")
+    return sorted({column.path_in_schema for column in columns if column.physical_type == "BYTE_ARRAY"})
+
+
+def _num_bytes(values: Any) -> int:
+    """Return the bytes of an Arrow array, with a text counted as often as it occurs."""
+    if hasattr(values, "dictionary"):
+        counts = Counter(values.indices.to_pylist())
+        return sum(num * values.dictionary[i].as_buffer().size for i, num in counts.items() if i is not None)
+    if not hasattr(values, "flatten"):
+        return int(values.nbytes)
+    parts = [values.keys, values.items] if hasattr(values, "keys") else values.flatten()  # of a map
+    return sum(map(_num_bytes, parts if isinstance(parts, list) else [parts]))
+
+
+def _row_line(row: dict[str, object], media_keys: Collection[str], place: str) -> str:
+    for key, value in row.items():
+        try:
+            if key in media_keys:
+                row[key] = _with_paths(value)
+            json.dumps(row[key], allow_nan=False)
+        except (TypeError, ValueError) as exc:
+            rule = "must hold text, finite numbers, lists and structs, and files only as images, audio or video"
+            told = exc if isinstance(exc, _NoFileError) else f"got {value!r:.80}"
+            raise ValueError(f'{place}: "{key}" {rule}, {told}') from exc
+    return json.dumps(_without_null(row), ensure_ascii=False)
+
+
+class _NoFileError(ValueError):
+    """Bytes that are no file that a prompt may have."""
+
+
+def _with_paths(value: object) -> object:
+    """A value of a row with paths in place of bytes, and of structs of bytes and a path."""
+    if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+        value = value["path"] if value["bytes"] is None else value["bytes"]
+    if isinstance(value, bytes):
+        return str(_kept_file(value))
+    if isinstance(value, dict):
+        return {key: _with_paths(own) for key, own in value.items()}
+    return [_with_paths(own) for own in value] if isinstance(value, list) else value
+
+
+def _kept_file(data: bytes) -> Path:
+    """The file of these bytes in `media_folder`, whose name is their SHA-256: whoever writes it writes the same."""
+    suffix = next((suffix for sign, suffix in SIGNS.items() if re.match(sign, data, re.DOTALL)), None)
+    if suffix is None or len(data) > MAX_MEDIA_BYTES:
+        kinds = ", ".join(SIGNS.values())
+        raise _NoFileError(f"of the kinds {kinds} and at most {MAX_MEDIA_BYTES} bytes, got {len(data)}: {data[:16]!r}")
+    path = media_folder() / f"{hashlib.sha256(data).hexdigest()}{suffix}"
+    if not (path.is_file() and path.stat().st_size == len(data)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, data)
+    return path
+
+
+def media_folder() -> Path:
+    """Where files that stand as bytes in parquet are kept: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl" / "media"
+
+
+def _without_null(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _without_null(own) for key, own in value.items() if own is not None}
+    return [_without_null(own) for own in value] if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Weights in and out of a trained module, and copies of them."""

@@ -1,0 +1,314 @@
+"""Full weights out of a trained module: streamed to an engine, or saved where diffusers or transformers opens them.
+
+Sharded tensors are gathered one at a time, and every rank has to take part.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, TaskType
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from omni_train.checkpoint.parts import file_header
+from omni_train.dist import Dist, same_error
+from omni_train.files import write_folder_atomically
+from omni_train.lora import adapter_layers, base_name, lora_layers
+from omni_train.lora_linear import LoraLinear, factors
+from omni_train.weights.card import CARD_FILE, model_card
+from omni_train.weights.load import check_files, read_shapes, read_tensors
+
+FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
+PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # as transformers opens adapters
+
+
+@torch.no_grad()
+def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight of the module as (name, full tensor), under the names it had before LoRA and sharding.
+
+    The active adapter is merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver
+    has the policy and needs to know nothing of LoRA. Inside `omni_train.lora.reference` it comes as W.
+
+    Every rank must run the iteration to its end. One gathered tensor is alive at a time if the receiver keeps none; an
+    unsharded weight may be the parameter itself, so a receiver that keeps it copies it.
+
+    Args:
+        module: with or without adapters, sharded or not.
+    """
+    layers = lora_layers(module)
+    adapters = tuple(f"{name}.lora_" for name in layers)
+    adapted = {f"{name}.base_layer.weight": layer for name, layer in layers.items() if layer.active}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if name.startswith(adapters):
+            continue
+        full = _full(value)
+        yield base_name(name), _merged(adapted[name], full) if name in adapted else full
+        del full  # before the next one is gathered
+
+
+@torch.no_grad()
+def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
+    """An adapter's factors as (name, full tensor), named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
+
+    B comes multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so
+    this is the one form that gives the same output everywhere. Every rank must run the iteration to its end.
+    """
+    for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
+        down, up = factors(layer, adapter)
+        yield f"{name}.lora_A.weight", _full(down)
+        yield f"{name}.lora_B.weight", _full(up) * layer.scaling[adapter]
+
+
+@torch.no_grad()
+def save_weights(
+    module: nn.Module,
+    folder: str | Path,
+    dist: Dist,
+    *,
+    part: str = "transformer",
+    adapter: str = "default",
+    into: str | None = None,
+    card: Mapping[str, Any] | None = None,
+) -> None:
+    """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
+
+    With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` and
+    `net.load_lora_adapter(folder, weight_name=..., prefix=part)` open. Without: `diffusion_pytorch_model.safetensors`
+    and `config.json` in the subfolder `part`, which `ModelClass.from_pretrained(folder, subfolder=part)` opens. A
+    folder that exists is replaced.
+
+    Args:
+        module: a diffusers model, sharded or not; one with adapters may be any module.
+        folder: where to write.
+        dist: rank 0 writes, a tensor at a time, and holds no more than one.
+        part: the module's name in its pipeline.
+        adapter: which adapter to save.
+        into: the pipeline's part that is to open it, for the card, where it is another: the second of two experts.
+        card: facts for a model card, README.md, as `omni_train.weights.card.model_card` takes them; None writes none.
+
+    Raises:
+        ValueError: there is nothing to save, the module has no adapters and no configuration to save with it, or the
+            card lacks a fact.
+        OSError: rank 0 could not write; the other ranks raise it as well.
+    """
+    is_lora = bool(lora_layers(module))
+    texts = {} if is_lora else {f"{part}/config.json": _config(module)}
+    if card is not None:
+        texts[CARD_FILE] = model_card(card, is_lora=is_lora, part=part, into=into or part)
+    if is_lora:
+        file, state = LORA_FILE, _factors_by_name(module, adapter, part)
+        weights = (tensor for _, tensor in named_adapter(module, adapter))
+    else:
+        file = f"{part}/{FULL_FILE}"
+        state = dict(sorted(module.state_dict(keep_vars=True).items(), key=lambda item: -item[1].itemsize))
+        weights = (_full(tensor) for tensor in state.values())
+    _save(folder, dist, file, state, weights, texts)
+
+
+def save_peft(
+    module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
+) -> None:
+    """Write the trained adapter as peft has it, which `model.load_adapter(folder)` of transformers opens, and vLLM.
+
+    Args:
+        module, folder, dist, card: as `save_weights` takes them.
+        prefix: of the module's names in the model that opens the adapter, with its dot.
+        base: folder or hub id of that model.
+
+    Raises:
+        ValueError, OSError: as `save_weights`.
+    """
+    layers = adapter_layers(module, "default")
+    rank = len(factors(next(iter(layers.values())), "default")[0])
+    config = LoraConfig(
+        task_type=TaskType.CAUSAL_LM,
+        base_model_name_or_path=base,
+        r=rank,
+        lora_alpha=rank,  # B comes multiplied
+        target_modules=[f"{prefix}{name}" for name in layers],
+        inference_mode=True,
+    )
+    texts = {CONFIG_NAME: json.dumps(config.to_dict(), indent=2, default=sorted) + "\n"}  # sets become lists
+    if card is not None:
+        texts[CARD_FILE] = model_card(card, is_lora=True, library="transformers")
+    state = _factors_by_name(module, "default", f"{PEFT_PART}.{prefix}".rstrip("."))
+    _save(folder, dist, PEFT_FILE, state, (tensor for _, tensor in named_adapter(module)), texts)
+
+
+def _save(
+    folder: str | Path,
+    dist: Dist,
+    file: str,
+    state: Mapping[str, Tensor],
+    weights: Iterator[Tensor],
+    texts: Mapping[str, str],
+) -> None:
+    """Write tensors, whose names and shapes `state` has, to a file of the folder, and texts; all ranks take part."""
+    header = file_header(state, format="pt")
+    with same_error(dist):
+        try:
+            if dist.is_main:
+                write_folder_atomically(folder, partial(_write, file=file, header=header, weights=weights, texts=texts))
+        except OSError as exc:
+            raise OSError(f"{folder} could not be written: {exc}") from exc
+        finally:
+            for _ in weights:  # all ranks take part in every gather, also after an error
+                pass
+
+
+def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
+    """The folders of a run's weights by expert, of those that there are; {"": folder} for a net without experts.
+
+    names: of the net's submodules, or "" for the net itself.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
+    if not found:
+        raise ValueError(f"folder must have a folder of {' or '.join(name or '.' for name in names)}, got {folder}")
+    return found
+
+
+def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
+    """The files of full weights that `save_weights` or a pipeline's folder has for `part`; empty for an adapter's.
+
+    Raises:
+        ValueError: the folder holds neither.
+    """
+    full = sorted((Path(folder) / part).glob("*.safetensors"))
+    if not full and not (Path(folder) / LORA_FILE).is_file():
+        raise ValueError(f"folder must hold {LORA_FILE} or {part}/{FULL_FILE}, got {folder}")
+    return full
+
+
+def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
+    """Returns when `load_weights` would fit; reads no weight, and the module may be on the meta device.
+
+    Raises:
+        ValueError: the folder does not hold what `save_weights` wrote for such a module; file and tensor are named.
+    """
+    if files := saved_files(folder, part=part):
+        check_files(module, files)
+        return
+    file = Path(folder) / LORA_FILE
+    shapes, weights = (
+        read_shapes(file),
+        {base_name(name): tuple(value.shape) for name, value in module.state_dict().items()},
+    )
+    wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights, part)]
+    if wrong or not shapes:
+        such = f", such as {min(wrong)}" if wrong else ""
+        raise ValueError(f"{file} does not fit {type(module).__name__}: {len(wrong)} of {len(shapes)} tensors{such}")
+
+
+def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
+    """Put what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a new LoRA adapter.
+
+    Raises:
+        ValueError: the folder holds neither, or weights that do not fit the module or are not finite; or the module
+            takes no adapters.
+    """
+    check_weights(module, folder, part=part)
+    if files := saved_files(folder, part=part):
+        read_tensors(module.state_dict(keep_vars=True), files)
+        return
+    load_lora_adapter = getattr(module, "load_lora_adapter", None)
+    if load_lora_adapter is None:
+        raise ValueError(f"module must have load_lora_adapter(), as diffusers models do, got {type(module).__name__}")
+    load_lora_adapter(str(folder), weight_name=LORA_FILE, prefix=part, use_safetensors=True)
+
+
+@torch.no_grad()
+def load_adapter(
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
+) -> None:
+    """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
+
+    The file's B is multiplied by its alpha / rank; it is divided by that of `adapter`, whose product is then the
+    file's whatever the two alphas are.
+
+    Raises:
+        ValueError: as `check_adapter`, or the adapter is not finite.
+    """
+    targets = check_adapter(module, folder, adapter=adapter, part=part, file=file)
+    read_tensors(targets, [Path(folder) / file])
+    for layer in adapter_layers(module, adapter).values():
+        factors(layer, adapter)[1].div_(layer.scaling[adapter])
+
+
+def check_adapter(
+    module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
+) -> dict[str, Tensor]:
+    """The adapter's factors by their names in the folder's file; reads no weight, the module may be on the meta device.
+
+    Raises:
+        ValueError: the folder holds no adapter, or one of another rank or on other layers.
+    """
+    home = Path(folder) / file
+    if not home.is_file():
+        raise ValueError(f"folder must hold {file}, got {home.parent}")
+    targets = _factors_by_name(module, adapter, part)
+    shapes = read_shapes(home)
+    if other := targets.keys() ^ shapes.keys():
+        raise ValueError(f"{home} must be an adapter on the same layers, differs in {len(other)} such as {min(other)}")
+    for name, target in targets.items():
+        if shapes[name] != tuple(target.shape):
+            raise ValueError(
+                f"{home} must be an adapter of the same rank, but {name} is {shapes[name]}, not {tuple(target.shape)}"
+            )
+    return targets
+
+
+def _factors_by_name(module: nn.Module, adapter: str, part: str) -> dict[str, Tensor]:
+    """The adapter's factors, in the order of `named_adapter`, by their names in a file."""
+    return {
+        f"{part}.{name}.lora_{which}.weight": factor
+        for name, layer in adapter_layers(module, adapter).items()
+        for which, factor in zip("AB", factors(layer, adapter), strict=True)
+    }
+
+
+def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
+    """Whether a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
+    layer, _, factor = name.removeprefix(f"{part}.").partition(".lora_")
+    side = {"A.weight": 1, "B.weight": 0}.get(factor)
+    out_in = weights.get(f"{layer}.weight", ())
+    return side is not None and len(shape) == len(out_in) == 2 and shape[side] == out_in[side]
+
+
+def _full(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def _merged(layer: LoraLinear, weight: Tensor) -> Tensor:
+    """The weight with the active adapter in it."""
+    down, up = map(_full, factors(layer, layer.active))
+    return torch.addmm(weight.float(), up, down, alpha=layer.scaling[layer.active]).to(weight.dtype)
+
+
+def _config(module: nn.Module) -> str:
+    """The module's configuration as diffusers writes it, with the class name that sharding replaced."""
+    to_json_string = getattr(module, "to_json_string", None)
+    if to_json_string is None:
+        raise ValueError(f"module must have to_json_string(), as diffusers models do, got {type(module).__name__}")
+    cls = type(module)
+    name = cls.__bases__[1].__name__ if issubclass(cls, FSDPModule) else cls.__name__
+    return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
+
+
+def _write(folder: Path, *, file: str, header: bytes, weights: Iterable[Tensor], texts: Mapping[str, str]) -> None:
+    (folder / file).parent.mkdir(exist_ok=True)
+    with (folder / file).open("wb") as out:
+        out.write(header)
+        for tensor in weights:
+            out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            del tensor  # before the next one is gathered
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")

@@ -1,0 +1,160 @@
+"""Weights of real size: the net is built without any, sharded, and each rank's rows are read from the files.
+
+No rank ever holds a full copy, on its device or its host: the files are mapped, and one tensor's rows are on their way
+at a time.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from omni_train.checkpoint.state import local_rows
+from omni_train.lora import all_factors, base_name
+from omni_train.shard import shard
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def load_sharded(
+    net: ModuleT,
+    files: Sequence[str | Path] | Mapping[str, Sequence[str | Path]] | None,
+    mesh: DeviceMesh | None,
+    *,
+    block_names: Collection[str] = (),
+    compute_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> ModuleT:
+    """The same object with the files' weights, sharded over `mesh` (mode `fsdp2` of `shard`) or whole without one.
+
+    There is no collective in it, and ranks read different rows: call it inside `omni_train.dist.same_error`.
+
+    Args:
+        net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
+            include_buffers=False)` builds it. Adapters of `add_lora` stay as they are in type and have no values
+            afterwards: `draw_adapter` or `load_adapter` gives them some.
+        files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
+            nothing else but what `check_files` lets be; or such files for each of the submodules that the net is made
+            of, by their names. None leaves the values open.
+        mesh: as for `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
+        block_names: as for `shard`.
+        compute_dtype: as for `shard`.
+        param_dtype: of the parameters; buffers take it under adapters, where diffusers has one type for all that is
+            frozen. A frozen copy in bfloat16 is a reference for a net trained in float32, whose buffers it keeps.
+        device: of weights that are not sharded; a mesh has its own.
+
+    Raises:
+        ValueError: a file is damaged, lacks a tensor, has one too many or one of another shape, or holds NaN or
+            infinity; file and tensor are named. Or the net is not built that way.
+        OSError: a file cannot be read.
+    """
+    _check_built(net)
+    by_module = {} if files is None else files if isinstance(files, Mapping) else {"": files}
+    for name, own in by_module.items():
+        check_files(net.get_submodule(name), own)
+    adapters = all_factors(net)
+    # As diffusers does: it leaves the buffers of a class that keeps some of its modules in float32.
+    keeps = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
+    for t in chain(net.parameters(), net.buffers() if adapters and not keeps else ()):
+        if t not in adapters and t.is_floating_point():
+            t.data = t.data.to(param_dtype)
+    if mesh is not None:
+        shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
+    place = torch.device(mesh.device_type) if mesh is not None else device
+    net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
+    for name, own in by_module.items():
+        read_tensors(_own(net.get_submodule(name)), own)
+    return net
+
+
+def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
+    """Raises ValueError unless the files hold the net's parameters and persistent buffers; reads none.
+
+    What else they hold is an error too, unless the net's class ignores it as diffusers and transformers have it: by
+    the regular expressions in `_keys_to_ignore_on_load_unexpected`.
+    """
+    wanted, kind = _own(net), type(net).__name__
+    ignored = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()
+    with ExitStack() as stack:
+        sources = _open(stack, files)
+        if missing := wanted.keys() - sources.keys():
+            where = ", ".join(sorted({str(file.parent) for file, _ in sources.values()})) or "files"
+            raise ValueError(f"{where} must hold all weights of {kind}, lacks {len(missing)} such as {min(missing)}")
+        for name, (file, opened) in sources.items():
+            if name not in wanted:
+                if any(re.search(each, name) for each in ignored):
+                    continue
+                raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
+            found, shape = opened.get_slice(name).get_shape(), list(wanted[name].shape)
+            if found != shape:
+                raise ValueError(f"{file} does not fit {kind}: {name} is {found}, must be {shape}")
+
+
+def read_shapes(file: str | Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor in a safetensors file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    with ExitStack() as stack:
+        sources = _open(stack, [file])
+        return {name: tuple(opened.get_slice(name).get_shape()) for name, (_, opened) in sources.items()}
+
+
+@torch.no_grad()
+def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> None:
+    """Fill each target, or this rank's rows of it, with the files' tensor of that name and shape.
+
+    Raises:
+        ValueError: one holds NaN or infinity; file and tensor are named.
+    """
+    with ExitStack() as stack:
+        sources = _open(stack, files)
+        for name, target in targets.items():
+            file, opened = sources[name]
+            local, first = local_rows(target)
+            if target.ndim == 0:
+                local.copy_(opened.get_tensor(name))
+            elif len(local):
+                local.copy_(opened.get_slice(name)[first : first + len(local)])
+            if local.is_floating_point() and not local.isfinite().all():
+                raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
+
+
+def _own(net: nn.Module) -> dict[str, Tensor]:
+    """The parameters and persistent buffers by their names, without adapters."""
+    adapters = all_factors(net)
+    return {base_name(name): t for name, t in net.state_dict(keep_vars=True).items() if t not in adapters}
+
+
+def _check_built(net: nn.Module) -> None:
+    real = [name for name, p in net.named_parameters() if not p.is_meta]
+    if real:
+        raise ValueError(f"net must have its parameters on the meta device, got a real {real[0]}")
+    for path, module in net.named_modules():
+        others = vars(module) | module._buffers
+        for name in [name for name, value in others.items() if isinstance(value, Tensor) and value.is_meta]:
+            raise ValueError(f"net must have real tensors besides its parameters, got {path}.{name} on the meta device")
+
+
+def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path, Any]]:
+    """The file, with its opened form, of each tensor's name."""
+    sources: dict[str, tuple[Path, Any]] = {}
+    for file in map(Path, files):
+        try:
+            opened = stack.enter_context(safe_open(file, framework="pt"))  # mapped, not read
+        except SafetensorError as exc:
+            raise ValueError(f"{file} is no whole safetensors file: {exc}") from exc
+        for name in opened.keys():  # noqa: SIM118 - the file is no dict
+            if name in sources:
+                raise ValueError(f"files must hold each tensor once, but {name} is in {sources[name][0]} and {file}")
+            sources[name] = file, opened
+    return sources
