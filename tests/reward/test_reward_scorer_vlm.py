@@ -247,6 +247,7 @@ def test_an_endless_503_ends_at_the_deadline(endpoint: Callable[..., FakeEndpoin
 
 def test_an_endpoint_that_went_away_is_a_connect_error(endpoint: Callable[..., FakeEndpoint]) -> None:
     fake = endpoint(GOOD["alignment"])
+    fake.server.RequestHandlerClass.protocol_version = "HTTP/1.0"  # no connection outlives its reply
     scorer = load_vlm(fake.url, task="alignment", timeout_s=0.3)
     fake.server.shutdown()
     fake.server.server_close()

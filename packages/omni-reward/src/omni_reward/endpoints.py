@@ -2,7 +2,7 @@
 
 A server that fails rests for a while, longer each time, and the others get its requests. One that has failed a few
 times in a row then gets a single request on trial, and the rest follow once that has been answered. A request for which
-no server is free waits, at most until its deadline.
+no server is free waits; LAST_TRY_S before its deadline it takes one that rests, and that attempt is its last.
 """
 
 import random
@@ -17,8 +17,7 @@ from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError,
 FIRST_REST_S = 0.1
 MAX_REST_S = 10.0
 MAX_RETRY_AFTER_S = 30.0  # however long a server asks us to wait
-LAST_TRY_S = 0.5  # before the deadline: nothing is given up before a last attempt then
-LEAST_TRY_S = 0.05  # an attempt with less time than this could only end in a timeout
+LAST_TRY_S = 0.5
 NUM_FAILURES_TO_TRIAL = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
 T = TypeVar("T")
@@ -41,15 +40,10 @@ class Endpoint:
     failed_at: float = 0.0
     rests_until: float = 0.0
 
-    def free_at(self, deadline: float) -> float:
-        """Time at which its rest ends for a request with that deadline, which has a last attempt whatever the rest."""
-        last = deadline - LAST_TRY_S
-        return last if self.rests_until >= deadline - LEAST_TRY_S and self.failed_at < last else self.rests_until
-
-    def is_free(self, now: float, deadline: float) -> bool:
-        """True when it can take an attempt; on trial it takes one at a time."""
+    def is_free(self, now: float, last: float) -> bool:
+        """True when it can take an attempt of a request whose last one is due at `last`; on trial it takes one."""
         is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
-        return now >= self.free_at(deadline) and not (is_on_trial and self.num_requests)
+        return now >= min(self.rests_until, last) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
         """Send it to rest after an attempt that began at `started`."""
@@ -68,10 +62,10 @@ class Endpoints:
     def __init__(self, urls: Sequence[str]) -> None:
         self._endpoints = [Endpoint(url) for url in urls]
         self._changed = threading.Condition()
-        self.last_failure = "none yet"
+        self._last_failure = "none yet"
 
     def call(self, attempt: Callable[[str], T], deadline: float) -> T:
-        """Result of the first attempt that succeeds, each at the URL of a server, until one fails for good.
+        """Return what the first attempt that succeeds does, each at the URL of a server, until one fails for good.
 
         Raises:
             RewardError: that of the last attempt.
@@ -83,26 +77,25 @@ class Endpoints:
                 return attempt(endpoint.url)
             except RewardError as exc:
                 error = failure = exc
+                exc.num_attempts = number
             finally:
                 self.give_back(endpoint, failure, started=started)
-            error.num_attempts = number
-            if not is_worth_a_retry(error):
+            if not is_worth_a_retry(error) or started >= deadline - LAST_TRY_S:
                 break
-        raise error or RewardConnectError(f"no server could be asked in time; last failure: {self.last_failure}")
+        raise error or RewardConnectError(f"no server could be asked in time; last failure: {self._last_failure}")
 
     def take(self, deadline: float) -> Endpoint | None:
-        """The server for one attempt, which must be given back; None when none can take it before the deadline."""
+        """Return the server for one attempt, to be given back; None when none can take it before the deadline."""
+        last = deadline - LAST_TRY_S
         with self._changed:
             while (now := time.monotonic()) < deadline:
-                free = [endpoint for endpoint in self._endpoints if endpoint.is_free(now, deadline)]
+                free = [endpoint for endpoint in self._endpoints if endpoint.is_free(now, last)]
                 if free:
                     endpoint = min(free, key=lambda endpoint: (endpoint.num_requests, random.random()))
                     endpoint.num_requests += 1
                     return endpoint
-                rests = [rest for endpoint in self._endpoints if (rest := endpoint.free_at(deadline)) > now]
-                if len(rests) == len(self._endpoints) and min(rests) >= deadline - LEAST_TRY_S:
-                    return None
-                self._changed.wait(min([deadline, *rests]) - now)
+                times = [last, deadline, *(endpoint.rests_until for endpoint in self._endpoints)]
+                self._changed.wait(min(moment for moment in times if moment > now) - now)
         return None
 
     def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
@@ -111,7 +104,7 @@ class Endpoints:
             endpoint.num_requests -= 1
             if error is not None and (is_worth_a_retry(error) or isinstance(error, RewardTimeoutError)):
                 endpoint.fail(error, started=started, now=time.monotonic())
-                self.last_failure = str(error)
+                self._last_failure = str(error)
             else:
                 endpoint.num_failures, endpoint.rests_until = 0, 0.0
             self._changed.notify_all()
