@@ -10,7 +10,7 @@ from omni_rollout import Params, Prompt
 from omni_rollout.engines.vllm_omni.engine import PROBES, _probe
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, cps_step, dance_step, sde_step, step_noise
-from omni_train.lora import adapter_params, add_lora, unadapted_params
+from omni_train.lora import adapter_params, add_lora, base_name, unadapted_params
 from omni_train.weights.full import named_weights
 from vllm_omni_helpers import MODEL, PARAMS, gap, open_engine, train
 
@@ -144,7 +144,7 @@ def test_the_base_is_bit_identical_after_1000_merges(engine, net):
     assert not torch.equal(merged, base["transformer_blocks.0.attn.to_q.weight"])
     for name, param in net.named_parameters():
         if "lora_" not in name:
-            assert torch.equal(param, base[name])
+            assert torch.equal(param, base[base_name(name)])
     with torch.no_grad():
         for p in factors:
             p.zero_()
