@@ -1,4 +1,4 @@
-"""Train every model with every algorithm, two steps of small checkpoints, and write which did to docs/models.md.
+"""Train every model with every algorithm, two steps of small checkpoints, and write which did to docs/evidence/models.md.
 
     python scripts/model_table.py              every model, in minutes
     python scripts/model_table.py z-image      this one; the other rows stay
@@ -18,7 +18,7 @@ import pytest
 from leaderboard_page import fill
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "evidence" / "models.md"
 
 
 class Trained:

@@ -42,7 +42,7 @@ def gather(out: Path) -> int:
         page.parent.mkdir(parents=True, exist_ok=True)
         if name.endswith(".md"):
             text, linked = moved((ROOT / name).read_text("utf-8"), name)
-            page.write_text(text, "utf-8")
+            page.write_text(UNSEARCHED * name.startswith("docs/evidence/") + text, "utf-8")
             waiting += linked
         elif name.endswith(".ipynb"):
             text, linked = moved(notebook(ROOT / name), name)

@@ -2,7 +2,7 @@
 
 Each pair of a model and an algorithm is a test. One model trains with every algorithm, and every model with one of each
 trainer that needs no teacher; of the others, which run no other lines, a seed draws some. `scripts/model_table.py`
-runs all of them and writes what trained to docs/models.md.
+runs all of them and writes what trained to docs/evidence/models.md.
 """
 
 import json
@@ -112,7 +112,7 @@ def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, r
 
 def test_the_table_of_the_page_has_every_model_and_every_algorithm():
     """Where it lacks one, `python scripts/model_table.py` runs it."""
-    page = (REPO / "docs" / "models.md").read_text("utf-8")
+    page = (REPO / "docs" / "evidence" / "models.md").read_text("utf-8")
     block = page.partition("<!-- trained -->")[2].partition("<!-- end -->")[0]
     names, _, *rows = [line.strip("| ").split(" | ") for line in re.findall(r"^\|.*$", block, re.MULTILINE)]
     said = {f"{model}: {name}": told for model, *row, _ in rows for name, told in zip(names[1:-1], row, strict=True)}
