@@ -1,4 +1,4 @@
-"""Train every model with every algorithm, two steps of small checkpoints, and write which did to docs/evidence/models.md.
+"""Train every model with every algorithm, two steps of small checkpoints; write docs/evidence/models.md.
 
     python scripts/model_table.py              every model, in minutes
     python scripts/model_table.py z-image      this one; the other rows stay

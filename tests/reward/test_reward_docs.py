@@ -1,6 +1,5 @@
 """The code that the documents show, run as it stands."""
 
-import inspect
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +26,6 @@ def test_the_plain_client_of_the_protocol_page_works(serve: Callable[..., str]) 
         return [mean if prompt else float("nan") for mean, prompt in zip(means, prompts, strict=True)]
 
     [code] = blocks(PROTOCOL_PAGE, "python")
-    assert code.count("\n") <= 31
     names: dict = {}
     exec(code, names)
     images = [bytes([value]) * (4 * 5 * 3) for value in (7, 9, 200)]
@@ -94,8 +92,3 @@ def test_the_readme_s_video_scorer_takes_rates_and_abstains(serve: Callable[...,
         still, moving = client.submit({"video": videos}, ["a", "b"], [{"fps": 8}, {"fps": 24}]).result(10)
     assert still == Score(None, abstained="nothing moves")
     assert moving == Score(-240.0, details={"move": 10.0})
-
-
-def test_the_readme_names_the_limit_on_masks() -> None:
-    default = inspect.signature(RewardClient).parameters["mask_limit"].default
-    assert f"{default + 1}th failure in a row" in README

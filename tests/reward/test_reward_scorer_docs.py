@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scorers.md").read_text()
 EXTRAS = tomllib.loads((ROOT / "packages/omni-reward/pyproject.toml").read_text())["project"]["optional-dependencies"]
 SCRIPTS = sorted(path for path in (ROOT / "scripts/scorers").glob("*.py") if path.stem in SCORERS)
-NUMPY_ALONE = {"color", "flow", "likeness", "pitch", "sync", "video"}
 NETWORKS: dict[str, Callable[..., Scorer]] = {
     "aesthetic": load_aesthetic,
     "clap": load_clap,
@@ -45,12 +44,6 @@ NETWORKS: dict[str, Callable[..., Scorer]] = {
 }
 
 
-def rows(*, after: str = "") -> list[list[str]]:
-    """Cells of all rows of tables in the page, from a heading on."""
-    lines = PAGE[PAGE.index(after) :].splitlines()
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-
-
 def script_settings(path: Path) -> dict[str, Any]:
     """The metadata at the top of a script, read as its specification (PEP 723) says."""
     [block] = re.findall(r"(?m)^# /// script$\s(?P<content>(^#(| .*)$\s)+)^# ///$", path.read_text())
@@ -58,51 +51,23 @@ def script_settings(path: Path) -> dict[str, Any]:
     return tomllib.loads("\n".join(line[2:] if line.startswith("# ") else line[1:] for line in lines))
 
 
-def test_the_page_has_a_row_for_every_scorer_with_what_it_needs() -> None:
-    needs = {row[0].strip("`"): row[-1].strip("`") for row in rows()[2:] if len(row) == 5}
-    assert needs.pop("python:FILE.py:FUNCTION") == "whatever it imports"
-    assert needs.pop("frames:NAME") == "what it needs"
-    assert needs.pop("rules:REWARD") == "what they need"
-    assert needs == {name: f"omni-reward[{name}]" if name not in NUMPY_ALONE else "" for name in SCORERS}
-    assert set(EXTRAS) - {"server", "math"} == set(SCORERS) - NUMPY_ALONE
+def test_the_page_names_every_scorer_extra_option_and_word() -> None:
+    named = set(re.findall(r"`([^`\n]+)`", PAGE))
+    assert set(SCORERS) <= named
+    assert {f"omni-reward[{name}]" for name in set(EXTRAS) - {"server", "math"}} <= named
+    assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *FRAMES, *TASKS} <= named
+    for load in [*NETWORKS.values(), *map(find_loader, ("flow", "jpeg", "likeness", "pitch", "video", "vlm"))]:
+        assert inspect.signature(load).parameters.keys() - {"threads"} <= named
 
 
-@pytest.mark.parametrize("name", ["flow", "jpeg", "likeness", "pitch", "video", "vlm"])
-def test_the_page_has_a_row_for_every_option(name: str) -> None:
-    named = {row[0].strip("`") for row in rows(after=f"## {name}\n") if len(row) == 3}
-    parameters = inspect.signature(find_loader(name)).parameters.keys() - {"threads"}
-    assert parameters <= named
-    assert set(TASKS) <= named or name != "vlm"
-
-
-def test_the_page_has_a_row_for_every_option_of_the_networks() -> None:
-    named = {row[0].strip("`"): row[1] for row in rows(after="## The ones with networks") if len(row) == 4}
-    for name, load in NETWORKS.items():
-        for parameter in inspect.signature(load).parameters.keys() - {"threads"}:
-            assert named[parameter].startswith("all") or f"`{name}`" in named[parameter]
-
-
-def test_the_page_names_the_words_and_the_defaults() -> None:
-    for word in (*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *FRAMES):
-        assert f"`{word}`" in PAGE
-    for load in NETWORKS.values():
-        for parameter in inspect.signature(load).parameters.values():
-            if isinstance(parameter.default, str):
-                assert f"`{parameter.default}`" in PAGE
-
-
-def test_the_commands_of_the_page_parse() -> None:
-    scorers = re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE)
-    named = [(quoted or bare).rstrip("`") for quoted, bare in scorers]
-    rules = [name.removeprefix("rules:") for name in named if name.startswith("rules:")]
-    assert [term.name for reward in rules for term in open_rules(reward)] == ["number", "format"]
-    recipes = [parse(name) for name in named if not name.startswith("rules:")]
-    assert len(recipes) == 10
-    assert {spec for recipe in recipes for spec in recipe.specs.values()} - set(SCORERS) == {
-        "frames:likeness",
-        "frames:ocr",
-        "python:my_scorers.py:brightness",
-    }
+def test_the_scorers_of_the_page_parse() -> None:
+    for quoted, bare in re.findall(r'--scorer (?:"([^"]+)"|(\S+))', PAGE):
+        name = (quoted or bare).rstrip("`")
+        if name.startswith("rules:"):
+            assert open_rules(name.removeprefix("rules:"))
+            continue
+        specs = {spec.removeprefix("frames:") for spec in parse(name).specs.values() if not spec.startswith("python:")}
+        assert specs <= set(SCORERS)
 
 
 def test_the_python_of_the_page_runs() -> None:

@@ -1,7 +1,8 @@
-"""The page for those who come from another project names flags that are here, and values that they take."""
+"""The pages that advise on settings name flags and recipes that exist, with values that they take."""
 
 import importlib
 import re
+import tomllib
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import pytest
@@ -10,52 +11,46 @@ from omni_reward.cli import build_parser
 from omni_rl.settings.cli import recipes
 from scripts.test_algorithm_docs import tables
 
-PAGE = (REPO / "docs" / "coming-from.md").read_text("utf-8")
-SECTIONS = {text.partition("\n")[0]: text for text in PAGE.split("\n## ")[1:]}
+PAGES = {name: (REPO / "docs" / f"{name}.md").read_text("utf-8") for name in ("coming-from", "choosing")}
 APPS = [importlib.import_module(path.stem) for path in sorted((REPO / "apps").glob("train_*.py"))]
 FLAGS: dict[str, list[object]] = {}  # of any trainer -> its types
 for app in APPS:
     for field, kind in get_type_hints(app.Args).items():
         FLAGS.setdefault(f"--{field.replace('_', '-')}", []).append(kind)
-ROWS = [(section, *row) for section, text in SECTIONS.items() for names, rows in tables(text + "\n") for row in rows]
-
-
-def test_there_is_a_table_for_each_project():
-    assert list(SECTIONS) == ["flow_grpo", "TRL's DDPO", "TRL's GRPO", "Flow-Factory", "verl", "verl-omni"]
-    for section in SECTIONS:
-        assert len([row for row in ROWS if row[0] == section]) >= 20
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_setting_stands_once_and_leads_to_flags_or_to_none(section):
-    rows = [row for row in ROWS if row[0] == section]
-    there = [cell for _, cell, _, _ in rows]
-    assert len(set(there)) == len(there)
-    for _, _, here, differs in rows:
-        assert re.fullmatch(r"none|`--[^`]+`(, `--[^`]+`)*", here), here
-        assert here != "none" or differs, "what there is instead"
+OTHERS = {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
 
 
 def takes(flag: str) -> bool:
-    """Whether a trainer has the flag, with the value that may stand behind it."""
+    """True if a trainer has the flag and takes the value after it."""
     name, _, value = flag.partition(" ")
     kinds = FLAGS.get(name, [])
     return any(not value or get_origin(kind) is not Literal or value in map(str, get_args(kind)) for kind in kinds)
 
 
-def test_a_flag_of_the_tables_is_one_of_a_trainer_and_takes_the_value():
-    flags = {flag for *_, here, _ in ROWS for flag in re.findall(r"`(--[^`]+)`", here)}
+def test_a_flag_of_the_tables_takes_its_value():
+    cells = [row[1] for _, rows in tables(PAGES["coming-from"]) for row in rows]
+    flags = {flag for cell in cells for flag in re.findall(r"`(--[^`]+)`", cell)}
     assert len(flags) > 50
-    assert [flag for flag in flags if not takes(flag)] == []
+    assert [flag for flag in sorted(flags) if not takes(flag)] == []
     assert not takes("--algo ppo")
-    assert not takes("--learning-rate")
 
 
-def test_flags_and_recipes_of_the_text_are_here():
-    server = {word for action in build_parser()._actions for word in action.option_strings}
-    torchrun = {"--nproc-per-node"}
-    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGE):
-        assert flag in FLAGS.keys() | server | torchrun | {"--preset", "--config"}, flag
-    known = {name for app in APPS for name in recipes(app.__name__)}
-    assert {"sd35-medium-flowgrpo-ocr", "qwen-image-ocr-lora"} <= known
-    assert all(f"`{name}`" in PAGE for name in ("sd35-medium-flowgrpo-ocr", "qwen-image-ocr-lora"))
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_and_recipes_of_the_text_exist(page):
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[page]))
+    assert named - FLAGS.keys() - OTHERS == set()
+    presets = {name for app in APPS for name in recipes(app.__name__)}
+    assert set(re.findall(r"`((?:sd35|qwen-image|flux)-[\w-]+)`", PAGES[page])) <= presets
+
+
+def test_most_recipes_are_within_the_bounds():
+    paths = [path for path in (REPO / "recipes").glob("train_*/*.toml") if "tiny-" not in path.stem]
+    media = [path for path in paths if path.parent.name not in ("train_gspo", "train_unigrpo")]
+    found = [tomllib.loads(path.read_text("utf-8")) for path in media]
+    (bounds,) = [rows for names, rows in tables(PAGES["choosing"]) if names[0] == "setting"]
+    for setting, low, high, _ in bounds:
+        key = setting.split("`")[1]
+        others = {"grpo-guard", "awm"} if key == "clip_range" else set()
+        with_key = [recipe for recipe in found if key in recipe and recipe.get("algo") not in others]
+        values = [recipe[key] for recipe in with_key if "LoRA" not in setting or recipe.get("lora_rank")]
+        assert sum(float(low) <= value <= float(high) for value in values) >= 0.8 * len(values) > 0, key

@@ -1,7 +1,6 @@
 """Every command block in docs/ and the README is run here, or matched to what runs it; so is every block of code.
 
-A block without a language holds commands; what a program prints is `text`. A command that no rule below knows fails:
-whoever adds one says here who runs it.
+A block without a language holds commands; what a program prints is `text`. A command that no rule below knows fails.
 """
 
 import importlib
@@ -46,10 +45,6 @@ CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "docs/scorers.md": "tests/reward/test_reward_scorer_docs.py",
     "docs/tokens.md": "tests/apps/test_app_train_gspo.py",
 }
-CI = " ".join(re.findall(r"^make (.+)", (REPO / ".ci" / "run").read_text("utf-8"), re.MULTILINE)).split()
-RUN_BY_CI_AS = {  # the same recipe, a part of another, or on little
-    "demo": "demo-short", "gpu-check": "test", "wheels": "test",
-}  # fmt: skip
 TESTS = "".join(path.read_text("utf-8") for path in REPO.glob("tests/**/test_*.py"))
 
 
@@ -73,17 +68,9 @@ COMMANDS = {" ".join(words): words for words in commands() if words}
 def place(tmp_path, monkeypatch, bright_url, capfd):
     """A working folder with the files that commands name, and a scorer."""
     monkeypatch.chdir(tmp_path)
-    tiny = (
-        "data/tiny-signs",
-        "data/tiny-edit",
-        "data/tiny-beeps",
-        "data/tiny-colors",
-        "data/tiny-tones",
-        "data/tiny-moving",
-    )
-    for name in (*tiny, "data/red", "checkpoints"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).symlink_to(REPO / name)
+    (tmp_path / "data").mkdir()
+    for path in (*REPO.glob("data/*"), REPO / "checkpoints"):
+        (tmp_path / path.relative_to(REPO)).symlink_to(path)
     for name in ("my_prompts.txt", "my_eval.txt"):
         (tmp_path / name).write_text("".join(f'a sign that says "{i}"\n' for i in range(64)))
     pairs = tmp_path / "data" / "pairs"
@@ -94,9 +81,8 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
 
 
 def check_make(words, place):
-    """The target is there, and what CI runs."""
+    """The target exists."""
     subprocess.run(["make", "-n", *words[1:]], cwd=REPO, check=True, capture_output=True)
-    assert RUN_BY_CI_AS.get(words[1], words[1]) in CI
 
 
 def check_server(words, place):
@@ -206,24 +192,16 @@ def check_pytest(words, place):
         assert words[words.index("-k") + 1] in (REPO / path).read_text("utf-8")
 
 
-def check_activate(words, place):
-    """scripts/env makes this environment."""
-    assert words == ["source", ".venv/bin/activate"]
-    assert "environment=.venv\n" in (REPO / "scripts" / "env").read_text("utf-8")
-
-
 def check_docker(words, place):
-    """The file is there; tests/scripts/test_docker.py reads it, and nothing here has a daemon to build it."""
+    """The file exists; tests/scripts/test_docker.py reads it, and nothing here has a daemon to build it."""
     (image,) = (word for word in words if word.startswith("omni-rl:"))
-    file = f"docker/{image.partition(':')[2]}.Dockerfile"
-    assert (REPO / file).is_file()
-    assert "build" not in words or file in words
+    assert (REPO / f"docker/{image.partition(':')[2]}.Dockerfile").is_file()
     if "make" in words:
         check_make(words[words.index("make") :], place)
 
 
 def check_elsewhere(words, place):
-    """Programs of others, which need a network: nothing of ours runs."""
+    """Nothing of ours: programs of others, or of the shell."""
 
 
 RULES = {  # how a command begins -> what runs it
@@ -237,9 +215,8 @@ RULES = {  # how a command begins -> what runs it
     r"python -m omni_rl\.report ": check_report,
     r"(python|\S+/bin/python|uv run( --with \S+)?) (scripts|benchmarks|tests/emulated)/\S+\.py": check_script,
     r"scripts/env pytest ": check_pytest,
-    r"source ": check_activate,
     r"docker (build|run) ": check_docker,
-    r"(git clone|vllm serve) ": check_elsewhere,
+    r"(git clone|vllm serve|source) ": check_elsewhere,
 }
 
 
@@ -250,43 +227,14 @@ def test_a_command(place, command):
     rule(COMMANDS[command], place)
 
 
-ROWS = re.findall(r"^\|.*\| `(apps/train_\w+\.py [^`]*)`", PAGES["README.md"], re.MULTILINE)
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_a_row_of_the_readme_is_a_run_that_can_start(place, row):
-    check_trainer(["python", *row.split()], place)
-
-
-def test_the_readme_has_a_row_for_every_trainer():
-    assert {row.split()[0] for row in ROWS} == {f"apps/{path.name}" for path in (REPO / "apps").glob("train_*.py")}
-
-
-def test_one_training_step_is_read_in_at_most_twelve_files():
-    order = PAGES["README.md"].partition("\n## Read it\n")[2].partition("\n## ")[0]
-    files = re.findall(r"\]\(([^)]+\.py)\)", order)
-    assert files[0] == "apps/train_flowgrpo.py"
-    assert len(files) == len(set(files)) == len(re.findall(r"^\d+\. ", order, re.MULTILINE)) <= 12
-    assert [name for name in files if not (REPO / name).is_file()] == []
-
-
 @pytest.mark.parametrize("page", sorted(page for page, text in PAGES.items() if re.search("```(python|json)", text)))
 def test_code_is_run_by_a_test(page):
     assert page in CODE, f"nobody runs the code of {page}"
-    test = (REPO / CODE[page]).read_text("utf-8")
-    assert Path(page).name in test
-    assert "python" in test or "json" in test
-
-
-def test_every_block_is_a_known_kind():
-    kinds = {language for page in PAGES for language, _ in blocks(page)}
-    assert kinds <= {"", "sh", "bash", "text", "python", "json", "diff", "toml"}
+    assert Path(page).name in (REPO / CODE[page]).read_text("utf-8")
 
 
 def test_settings_of_the_docs_are_settings():
-    texts = [text for page in PAGES for language, text in blocks(page) if language == "toml"]
-    assert texts
-    for text in texts:
+    for text in [text for page in PAGES for language, text in blocks(page) if language == "toml"]:
         from_toml(text, settings.MediaArgs, "docs")
 
 
@@ -296,13 +244,3 @@ def test_the_reward_of_the_quickstart_is_a_score_function():
     exec(code, names)
     image = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8).numpy()
     assert names["score"]({"image": image}, ["a", "b"], [{}, {}]) == pytest.approx([0.2, 0.2])
-
-
-def test_the_changelog_renames_flags_that_are_gone_to_flags_that_are_there():
-    text = (REPO / "CHANGELOG.md").read_text("utf-8")
-    renamed = re.findall(r"^\| `--([a-z-]+)` \| `--([a-z-]+)` \|$", text, re.MULTILINE)
-    trainers = [importlib.import_module(path.stem) for path in (REPO / "apps").glob("train_*.py")]
-    flags = {name.replace("_", "-") for app in trainers for name in app.Args.__dataclass_fields__}
-    assert len(renamed) >= 9
-    assert {old for old, _ in renamed} & flags == set()
-    assert {new for _, new in renamed} - flags == set()

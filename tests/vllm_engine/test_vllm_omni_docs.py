@@ -1,4 +1,4 @@
-"""What docs/engines.md, docs/performance.md and READMEs say: commands run, names exist, traps are tested.
+"""What docs/engines.md, docs/evidence/performance.md and READMEs say: commands run, names exist, traps are tested.
 
 The tests of traps that no other file has are here too. Output is captured below Python (capfd), since vLLM-Omni wants a
 stdout with a file descriptor.
@@ -16,15 +16,13 @@ import torch
 from helpers import REPO
 from omni_rl.settings.cli import parse_cli
 from omni_rollout import Prompt
-from omni_rollout.engines.vllm_omni.engine import PROBES
-from omni_rollout.engines.vllm_omni.worker import VERSION
 from vllm_omni_helpers import PARAMS, open_engine
 
 import train_flowgrpo as app
 
 PAGE = (REPO / "docs" / "engines.md").read_text("utf-8")
 TRAPS = (REPO / "tests" / "vllm_engine" / "README.md").read_text("utf-8")
-PERFORMANCE = (REPO / "docs" / "performance.md").read_text("utf-8")
+PERFORMANCE = (REPO / "docs" / "evidence" / "performance.md").read_text("utf-8")
 README = (REPO / "packages" / "omni-rollout" / "README.md").read_text("utf-8")
 PROMPTS = [Prompt('a red sign that says "AB"', group=0, index=0, seed=0)]
 
@@ -67,7 +65,6 @@ def rows(capfd):
 def test_every_command_is_there(benchmark):
     ours = [words for words in commands(PERFORMANCE) if words[0] == ".venv-vllm-omni/bin/python"]
     found = commands(PAGE) + ours
-    assert {words[1] for words in found if words[0] == "make"} == {"install-vllm-omni", "test-vllm-omni", "demo"}
     for first, what, *flags in found:
         if first == "make":
             recipe = subprocess.run(["make", "-n", what, *flags], cwd=REPO, capture_output=True, text=True, check=True)
@@ -83,7 +80,6 @@ def test_every_command_is_there(benchmark):
         else:
             module = benchmark(what.removeprefix("benchmarks/").removesuffix(".py"))
             parse_cli(module.Args, module.check_args, flags, app=module.__name__)
-    assert len(found) >= 6
 
 
 def test_flags_and_metrics_are_those_of_the_trainer():
@@ -92,12 +88,6 @@ def test_flags_and_metrics_are_those_of_the_trainer():
         assert hasattr(app.Args, flag.removeprefix("no-").replace("-", "_")), flag
     for name in re.findall(r"`((?:perf|policy)/\w+)`", PAGE):
         assert f"`{name}`" in documented, name
-    tolerances = re.findall(r"([\d.e-]+) with\s+`--dtype (\w+)`", PAGE)
-    assert [dtype for _, dtype in tolerances] == ["float32", "bfloat16"]
-    for tolerance, dtype in tolerances:
-        assert float(tolerance) == app.RATIO_TOLERANCE[dtype]
-    assert f"up to {PROBES} elements" in PAGE
-    assert f"must both be {VERSION}" in PAGE
 
 
 def test_every_trap_has_a_test_that_exists():
@@ -148,19 +138,12 @@ def test_the_title_of_the_process_is_put_back(monkeypatch):
 
 def test_a_second_engine_at_the_same_time_is_refused():
     engine = open_engine()
-    names, params = engine.weights(), list(engine.pipeline.transformer.parameters())
-    blocks = len(engine.pipeline.transformer.transformer_blocks)
-    in_blocks = [sum("transformer_blocks." in name for name in names), 4 * 8]
     before = engine.generate(PROMPTS, PARAMS)
     with pytest.raises(RuntimeError):
         open_engine()
     assert torch.equal(engine.generate(PROMPTS, PARAMS).x0, before.x0)
     assert not torch.distributed.is_initialized()
     engine.close()
-    assert f"The small checkpoint's {len(names)} names are {len(params)} parameters" in PAGE
-    assert len(names) - len(params) == in_blocks[1]
-    whole = len(names) + (60 - blocks) * in_blocks[0] // blocks  # Qwen-Image has 60 such blocks
-    assert f"Qwen-Image's {whole:,} are {whole - 60 * 8:,}" in PAGE
 
 
 def test_torchvision_imports_without_its_kernels():
