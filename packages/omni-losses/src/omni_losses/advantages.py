@@ -1,4 +1,4 @@
-"""Advantages of samples over the others drawn for the same prompt, and the choice of samples to train on.
+"""Advantages of samples over the others of the same prompt, and the choice of samples to train on.
 
 Letters: N samples of all ranks, in any order; a group is the samples of one prompt; R rewards of each sample. A reward
 of NaN marks a sample without a score.
@@ -17,7 +17,7 @@ Std = Literal["batch", "group", "none"]
 def group_advantages(
     rewards: Tensor, groups: Tensor, *, std: Std = "batch", eps: float = 1e-4, correction: int = 1
 ) -> Tensor:
-    """Advantages [N], float32: each reward minus its group's mean, over a standard deviation.
+    """Compute advantages [N], float32: each reward minus its group's mean, over a standard deviation.
 
         A_i = (r_i - mean_g(r)) / (std(r) + eps)
 
@@ -78,13 +78,13 @@ def multi_reward_advantages(
     correction: int = 1,
     rescale: bool = False,
 ) -> Tensor:
-    """Advantages [N], float32, of several rewards at once: the weighted sum of each reward's own group advantages.
+    """Compute advantages [N], float32, of several rewards: the weighted sum of each reward's group advantages.
 
         A_i = sum_r weight_r group_advantages(rewards[:, r])_i
 
-    Because every reward is normalized before it is weighted, its scale and offset mean nothing: a weight says how much
-    a reward counts, whether it lives in [0, 1] or [0, 100]. A reward that is NaN adds 0 to its sample, as if it had
-    been the group's average, and a sample all of whose rewards are NaN gets exactly 0.
+    Every reward is normalized before it is weighted, so its scale and offset mean nothing: a weight is the share of a
+    reward, equally in [0, 1] or [0, 100]. A reward that is NaN adds 0 to its sample, as if it had been the group's
+    average, and a sample all of whose rewards are NaN gets exactly 0.
 
     Args:
         rewards: [N, R], any scales.
@@ -117,7 +117,7 @@ def multi_reward_advantages(
 
 
 def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Mask [N], boolean, of the samples that carry signal: those with a score, in a group with two different scores.
+    """Return a boolean mask [N] of the samples with signal: those with a score, in a group with two different scores.
 
     All others have advantage 0. Dropping them saves their part of the update. It also changes the mean that a loss
     takes: over fewer samples, so that those left weigh more.
@@ -129,7 +129,7 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes do not fit, or a reward is infinite.
 
-    Source: the dynamic sampling of DAPO (arXiv 2503.14476), which draws other prompts in their place; flow_grpo drops
+    Source: the dynamic sampling of DAPO (arXiv 2503.14476), which samples other prompts instead; flow_grpo drops
     them too, but keeps as many as make the batch divisible.
     """
     check_rewards(rewards, groups)
@@ -139,10 +139,10 @@ def filter_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
-    """Indices, ascending, of the n/2 best and the n/2 worst samples of every group, which teach most.
+    """Return the ascending indices of the n/2 best and the n/2 worst samples of every group, which teach most.
 
     Take the advantages of whole groups first, then train on these samples only. A group with n scored samples or fewer
-    keeps them all; samples without a score are never kept. Of equal rewards, the earlier sample counts as the worse.
+    keeps them all; samples without a score are never kept. The earlier of equal rewards counts as the worse.
 
     Args:
         rewards: [N], any scale; or the advantages, where there are several rewards.
@@ -167,7 +167,7 @@ def best_worst_n(rewards: Tensor, groups: Tensor, n: int) -> Tensor:
 
 
 def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
-    """Statistics of a step's rewards, as 0-d tensors; samples without a score (NaN) count in the last one only.
+    """Return statistics of a step's rewards, as 0-d tensors; samples without a score (NaN) count only in the last one.
 
     `mean`, `min`, `max`; `group_std`, the mean over groups of the standard deviation (squares divided by n);
     `zero_variance_ratio`, the share of groups whose rewards are all equal and teach nothing; `abstained_ratio`.
@@ -197,9 +197,9 @@ def reward_metrics(rewards: Tensor, groups: Tensor) -> dict[str, Tensor]:
 
 
 def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> Tensor:
-    """Mask [N] of the samples whose group holds two different rewards.
+    """Return a mask [N] of the samples whose group holds two different rewards.
 
-    Asked of the rewards, not of their variance: the rounded mean of equal floats may differ from them, and dividing the
+    It compares rewards, not their variance: the rounded mean of equal floats may differ from them, and dividing the
     difference by a tiny standard deviation would turn rounding into an advantage.
     """
     low, high = (rewards.new_full((num_groups,), bound) for bound in (torch.inf, -torch.inf))
@@ -209,7 +209,7 @@ def _varied(rewards: Tensor, scored: Tensor, index: Tensor, num_groups: int) -> 
 
 
 def check_rewards(rewards: Tensor, groups: Tensor) -> None:
-    """Refuse rewards that are not [N], finite or NaN, and groups that are not [N] integers."""
+    """Raise ValueError for rewards that are not [N], finite or NaN, and for groups that are not [N] integers."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
             f"rewards and groups must be [N] alike, got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}"

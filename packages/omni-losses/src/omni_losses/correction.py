@@ -1,4 +1,4 @@
-"""Importance weights for samples that another numerical stack drew, towards the trainer's own policy.
+"""Importance weights towards the trainer's policy, for samples of an engine with other arithmetic.
 
 Letters: B samples, K stochastic steps of each; N answers, T tokens of each. Log-probabilities of steps are in nats per
 latent element: a step's log-density over its number of elements. They must be those of densities: not the unnormalised
@@ -26,23 +26,23 @@ def rollout_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [B, K] for the losses of the steps, and metrics of the gap between engine and trainer.
+    """Compute weights [B, K] for the losses of steps, and metrics of the gap between engine and trainer.
 
         d_ik = old_log_prob_ik - rollout_log_prob_ik
         r_ik = exp(d_ik) for level "step";  exp(sum over k of d_ik), the same for every step, for level "trajectory"
         w_ik = r_ik clamped to [low, high] for mode "truncate" (importance sampling, with bounded variance)
                1 if low <= r_ik <= high, else 0, for mode "mask" (rejection)
 
-    For both, multiply the weights of two calls. Pass column k as `weights` of the loss of step k.
+    Multiply the weights of two calls to have both. Pass column k as `weights` of the loss of step k.
 
     The bounds are ratios of a single latent element, on geometric average, in the unit of a clip range. Two engines
     with the same weights differ by 1e-5 to 1e-4 nats per element and step, with guidance up to 3e-3: bounds such as
-    0.999 and 1.001 tell a broken step from rounding. Bounds for tokens, such as 0.5 and 2, never act here. The ratio of
-    a trajectory is the product of its K steps' ratios, so its bounds may stand up to K times as far from 1.
+    0.999 and 1.001 separate a broken step from rounding. Bounds for tokens, such as 0.5 and 2, never act here. The
+    ratio of a trajectory is the product of its K steps' ratios, so its bounds may be up to K times as far from 1.
 
     Args:
         old_log_prob: [B, K], nats per latent element, of the trainer's weights before the update.
-        rollout_log_prob: [B, K], same unit, of the engine that drew the steps.
+        rollout_log_prob: [B, K], same unit, of the engine that sampled the steps.
         level, mode: as above.
         low: lower bound, in [0, 1); 0 for none.
         high: upper bound, > 1; infinity for none.
@@ -84,15 +84,15 @@ def token_rollout_weights(
     mode: TokenMode = "token_truncate",
     cap: float = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights [N, T] for the losses of tokens, and metrics of the gap between engine and trainer.
+    """Compute weights [N, T] for the losses of tokens, and metrics of the gap between engine and trainer.
 
         d_it = old_log_prob_it - rollout_log_prob_it
-        r_it = exp(d_it) for modes of a token;  exp(sum over t of d_it), alike for all tokens, for those of a sequence
+        r_it = exp(d_it) for modes of a token;  exp(sum over t of d_it), equal for all tokens, for those of a sequence
         w_it = min(r_it, cap) for modes that truncate;  r_it if r_it <= cap, else 0, for those that mask
 
     Args:
         old_log_prob: [N, T], nats per token, of the trainer's weights before the update.
-        rollout_log_prob: [N, T], same unit, of the engine that drew the tokens.
+        rollout_log_prob: [N, T], same unit, of the engine that sampled the tokens.
         mask: [N, T], boolean: the tokens that the policy chose. Values elsewhere, NaN too, change nothing.
         mode: as above.
         cap: upper bound, >= 1; infinity for none.

@@ -10,12 +10,12 @@ from omni_losses.output import LossOutput, over, require_batch, require_latents,
 
 
 def direct_align(velocity: Tensor, x: Tensor, noise: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
-    """Sample x0 at the end of one step of the model, [B, ...], recovered with the known noise in x.
+    """Recover the sample x0 [B, ...] from one step of the model and the known noise in x.
 
         x_next = x + (sigma_next - sigma) velocity
         x0     = (x_next - sigma_next noise) / (1 - sigma_next)
 
-    With the true velocity it is the sample that was noised, at any noise level, so a reward of x0 has a usable gradient
+    The true velocity gives the sample that was noised, at any noise level, so a reward of x0 has a usable gradient
     where a one-step prediction x - sigma velocity would still be blurred. Only the share (sigma_next - sigma) /
     (1 - sigma_next) of velocity enters: negative when denoising, positive when inverting (sigma_next > sigma).
 
@@ -51,16 +51,15 @@ def srpo_loss(
     inversion: bool = False,
     threshold: float = 0.7,
 ) -> LossOutput:
-    """Loss of SRPO: a sample is to fit its prompt with words of praise better than with words of blame.
+    """Compute the loss of SRPO: a sample should match its prompt better with words of praise than with words of blame.
 
         denoising:  R_i = (1 + discount) positive_reward_i - negative_reward_i
         inversion:  R_i = (1 + discount) negative_reward_i - positive_reward_i
         L         = 1/B sum_i max(0, threshold - R_i)
 
-    The reward model's liking for every picture cancels in the difference. The velocity enters `direct_align` with
-    the opposite sign when inverting, so both kinds of step move it towards the positive words, and the share
-    `discount` of the reward that does not cancel is climbed by one and descended by the other: that is the guard
-    against overoptimization.
+    The reward model's bias for all images cancels in the difference. The velocity enters `direct_align` with the
+    opposite sign when inverting, so both kinds of step move it towards the positive words. One of them ascends and the
+    other descends the share `discount` of the reward that does not cancel, which guards against overoptimization.
 
     Args:
         positive_reward, negative_reward: [B], differentiable scores of one sample from `direct_align` for its prompt

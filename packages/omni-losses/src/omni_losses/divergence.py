@@ -1,7 +1,7 @@
 """Distances of a policy from a reference or a teacher.
 
 Letters: B samples. A step's transition is a normal distribution around `mean` with one `std` for all latent elements.
-All distances are means over latent elements, so that they do not grow with the picture.
+All distances are means over latent elements, so that they do not grow with the size of the image.
 """
 
 import torch
@@ -18,11 +18,11 @@ from omni_losses.output import (
 
 
 def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence of a step's transition from the reference's, [B], nats per latent element.
+    """Compute the KL divergence of a step's transition from the reference's, [B], nats per latent element.
 
         KL = mean over elements of (mean - ref_mean)^2 / (2 std^2)
 
-    Times the number of latent elements it is the exact KL of the two normal distributions, which share `std`.
+    Multiplied by the number of latent elements it is the exact KL of the two normal distributions, which share `std`.
 
     Args:
         mean: [B, ...], latent units, of the weights being trained.
@@ -46,7 +46,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
 
 
 def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
-    """Squared distance of two velocities at the same latent, [B], latent units squared: the KL without its step weight.
+    """Compute the squared distance of two velocities at a latent, [B], latent units squared: KL without step weight.
 
         D = mean over elements of (velocity - ref_velocity)^2
 
@@ -69,7 +69,7 @@ def velocity_kl(velocity: Tensor, ref_velocity: Tensor) -> Tensor:
 
 
 def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
-    """Estimate of KL(policy || reference) from the policy's own samples, of log_prob's shape, in its unit.
+    """Estimate KL(policy || reference) from the policy's own samples, in log_prob's shape and unit.
 
         d = ref_log_prob - log_prob,   k3 = exp(d) - 1 - d
 
@@ -93,7 +93,7 @@ def k3_kl(log_prob: Tensor, ref_log_prob: Tensor) -> Tensor:
 
 
 def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights: Tensor | None = None) -> LossOutput:
-    """On-policy distillation of one stochastic step: the KL to the teacher's transition from the student's own latent.
+    """Compute on-policy distillation of a stochastic step: the KL to the teacher's transition at the student's latent.
 
         L = 1/B sum_i w_i gaussian_kl(mean_i, teacher_mean_i, std_i)
 
@@ -118,7 +118,7 @@ def distill_kl_loss(mean: Tensor, teacher_mean: Tensor, std: Tensor, *, weights:
 
 
 def distill_velocity_loss(velocity: Tensor, teacher_velocity: Tensor, *, weights: Tensor | None = None) -> LossOutput:
-    """On-policy distillation of velocities: the mean squared distance to the teacher's, at the student's own latents.
+    """Compute on-policy distillation of velocities: the mean squared distance to the teacher's, at student's latents.
 
         L = 1/B sum_i w_i velocity_kl(velocity_i, teacher_velocity_i)
 

@@ -35,7 +35,7 @@ GHUBER_POWER = 0.25
 
 
 def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
-    """Flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
+    """Compute the flow-matching error of each sample, [B]: mean over elements of (velocity - (noise - x0))^2.
 
     The loss of pretraining, the quantity that `diffusion_dpo_loss` compares and, negated, the log-probability of AWM.
 
@@ -56,7 +56,7 @@ def velocity_error(velocity: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
 def reward_probability(
     advantages: Tensor, *, adv_clip_max: float = 5.0, mode: ProbabilityMode = "continuous"
 ) -> Tensor:
-    """Probability of each sample to be a good one, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
+    """Return the probability that each sample is good, in [0, 1], float32: 1/2 + A / (2 adv_clip_max), clipped.
 
     A is the advantage; mode replaces it first:
         continuous: A itself; adv_clip_max and more give 1, 0 gives 1/2, -adv_clip_max and less give 0;
@@ -94,7 +94,7 @@ def reward_probability(
 
 
 def old_policy_decay(step: int, *, schedule: DecaySchedule) -> float:
-    """Share that the old policy keeps of itself when it is refreshed after training step `step`, counted from 0.
+    """Return the share that the old policy keeps of itself in its update after training step `step`, counted from 0.
 
         old <- decay * old + (1 - decay) * trained
 
@@ -135,15 +135,15 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
     min_weight: float = 1e-5,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Contrastive loss of DiffusionNFT: good samples pull the velocity, bad ones push it, around the old policy.
+    """Compute DiffusionNFT's contrastive loss: good samples pull the velocity, bad ones push it, around the old policy.
 
         v+  = old + nft_beta (velocity - old),   v- = old - nft_beta (velocity - old)
         x+- = x_t - sigma v+-,                   w+- = max(min_weight, mean |x+- - x0|), without gradient
         l+- = mean (x+- - x0)^2 / w+-
         L   = 1/B sum_i w_i [adv_clip_max (q_i l+_i + (1 - q_i) l-_i) / nft_beta + kl_coef velocity_kl(velocity, ref)_i]
 
-    Means are over latent elements. Where velocity equals old, the gradient is (2 q - 1) adv_clip_max sigma^2 / w times
-    that of `velocity_error`: whatever nft_beta is, and 0 at q = 1/2.
+    Means are over latent elements. If velocity equals old, the gradient is (2 q - 1) adv_clip_max sigma^2 / w times
+    that of `velocity_error`: it does not depend on nft_beta, and is 0 at q = 1/2.
 
     Args:
         velocity: [B, ...], latent units, of the weights being trained, at x_t; gradients flow here only.
@@ -152,7 +152,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
         x_t: [B, ...], latent units, (1 - sigma) * x0 + sigma * noise with fresh noise.
         sigma: [B], noise level in (0, 1].
         reward_prob: [B], q in [0, 1], from `reward_probability`.
-        nft_beta: > 0, how far v+ and v- stand from old; published 1 (GenEval, PickScore), 0.1 (OCR, several rewards).
+        nft_beta: > 0, distance of v+ and v- from old; published 1 (GenEval, PickScore), 0.1 (OCR, several rewards).
         adv_clip_max: > 0, as given to `reward_probability`; scales the loss, so that advantages keep their unit.
         ref_velocity: [B, ...] or None, latent units, of the reference at x_t.
         kl_coef: weight of the distance to the reference, >= 0; published 1e-4.
@@ -199,7 +199,7 @@ def diffusion_nft_loss(  # noqa: PLR0913 - all but six are keyword-only, and eac
 def awm_log_prob(
     velocity: Tensor, x0: Tensor, noise: Tensor, sigma: Tensor, *, weighting: AwmWeighting = "ghuber"
 ) -> Tensor:
-    """Log-probability of each sample in the sense of AWM, [B]: minus its weighted flow-matching error e.
+    """Compute AWM's log-probability of each sample, [B]: minus its weighted flow-matching error e.
 
         uniform: -e;  t: -sigma e;  t2: -sigma^2 e
         huber:  -sigma (sqrt(e + 1e-10) - 1e-5)
@@ -240,7 +240,7 @@ def awm_loss(
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
+    """Compute the loss of AWM: `grpo_loss` on `awm_log_prob`, that is flow matching weighted by the advantage.
 
     At ratio 1 its gradient is A_i times that of the weighted flow-matching error: good samples are learned as if they
     were data, bad ones unlearned. Add `kl_coef * velocity_kl(velocity, ref_velocity).mean()` for the reference, and the
@@ -268,6 +268,6 @@ def awm_loss(
 
 
 def _normalized_error(predicted: Tensor, x0: Tensor, min_weight: float) -> Tensor:
-    """Squared error over absolute error, [B]; the absolute error carries no gradient."""
+    """Return squared error over absolute error, [B]; the absolute error carries no gradient."""
     weight = element_mean((predicted.detach() - x0).abs()).clamp(min=min_weight)
     return element_mean((predicted - x0).square()) / weight

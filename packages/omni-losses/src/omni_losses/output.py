@@ -21,22 +21,22 @@ class LossOutput:
 
 
 def weighted_mean(losses: Tensor, weights: Tensor | None) -> Tensor:
-    """Scalar: the sum of losses [B] times weights [B], over B whatever the weights; None weighs each 1."""
+    """Return the sum of losses [B] times weights [B], divided by B for any weights; None weighs each 1."""
     return losses.mean() if weights is None else (losses * weights.detach().float()).mean()
 
 
 def element_mean(x: Tensor) -> Tensor:
-    """[B]: the mean of x [B, ...] over all but the first axis."""
+    """Return [B], the mean of x [B, ...] over all but the first axis."""
     return x.flatten(1).mean(dim=1)
 
 
 def over(value: Tensor, x: Tensor) -> Tensor:
-    """value [B], shaped to multiply x [B, ...]."""
+    """Return value [B] in a shape that multiplies x [B, ...]."""
     return value.view(-1, *[1] * (x.ndim - 1))
 
 
 def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
-    """`ratio_mean`, `ratio_std`, `ratio_max_dev`, `approx_kl` and `ppo_kl` of detached log-ratios [B]."""
+    """Return `ratio_mean`, `ratio_std`, `ratio_max_dev`, `approx_kl` and `ppo_kl` of detached log-ratios [B]."""
     ratio = log_ratio.exp()
     return {
         "ratio_mean": ratio.mean(),
@@ -48,49 +48,49 @@ def ratio_metrics(log_ratio: Tensor) -> dict[str, Tensor]:
 
 
 def clip_metrics(log_ratio: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """`clip_fraction`, `clip_fraction_low` and `clip_fraction_high` of detached log-ratios [B]."""
+    """Return `clip_fraction`, `clip_fraction_low` and `clip_fraction_high` of detached log-ratios [B]."""
     ratio = log_ratio.exp()
     below, above = (ratio < 1 - low).float().mean(), (ratio > 1 + high).float().mean()
     return {"clip_fraction": below + above, "clip_fraction_low": below, "clip_fraction_high": above}
 
 
 def require_batch(name: str, tensor: Tensor, **others: Tensor | None) -> None:
-    """Refuse a tensor that is not [B] with B >= 1, and others of another shape."""
+    """Raise ValueError for a tensor that is not [B] with B >= 1, and for others of another shape."""
     if tensor.ndim != 1 or len(tensor) == 0:
         raise ValueError(f"{name} must be [B] with B >= 1, got shape {tuple(tensor.shape)}")
     require_shape_of(name, tensor, **others)
 
 
 def require_latents(name: str, tensor: Tensor, **others: Tensor | None) -> None:
-    """Refuse a tensor that is not [B, ...] with B >= 1 and at least one axis behind B, and others of another shape."""
+    """Raise ValueError unless tensor is [B, ...], B >= 1, with an axis behind B, and others have its shape."""
     if tensor.ndim < 2 or len(tensor) == 0:
         raise ValueError(f"{name} must be [B, ...] with B >= 1, got shape {tuple(tensor.shape)}")
     require_shape_of(name, tensor, **others)
 
 
 def require_shape_of(name: str, tensor: Tensor, **others: Tensor | None) -> None:
-    """Refuse others, where they are given, of another shape than tensor, whose name in the message is `name`."""
+    """Raise ValueError for others of another shape than tensor, which the message calls `name`; None is skipped."""
     for other_name, other in others.items():
         if other is not None and other.shape != tensor.shape:
             raise ValueError(f"{other_name} must have {name}'s shape {tuple(tensor.shape)}, got {tuple(other.shape)}")
 
 
 def require_per_sample(latents: Tensor, **others: Tensor | None) -> None:
-    """Refuse others, where they are given, that are not [B], B the first size of latents."""
+    """Raise ValueError for others that are not [B], B the first size of latents; None is skipped."""
     for name, other in others.items():
         if other is not None and other.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [B] = {tuple(latents.shape[:1])}, got shape {tuple(other.shape)}")
 
 
 def require_positive(**numbers: float) -> None:
-    """Refuse numbers that are not > 0, NaN among them."""
+    """Raise ValueError for numbers that are not > 0, NaN among them."""
     for name, number in numbers.items():
         if not number > 0:
             raise ValueError(f"{name} must be > 0, got {number}")
 
 
 def require_clip_width(**widths: float) -> None:
-    """Refuse widths around 1 that vanish in float32, where every ratio but 1 itself would be clipped."""
+    """Raise ValueError for widths around 1 that vanish in float32: every ratio but 1 itself would be clipped."""
     for name, width in widths.items():
         if not width > FLOAT32_STEP:
             raise ValueError(f"{name} must be > {FLOAT32_STEP:.3g}, the resolution of float32 at 1, got {width}")

@@ -36,7 +36,7 @@ def grpo_loss(
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Clipped policy-gradient loss of one denoising step.
+    """Compute the clipped policy-gradient loss of one denoising step.
 
         r_i = exp(log_prob_i - old_log_prob_i),   A_i clamped to +-adv_clip_max
         L   = 1/B sum_i w_i max(-A_i r_i, -A_i clip(r_i, 1 - low, 1 + high))
@@ -51,13 +51,13 @@ def grpo_loss(
         clip_range: half-width around 1, > 6e-8, or (low, high) for different widths below and above.
         adv_clip_max: bound on |A|.
         weights: [B] or None; factor of each sample's loss, such as a rollout correction, or 0 for a masked sample. The
-            sum is divided by B whatever the weights, so a masked sample does not raise the weight of the others.
+            sum is divided by B for any weights, so a masked sample does not raise the weight of the others.
 
     Returns:
         The loss and, of the unweighted batch: `ratio_mean`; `ratio_std`, squares divided by B; `ratio_max_dev`, the
         largest |r - 1|, 0 before the first update if both log-probabilities come from the same arithmetic;
         `clip_fraction`, `clip_fraction_low`, `clip_fraction_high`, the shares of r outside, below and above the range,
-        whatever A's sign; `approx_kl`, half the mean of squared log-ratios; `ppo_kl`, the mean of -log r.
+        for either sign of A; `approx_kl`, half the mean of squared log-ratios; `ppo_kl`, the mean of -log r.
 
     Raises:
         ValueError: shapes differ, or float32 does not hold a clip width around 1.
@@ -90,15 +90,16 @@ def grpo_guard_loss(  # noqa: PLR0913 - all but three are keyword-only, and each
     adv_clip_max: float = 5.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Clipped loss with a ratio that is centered at 1 and spreads alike at every step, and with equalized steps.
+    """Compute a clipped loss with equalized steps and a ratio with mean 1 and the same spread at every step.
 
         b_i = gaussian_kl(mean_i, old_mean_i, std_i)
         r_i = exp((log_prob_i - old_log_prob_i + b_i) std_i),   A_i clamped to +-adv_clip_max
         L   = 1/B sum_i w_i max(-A_i r_i, -A_i clip(r_i, 1 - low, 1 + high)) / sqrt_dt_i^2
 
-    Why: where x_next = old_mean + std z, the log-ratio is mean(z (mean - old_mean)) / std - b. It leans to the left, so
-    that good samples never reach the upper bound, and its spread depends on the step. Here r = exp(mean(z (mean -
-    old_mean))), mean over elements. Ratios stay closer to 1 than in `grpo_loss`: published clip ranges are 2e-6, 4e-6.
+    The reason: for x_next = old_mean + std z, the log-ratio is mean(z (mean - old_mean)) / std - b. It is shifted to
+    the left, so that good samples never reach the upper bound, and its spread depends on the step. Here r = exp(mean(z
+    (mean - old_mean))), mean over elements. Ratios stay closer to 1 than in `grpo_loss`: published clip ranges are
+    2e-6 and 4e-6.
 
     Args:
         log_prob, old_log_prob, advantages, clip_range, adv_clip_max, weights: as in `grpo_loss`. The log-probabilities
@@ -148,14 +149,14 @@ def flow_dppo_loss(
     kl_threshold: float = 1e-5,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Policy-gradient loss of one denoising step, with a trust region in the KL instead of a clipped ratio.
+    """Compute the policy-gradient loss of one denoising step, with a trust region in the KL instead of a clipped ratio.
 
         r_i    = exp(log_prob_i - old_log_prob_i),   k_i = gaussian_kl(mean_i, old_mean_i, std_i)
         drop_i = k_i >= kl_threshold and (r_i > 1 and A_i > 0, or r_i < 1 and A_i < 0)
         L      = 1/B sum_i w_i (0 if drop_i else -A_i r_i)
 
     A sample is dropped only if its step has left the region and its gradient would lead further away; a step that has
-    left is free to come back. k is exact where the ratio is one noisy draw. Advantages are not clamped.
+    left is free to come back. k is exact, while the ratio is one noisy sample. Advantages are not clamped.
 
     Args:
         log_prob, old_log_prob, advantages, weights: as in `grpo_loss`; dropped samples stay in the divisor B.
@@ -194,7 +195,7 @@ def flow_dppo_loss(
 
 
 def tempflow_weights(std: Tensor, *, scale: float = 2.25) -> Tensor:
-    """Weights [B] in proportion to the noise that a step explores with: scale * std.
+    """Return weights [B] in proportion to the noise that a step explores with: scale * std.
 
     Pass them as `weights` of `grpo_loss`. The weight of a step then falls from the noisy start of the schedule to its
     end, where fresh noise decides little.

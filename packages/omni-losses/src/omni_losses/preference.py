@@ -11,10 +11,10 @@ from omni_losses.output import LossOutput, require_batch, require_positive
 
 
 def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
-    """Pairs (best, worst) of every group, as indices into rewards; groups in the order of their first sample.
+    """Return the pair (best, worst) of every group, as indices into rewards; groups in the order of their first sample.
 
     Samples without a score (NaN) are in no pair. A group with fewer than two different rewards gives no pair: a tie
-    would teach noise. Of equal rewards the first sample is taken.
+    would teach noise. The first of equal rewards is taken.
 
     Args:
         rewards: [N], any scale, NaN where there is no score.
@@ -38,7 +38,7 @@ def best_worst_pairs(rewards: Tensor, groups: Tensor) -> list[tuple[int, int]]:
 def diffusion_dpo_loss(
     win_error: Tensor, lose_error: Tensor, ref_win_error: Tensor, ref_lose_error: Tensor, *, dpo_beta: float
 ) -> LossOutput:
-    """Loss of Diffusion-DPO: the preferred sample is to gain more on the reference than the other one.
+    """Compute the loss of Diffusion-DPO: the preferred sample should gain more on the reference than the other one.
 
         g_win = ref_win_error - win_error,   g_lose = ref_lose_error - lose_error
         L     = 1/B sum_i -log sigmoid(dpo_beta / 2 (g_win_i - g_lose_i))

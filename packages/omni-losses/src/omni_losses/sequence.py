@@ -32,7 +32,7 @@ def gspo_loss(
     clip_high: float = 4e-4,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Clipped policy-gradient loss with one ratio for a whole sequence, not one for each token.
+    """Compute a clipped policy-gradient loss with one ratio for a whole sequence, not one for each token.
 
         s_i = exp(mean over the sequence's tokens of log_prob_it - old_log_prob_it)
         L   = sum_i w_i max(-A_i s_i, -A_i clip(s_i, 1 - clip_low, 1 + clip_high))
@@ -82,14 +82,14 @@ def token_grpo_loss(
     clip_high: float = 0.2,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Clipped policy-gradient loss with a ratio for each token.
+    """Compute a clipped policy-gradient loss with a ratio for each token.
 
         r_it = exp(log_prob_it - old_log_prob_it)
         L    = sum_i w_i sum_t max(-A_i r_it, -A_i clip(r_it, 1 - clip_low, 1 + clip_high))
 
     Args:
         log_prob, old_log_prob, advantages, mask, clip_low, clip_high: as in `gspo_loss`.
-        weights: [N], of each token of a sequence, as `token_weights` has them, or [N, T]; None is 1/(N n_i).
+        weights: [N], of each token of a sequence, from `token_weights`, or [N, T]; None is 1/(N n_i).
 
     Returns:
         The loss, the metrics of `grpo_loss` for the ratios of the tokens that the policy chose, and `tokens_mean`.
@@ -118,7 +118,7 @@ def token_cispo_loss(
     clip_high: float = 4.0,
     weights: Tensor | None = None,
 ) -> LossOutput:
-    """Policy gradient of each token, weighted by a clipped ratio that gets no gradient: no token is ever dropped.
+    """Compute the policy gradient of each token, weighted by a clipped ratio without gradient: no token is dropped.
 
         r_it = exp(log_prob_it - old_log_prob_it) clipped to [1 - clip_low, 1 + clip_high], a constant
         L    = -sum_i w_i sum_t r_it A_i log_prob_it
@@ -144,7 +144,7 @@ def token_cispo_loss(
 
 
 def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Tensor:
-    """Weights [N], float32, of each token of a sequence, whose weighted sum is a mean.
+    """Return the weight [N], float32, of each token of a sequence; the weighted sum of tokens is a mean.
 
     "sequence" is the mean over sequences of the mean over their tokens, 1/(N n_i); "token" the mean over all tokens,
     1/sum(n); "constant" the sum over tokens over N max_tokens, in which a longer sequence neither gains nor loses.
@@ -152,7 +152,7 @@ def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Te
     Args:
         counts: [N], the tokens of all sequences of an optimizer step, those of other ranks among them. A sequence of 0
             tokens gets weight 0, and is one of the N.
-        max_tokens: most tokens of a sequence, for "constant" alone.
+        max_tokens: most tokens of a sequence, only for "constant".
 
     Raises:
         ValueError: counts are not [N], no mean of that name, or max_tokens is below 1.
@@ -168,7 +168,7 @@ def token_weights(counts: Tensor, *, mean: TokenMean, max_tokens: int = 1) -> Te
 
 
 def overlong_penalty(lengths: Tensor, *, max_tokens: int, buffer: int) -> Tensor:
-    """Rewards [N] in [-1, 0], float32, of answers that come near their greatest length.
+    """Return penalties [N] in [-1, 0], float32, for answers near their greatest length.
 
     0 up to max_tokens - buffer tokens, then a straight fall to -1 at max_tokens.
 
@@ -199,7 +199,7 @@ def _check(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Ten
 def _token_ratios(
     log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-ratios [N, T], 0 where the policy chose nothing; where it did; and the weights [N, T], 0 elsewhere."""
+    """Return log-ratios [N, T], 0 outside the mask; the mask as booleans; and weights [N, T], 0 outside the mask."""
     _check(log_prob, old_log_prob, advantages, mask, weights if weights is None or weights.ndim == 1 else None)
     if weights is not None and weights.ndim == 1:
         weights = weights[:, None].expand_as(log_prob)

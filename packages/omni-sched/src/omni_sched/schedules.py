@@ -1,4 +1,4 @@
-"""Noise schedules: the sigmas a sampler visits, the maps that bend them, and the window of steps that are trained.
+"""Noise schedules: the sigmas a sampler visits, maps that shift them, and the window of steps that are trained.
 
 Letters: S denoising steps, numbered 0 (from sigma = 1) to S-1 (to sigma = 0). A schedule is [S+1], float32, strictly
 decreasing, from 1 (noise) to exactly 0 (data); sigma is dimensionless: `x = (1 - sigma) * data + sigma * noise`.
@@ -8,8 +8,8 @@ schedule built here equals the table of a published pipeline bit for bit, except
 checked on the CPU only: reading them back from an accelerator would stall its queue.
 
 A window is the K steps of an iteration that are stochastic and trained; the others are deterministic. It is a pure
-function of the iteration: every rank finds the same one without talking, and a resumed run needs no saved state. The
-global random state is neither read nor changed.
+function of the iteration: every rank computes the same one without communication, and a resumed run needs no saved
+state. The global random state is neither read nor changed.
 """
 
 import math
@@ -31,7 +31,7 @@ EXP_DECAY_RATE = 2.5  # over the whole schedule: 0.1 for each of 25 steps, as pu
 
 
 def linear_sigmas(num_steps: int) -> Tensor:
-    """Evenly spaced sigmas 1, (S-1)/S, ..., 1/S, 0.
+    """Return evenly spaced sigmas 1, (S-1)/S, ..., 1/S, 0.
 
     Args:
         num_steps: S, at least 1.
@@ -50,7 +50,7 @@ def linear_sigmas(num_steps: int) -> Tensor:
 
 
 def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
-    """Sigmas moved towards 1 by a constant factor: `s' = shift * s / (1 + (shift - 1) * s)`.
+    """Shift sigmas towards 1 by a constant factor: `s' = shift * s / (1 + (shift - 1) * s)`.
 
     0 stays, 1 stays up to rounding, shift 1 changes nothing, and two shifts compose to their product.
 
@@ -74,7 +74,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def exponential_shift_sigmas(sigmas: Tensor, mu: float) -> Tensor:
-    """Sigmas moved towards 1 in log-odds: `s' = e^mu / (e^mu + 1/s - 1)`, that is `shift_sigmas` with shift e^mu.
+    """Shift sigmas towards 1 in log-odds: `s' = e^mu / (e^mu + 1/s - 1)`, equal to `shift_sigmas` with shift e^mu.
 
     Args:
         sigmas: noise levels in [0, 1], any shape.
@@ -100,7 +100,7 @@ def exponential_shift_sigmas(sigmas: Tensor, mu: float) -> Tensor:
 def resolution_mu(
     num_tokens: int, *, base_tokens: int = 256, max_tokens: int = 4096, base_mu: float = 0.5, max_mu: float = 1.15
 ) -> float:
-    """mu for a latent of num_tokens tokens, on the line through (base_tokens, base_mu) and (max_tokens, max_mu).
+    """Return mu for num_tokens tokens, on the line through (base_tokens, base_mu) and (max_tokens, max_mu).
 
     Not clamped: a latent above max_tokens gets a mu above max_mu.
 
@@ -112,7 +112,7 @@ def resolution_mu(
     Raises:
         ValueError: num_tokens < 1, or base_tokens >= max_tokens.
 
-    The line that FLUX's released code draws; diffusers' `calculate_shift`.
+    The line of FLUX's released code; diffusers' `calculate_shift`.
     """
     if num_tokens < 1:
         raise ValueError(f"num_tokens must be >= 1, got {num_tokens}")
@@ -122,7 +122,7 @@ def resolution_mu(
 
 
 def stretch_sigmas(sigmas: Tensor, terminal: float) -> Tensor:
-    """Schedule rescaled so that its last non-zero sigma, s_last, becomes `terminal`.
+    """Rescale a schedule so that its last non-zero sigma, s_last, becomes `terminal`.
 
     `1 - s' = (1 - s) * (1 - terminal) / (1 - s_last)`: 1 stays 1, and the final 0 stays 0. Named
     `shift_terminal` in diffusers; Qwen-Image uses 0.02, after the exponential shift.
@@ -162,7 +162,7 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
     iters_per_window: int = 1,
     stride: int = 1,
 ) -> tuple[int, ...]:
-    """Ascending indices of the stochastic steps, at least one, all in [low, high).
+    """Return the ascending indices of the stochastic steps, at least one, all in [low, high).
 
     strategy is one of
         all: the whole range [low, high);
@@ -192,10 +192,10 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
         ValueError: an argument outside the ranges above.
 
     sliding, decay and exp_decay are MixGRPO's `progressive`, `decay` and `exp_decay`, arXiv 2507.21802; fixed is the
-    window of MixGRPO-Flash*. The released code lets the window shrink at the end of the schedule and, unless told to
-    roll back, become empty past it; its high is S - 2; and its exp_decay counts 0.1 for each step past 13 whatever S
-    is, which is the one here at the published 25 steps. random is the window of Flow-GRPO-Fast, arXiv 2505.05470.
-    subset is the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on, there drawn for each sample.
+    window of MixGRPO-Flash*. The released code lets the window shrink at the end of the schedule and, unless set to
+    roll back, become empty past it; its high is S - 2; and its exp_decay counts 0.1 for each step past 13 at every S,
+    which is the one here at the published 25 steps. random is the window of Flow-GRPO-Fast, arXiv 2505.05470.
+    subset is the share of timesteps that DanceGRPO, arXiv 2505.07818, trains on, there sampled for each sample.
     """
     high = num_steps - 1 if high is None else high
     size = high - low if size is None else size
@@ -232,7 +232,7 @@ def sde_window(  # noqa: PLR0913 - one call names everything a window depends on
 
 
 def _float_levels(sigmas: Tensor) -> Tensor:
-    """sigmas in float32; a value outside [0, 1] that the host can see is refused."""
+    """Return sigmas in float32; raise ValueError for a value outside [0, 1] that is on the CPU."""
     sigmas = sigmas.float()
     if sigmas.device.type == "cpu" and not ((sigmas >= 0) & (sigmas <= 1)).all():
         raise ValueError(f"sigmas must be in [0, 1], got {sigmas.tolist()}")
@@ -240,7 +240,7 @@ def _float_levels(sigmas: Tensor) -> Tensor:
 
 
 def _stay(strategy: str, start: int, low: int, high: int, num_steps: int, iters_per_window: int) -> int:
-    """Number of iterations, at least 1, that a sliding window stays at start."""
+    """Return the number of iterations, at least 1, that a sliding window stays at start."""
     if strategy == "decay":
         return (iters_per_window * (high - start) + start - low) // (high - low)
     if strategy == "exp_decay":

@@ -18,9 +18,9 @@ from omni_sched.steps import Level, check_shapes, levels, on_cpu, on_host, over,
 
 
 def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor:
-    """Schedule with its first `start` steps kept and the later ones reduced to a share.
+    """Keep the first `start` steps of a schedule and reduce the later ones to a share.
 
-    Of the S - start later steps, ceil(compress_ratio * (S - start)) are left. Their noise levels are ones of the
+    ceil(compress_ratio * (S - start)) of the S - start later steps are left. Their noise levels are ones of the
     schedule, as evenly spread as that allows, and end at its last.
 
     Args:
@@ -47,7 +47,7 @@ def compress_sigmas(sigmas: Tensor, start: int, compress_ratio: float) -> Tensor
     if not 0 < compress_ratio <= 1:
         raise ValueError(f"compress_ratio must be in (0, 1], got {compress_ratio}")
     later = num_steps - start
-    left = math.ceil(compress_ratio * later - 1e-9)  # 0.28 * 25, for one, lies a rounding above 7
+    left = math.ceil(compress_ratio * later - 1e-9)  # 0.28 * 25, for one, is a rounding above 7
     # Rounded halves up, in integers: later / left >= 1, so no index comes twice.
     indices = [start + (2 * i * later + left) // (2 * left) for i in range(1, left + 1)]
     return sigmas[[*range(start + 1), *indices]]
@@ -62,15 +62,15 @@ def dpmpp_2m_step(
     last_data: Tensor | None = None,
     last_sigma: Level | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """One step of DPM-Solver++(2M), a second-order multistep solver; it returns the predicted data for the next call.
+    """Take one step of DPM-Solver++(2M), a second-order multistep solver; return predicted data for the next call too.
 
         lambda = log((1 - sigma) / sigma),   h = lambda_next - lambda,   h_last = lambda - lambda_last
         data   = x - sigma * velocity
         x_next = x + dt * velocity + (1 - sigma_next / sigma) / 2 * h / h_last * (data - last_data)
 
-    The last term continues the trend of the predicted data at no extra call of the model. Without last_data, that is at
-    the first step, it is missing and the step is exactly `euler_step`; so it is to sigma_next = 0 and from last_sigma =
-    1, where h and h_last are infinite.
+    The last term continues the trend of the predicted data at no extra call of the model. It is missing without
+    last_data, that is at the first step, which is then exactly `euler_step`. It is also missing to sigma_next = 0 and
+    from last_sigma = 1, where h and h_last are infinite.
 
     Args:
         velocity: [B, ...], latent units; the model's prediction of noise - data at x.
@@ -113,5 +113,5 @@ def dpmpp_2m_step(
 
 
 def _half_log_snr(sigma: Tensor) -> Tensor:
-    """lambda of DPM-Solver++: log(alpha / sigma) with alpha = 1 - sigma; infinite at 0 and 1."""
+    """Return lambda of DPM-Solver++: log(alpha / sigma) with alpha = 1 - sigma; infinite at 0 and 1."""
     return torch.log((1 - sigma) / sigma)

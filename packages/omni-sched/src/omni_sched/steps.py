@@ -1,17 +1,17 @@
-"""One denoising step from sigma to sigma_next, deterministic or stochastic, its noise and its end's log-probability.
+"""One denoising step from sigma to sigma_next, deterministic or stochastic, with its noise and log-probability.
 
 Letters: B samples; x is [B, ...] with any latent axes behind B, in latent units. sigma is the noise level in [0, 1],
-1 = noise, 0 = data, and falls: `dt = sigma_next - sigma < 0`. `velocity = dx/dsigma = noise - data`, so a sample is
-predicted to hold
+1 = noise, 0 = data, and falls: `dt = sigma_next - sigma < 0`. `velocity = dx/dsigma = noise - data`, so the predicted
+data and noise of a sample are
 
     data_hat  = x - sigma * velocity
     noise_hat = x + (1 - sigma) * velocity
 
-and all stochastic steps are one form, an Euler step that gives up part of the predicted noise for fresh noise z:
+and all stochastic steps have one form, an Euler step that replaces part of the predicted noise by fresh noise z:
 
     mean = x + dt * velocity - pull * noise_hat        x_next = mean + std * z
 
-They differ in `std` and `pull` alone, and each is written out in full. For `sde_step` and `dance_step`, `pull = std^2 /
+They differ only in `std` and `pull`, and each is written out in full. For `sde_step` and `dance_step`, `pull = std^2 /
 (2 sigma)` keeps the marginal of the ODE as dt goes to 0; for `cps_step`, pull is such that the noise in x_next has
 amplitude sigma_next at any dt.
 
@@ -21,12 +21,13 @@ MEAN over elements, so multiply by their number for the log-density of the sampl
 `gaussian_log_prob` of its x_next, mean and std is. `std` is the standard deviation of x_next given x, with sqrt(-dt)
 included; some released code reports it without.
 
-Everything is float32, whatever comes in: at bfloat16 the rounding of x_next is as large as the noise of a late step.
+Everything is computed in float32 for any input dtype: in bfloat16 the rounding of x_next would be as large as the noise
+of a late step.
 
 sigma and sigma_next are scalars or [B]. Their values are checked when both are Python numbers or CPU tensors. Values on
 an accelerator are not read back, since that would stall its queue once per step; there, scoring at sigma_next = 0 is
 not refused, and gives log_prob NaN. For x on an accelerator, pass scalars from the host or vectors that are already
-beside x: only a [B] tensor on the CPU costs a copy that waits.
+on its device: only a [B] tensor on the CPU costs a copy that waits.
 """
 
 import hashlib
@@ -49,9 +50,9 @@ SIGMA_ONE_TOLERANCE = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Transition:
-    """One stochastic step: its end, the distribution of that, and its log-probability.
+    """One stochastic step: its result, the result's distribution, and its log-probability.
 
-    x_next: [B, ...], latent units, detached: the draw, or the value that was scored.
+    x_next: [B, ...], latent units, detached: the sample, or the value that was scored.
     mean: [B, ...], latent units: of x_next given x; carries the gradient.
     std: [B], latent units: true standard deviation of x_next given x.
     log_prob: [B], nats per latent element (`cps_step`: see there); NaN where the density degenerates, that is at
@@ -65,7 +66,7 @@ class Transition:
 
 
 def euler_step(velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level) -> Tensor:
-    """One Euler step of the probability-flow ODE: `x_next = x + (sigma_next - sigma) * velocity`.
+    """Take one Euler step of the probability-flow ODE: `x_next = x + (sigma_next - sigma) * velocity`.
 
     Args:
         velocity: [B, ...], latent units; the model's prediction of noise - data.
@@ -94,21 +95,21 @@ def sde_step(
     x_next: Tensor | None = None,
     sigma_max: Level | None = None,
 ) -> Transition:
-    """Transition of Flow-GRPO's SDE, whose injected noise grows with sigma.
+    """Sample or score a step of Flow-GRPO's SDE, whose injected noise grows with sigma.
 
         S    = noise_level * sqrt(sigma / (1 - sigma))
         mean = x + dt * (velocity + S^2 / (2 sigma) * noise_hat)        std = S * sqrt(-dt)
 
-    `1 - sigma` vanishes at the start. Within 1e-3 of 1, sigma is therefore capped at sigma_max in that one place, and
-    the std of the first step is noise_level for every schedule. It stays large for the next few however many steps
-    there are, so the ODE's marginal is kept only some way below sigma = 1.
+    `1 - sigma` vanishes at the start. A sigma within 1e-3 of 1 is therefore capped at sigma_max in that one place, and
+    the std of the first step is noise_level for every schedule. It stays large for the next few steps at any number of
+    steps, so the ODE's marginal is kept only some way below sigma = 1.
 
     Args:
         velocity: [B, ...], latent units.
         x: [B, ...], latent units.
         sigma, sigma_next: scalar or [B], noise level before and after.
         noise_level: >= 0, dimensionless; 0 is exactly `euler_step`. Flow-GRPO uses 0.7.
-        noise: [B, ...], standard normal: draw x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
         sigma_max: scalar or [B], the schedule's second entry, in (0, 1). None takes sigma_next, which at the first
             step is that entry.
@@ -143,7 +144,7 @@ def cps_step(
     noise: Tensor | None = None,
     x_next: Tensor | None = None,
 ) -> Transition:
-    """Transition of coefficients-preserving sampling, whose x_next holds noise of amplitude sigma_next exactly.
+    """Sample or score a step of coefficients-preserving sampling: x_next has noise of amplitude sigma_next exactly.
 
         std  = sigma_next * sin(noise_level * pi / 2)
         mean = (1 - sigma_next) * data_hat + sigma_next * cos(noise_level * pi / 2) * noise_hat
@@ -160,7 +161,7 @@ def cps_step(
         x: [B, ...], latent units.
         sigma, sigma_next: scalar or [B], noise level before and after.
         noise_level: in [0, 1], dimensionless; 0 is exactly `euler_step`, 1 replaces all noise.
-        noise: [B, ...], standard normal: draw x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
 
     Raises:
@@ -192,7 +193,7 @@ def dance_step(
     noise: Tensor | None = None,
     x_next: Tensor | None = None,
 ) -> Transition:
-    """Transition of DanceGRPO's SDE, whose injected noise is the same at every sigma.
+    """Sample or score a step of DanceGRPO's SDE, whose injected noise is the same at every sigma.
 
         mean = x + dt * (velocity + noise_level^2 / (2 sigma) * noise_hat)        std = noise_level * sqrt(-dt)
 
@@ -203,7 +204,7 @@ def dance_step(
         x: [B, ...], latent units.
         sigma, sigma_next: scalar or [B], noise level before and after.
         noise_level: >= 0, dimensionless; 0 is exactly `euler_step`. DanceGRPO uses 0.3.
-        noise: [B, ...], standard normal: draw x_next with it. Exactly one of noise and x_next.
+        noise: [B, ...], standard normal: sample x_next with it. Exactly one of noise and x_next.
         x_next: [B, ...], latent units: score it.
 
     Raises:
@@ -224,9 +225,9 @@ def dance_step(
 
 @dataclass(frozen=True)
 class StreamStep:
-    """A stochastic step that tells the log-probability of each of M streams, which lie end to end in x [B, n].
+    """A stochastic step with a log-probability for each of M streams, which are concatenated in x [B, n].
 
-    rule: such as `sde_step`. sizes: how many elements of x each stream has, n in all.
+    rule: such as `sde_step`. sizes: number of elements of each stream in x, n in all.
     """
 
     rule: Callable[..., Transition]
@@ -235,7 +236,7 @@ class StreamStep:
     def __call__(
         self, velocity: Tensor, x: Tensor, sigma: Level, sigma_next: Level, *, noise_level: float, **end: Tensor
     ) -> Transition:
-        """The transition of `rule`, bit for bit, but for log_prob: [B, M], in nats per element of a stream.
+        """Return the transition of `rule`, bit for bit, except log_prob: [B, M], in nats per element of a stream.
 
         end: noise or x_next, [B, n], as `rule` takes them.
         """
@@ -249,12 +250,12 @@ class StreamStep:
 
 
 def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Log-density of Normal(mean, std^2) at x_next, [B], nats per latent element: mean over elements.
+    """Return the log-density of Normal(mean, std^2) at x_next, [B], nats per latent element: mean over elements.
 
         log p = -mean((x_next - mean)^2) / (2 std^2) - log(std) - log(2 pi) / 2
 
-    It is the log_prob of `sde_step` and `dance_step`. With the moments of any step it gives the log-probabilities whose
-    differences are those of the policies, such as an importance correction needs.
+    It is the log_prob of `sde_step` and `dance_step`. The moments of any step give true log-probabilities, as an
+    importance correction needs.
 
     Args:
         x_next, mean: [B, ...], latent units; differentiable in both.
@@ -271,10 +272,10 @@ def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
-    """Standard normal noise for one step of B samples, row b a function of seeds[b] and step alone.
+    """Return standard normal noise for one step of B samples; row b depends only on seeds[b] and step.
 
-    The same whatever batch, order, rank or device the sample is in: it is made on the CPU, and the caller moves it. A
-    smaller shape gets the beginning of what a larger one gets, in row-major order.
+    It does not depend on the batch, order, rank or device of a sample: it is made on the CPU, and the caller moves it.
+    A smaller shape gets the beginning of what a larger one gets, in row-major order.
 
     The random bits are SHAKE-128 of the pair (seed, step), turned into normals by Box-Muller in float64 and rounded to
     float32 once. `torch.Generator` is not used, for three reasons. Its CPU engine keeps only the low 32 bits of a seed,
@@ -306,7 +307,7 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
 
 
 def add_noise(x0: Tensor, noise: Tensor, sigma: Level) -> Tensor:
-    """Data noised to level sigma: `(1 - sigma) * x0 + sigma * noise`.
+    """Noise data to level sigma: `(1 - sigma) * x0 + sigma * noise`.
 
     Args:
         x0: [B, ...], latent units: data.
@@ -337,7 +338,7 @@ def _inputs(
     noise: Tensor | None,
     x_next: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """velocity and x in float32, sigma and sigma_next as [B]; wrong calls and scoring without density are refused."""
+    """Return velocity and x in float32, sigma and sigma_next as [B]; refuse wrong calls and scoring without density."""
     if not 0 <= noise_level < math.inf:
         raise ValueError(f"noise_level must be >= 0 and finite, got {noise_level}")
     check_shapes(x, velocity=velocity, noise=noise, x_next=x_next)
@@ -349,7 +350,7 @@ def _inputs(
 
 
 def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Tensor | None) -> Tensor:
-    """mean + std * noise, or x_next where that is given: [B, ...], detached, float32."""
+    """Return mean + std * noise, or x_next if it is given: [B, ...], detached, float32."""
     if noise is not None and x_next is None:
         return (mean + over(std, mean) * noise.float()).detach()
     if x_next is not None and noise is None:
@@ -358,7 +359,7 @@ def _drawn_or_given(mean: Tensor, std: Tensor, noise: Tensor | None, x_next: Ten
 
 
 def _normal(key: str, count: int) -> Tensor:
-    """[count] standard normals, float32, from the bits of key."""
+    """Return [count] standard normals, float32, from the bits of key."""
     num_pairs = (count + 1) // 2
     bits = bytearray(hashlib.shake_128(key.encode()).digest(8 * max(num_pairs, 1)))
     words = torch.frombuffer(bits, dtype=torch.int32).double()
@@ -369,7 +370,7 @@ def _normal(key: str, count: int) -> Tensor:
 
 
 def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
-    """sigma and sigma_next as [B] float32 beside x; scalars and vectors then run through the same operations."""
+    """Return sigma and sigma_next as [B] float32 on x's device: scalars and vectors then take the same operations."""
     both = per_sample(x, "sigma", sigma), per_sample(x, "sigma_next", sigma_next)
     if on_host(sigma) and on_host(sigma_next):
         now, after = on_cpu(sigma), on_cpu(sigma_next)
@@ -380,7 +381,7 @@ def levels(x: Tensor, sigma: Level, sigma_next: Level) -> tuple[Tensor, Tensor]:
 
 
 def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
-    """level as [B] float32 beside x."""
+    """Return level as [B] float32 on x's device."""
     if isinstance(level, Tensor) and level.shape not in (torch.Size(), x.shape[:1]):
         raise ValueError(f"{name} must be a scalar or [B] = [{x.shape[0]}], got shape {tuple(level.shape)}")
     if not isinstance(level, Tensor) or (level.ndim == 0 and on_host(level)):
@@ -390,12 +391,12 @@ def per_sample(x: Tensor, name: str, level: Level) -> Tensor:
 
 
 def over(value: Tensor, x: Tensor) -> Tensor:
-    """value [B], shaped to multiply x [B, ...]."""
+    """Return value [B] in a shape that multiplies x [B, ...]."""
     return value.view(-1, *[1] * (x.ndim - 1))
 
 
 def check_shapes(x: Tensor, **others: Tensor | None) -> None:
-    """Refuse x without an axis behind B, and others, where they are given, of another shape than x."""
+    """Raise ValueError for x without an axis behind B, and for others of another shape than x; None is skipped."""
     if x.ndim < 2:
         raise ValueError(f"x must be [B, ...] with at least one axis behind B, got shape {tuple(x.shape)}")
     for name, other in others.items():
@@ -404,11 +405,11 @@ def check_shapes(x: Tensor, **others: Tensor | None) -> None:
 
 
 def on_host(level: Level) -> bool:
-    """True where the value of level can be read without waiting: a number, or a tensor on the CPU."""
+    """True if the value of level can be read without waiting: a number, or a tensor on the CPU."""
     return not isinstance(level, Tensor) or level.device.type == "cpu"
 
 
 def on_cpu(level: Level) -> Tensor:
-    """level on the CPU, float32."""
+    """Return level on the CPU, float32."""
     # Checked as float32, the precision the step computes in: two levels that round to one are no step.
     return torch.as_tensor(level, dtype=torch.float32, device="cpu")
