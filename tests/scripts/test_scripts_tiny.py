@@ -1,0 +1,259 @@
+"""The shipped tiny models: data and models are what their scripts write, and the models are half taught."""
+
+import random
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+
+import numpy as np
+import pretrain_tiny_moving
+import pretrain_tiny_tones
+import pytest
+import tiny_edit
+import tiny_moving
+import tiny_signs
+import torch
+from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, QwenImagePipeline, WanTransformer3DModel
+from helpers import CHECKPOINT, REPO, absolute_paths, sampled
+from moved import score as score_moved
+from omni_reward.scorers import load_scorer
+from omni_reward.scorers.likeness import load_likeness
+from omni_reward.scorers.sound import named_pitch
+from omni_reward.scorers.text import target_text
+from omni_rl.media.images import read_picture
+from omni_rollout import Params, Prompt
+from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.models import open_model, wan
+from omni_train.prompts.files import load_prompts
+
+CHECKPOINTS, DATA = REPO / "checkpoints", REPO / "data"
+MB = 2**20
+EDIT = Params(4, height=32, width=96, guidance={"image_area": 3072})
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A shipped model: its folder, how its samples are drawn, and the scorers whose mean scores are within bounds."""
+
+    folder: str
+    prompts: str
+    count: int
+    params: Params
+    bounds: dict[str, tuple[float, float]]
+    flags: tuple[str, ...]  # of its script, for a model of a few steps
+
+
+TINY = {
+    "signs": Tiny(CHECKPOINT.name, "tiny-signs/eval.txt", 48, Params(10, height=32, width=96), {"ocr": (0.4, 0.8)},
+                  ("--signs=64", "--vae-steps=4", "--text-steps=2", "--steps=2")),
+    "edit": Tiny("tiny-signs-qwen-image-edit", "tiny-edit/eval.jsonl", 24, EDIT,
+                 {"ocr": (0.4, 0.8), "likeness": (0.8, 1.0)}, ("--edits=8", "--text-steps=2", "--steps=2")),
+    "moving": Tiny("tiny-moving-wan", "tiny-moving/eval.jsonl", 12, pretrain_tiny_moving.SAMPLING,
+                   {"moved": (0.6, 0.85)}, ("--signs=4", "--steps=2")),
+    "tones": Tiny("tiny-tones-ltx2", "tiny-tones/eval.txt", 16, pretrain_tiny_tones.SAMPLING,
+                  {"pitch": (0.3, 0.6), "frames:color": (0.9, 1.0)}, ("--steps=1", "--vae-steps=1", "--text-steps=1")),
+}  # fmt: skip
+OPTIONS = {"ocr": {"reading": "line"}, "likeness": {"measure": "ground", "zero_at": 0.1}}
+META = {"sample_rate": 8000, "fps": 9.0}
+
+
+def mean_score(name, media, texts, references):
+    """The mean score of the media; NumPy arrays of all samples by kind."""
+    if name == "moved":
+        return np.mean(score_moved(media, texts, [], references))
+    more = [references] if name == "likeness" else []
+    found = load_scorer(name, options=OPTIONS.get(name, {}))(media, texts, [META] * len(texts), *more)
+    return np.mean([score.value for score in found])
+
+
+def write_signs(folder):
+    for name, count, avoid in (("train", 2048, None), ("eval", 256, None), ("test", 256, folder / "eval.txt")):
+        tiny_signs.write_prompts(folder / f"{name}.txt", count=count, evaluation=name != "train", avoid=avoid)
+
+
+WRITERS = {
+    "tiny-signs": write_signs, "tiny-edit": tiny_edit.write_data, "tiny-moving": tiny_moving.write_data,
+    "tiny-tones": pretrain_tiny_tones.write_prompts,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_data_are_what_the_script_writes(name, tmp_path):
+    WRITERS[name](tmp_path)
+    written, shipped = (
+        {path.relative_to(place) for path in place.rglob("*.*")} for place in (tmp_path, DATA / name)
+    )  # fmt: skip
+    assert written == shipped != set()
+    for path in shipped:
+        if path.suffix == ".png":
+            assert read_picture(tmp_path / path).equal(read_picture(DATA / name / path))
+        else:
+            assert (tmp_path / path).read_text() == (DATA / name / path).read_text()
+
+
+@pytest.mark.parametrize("part", ["train", "eval"])
+def test_words_of_training_and_of_evaluation_never_meet(part):
+    for folder in ("tiny-edit", "tiny-moving"):
+        records = load_prompts(DATA / folder / f"{part}.jsonl")
+        words = {target_text(record.text) for record in records}
+        words |= {image.stem.split("-")[1] for record in records for image in record.images}
+        assert {tiny_signs.is_eval_word(word) for word in words} == {part == "eval"}
+    rng = random.Random(0)
+    drawn = {tiny_signs.draw_word(rng, evaluation=part == "eval") for _ in range(2000)}
+    assert {tiny_signs.is_eval_word(word) for word in drawn} == {part == "eval"}
+
+
+def test_tones_held_out_are_known_colors_and_pitches_in_new_pairs():
+    pairs = {}
+    for part in ("train", "eval"):
+        texts = [record.text for record in load_prompts(DATA / "tiny-tones" / f"{part}.txt")]
+        pairs[part] = {(text.split()[1], named_pitch(text)) for text in texts}
+    assert pairs["train"].isdisjoint(pairs["eval"])
+    sides = [{pair[side] for pair in pairs["train"]} for side in range(2)]
+    assert sides == [set(pretrain_tiny_tones.COLORS), set(pretrain_tiny_tones.PITCHES)]
+    assert {pitch for _, pitch in pairs["eval"]} == set(pretrain_tiny_tones.PITCHES)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_model_is_small_and_half_taught(name):
+    tiny = TINY[name]
+    assert sum(path.stat().st_size for path in (CHECKPOINTS / tiny.folder).rglob("*")) < 15 * MB
+    model = open_model(CHECKPOINTS / tiny.folder)
+    engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
+    prompts = [
+        Prompt(record.text, group=i, index=i, seed=i, images=tuple(map(read_picture, record.images)))
+        for i, record in enumerate(load_prompts(DATA / tiny.prompts)[: tiny.count])
+    ]
+    drawn = engine.generate(prompts, tiny.params)
+    media = {kind: value.numpy() for kind, value in drawn.media.items()}
+    references = [[image.numpy() for image in prompt.images] for prompt in prompts]
+    for scorer, (least, most) in tiny.bounds.items():
+        assert least < mean_score(scorer, media, [prompt.text for prompt in prompts], references) <= most, scorer
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sampled(TINY, 1))
+def test_the_script_writes_a_model_that_draws(name, tmp_path, monkeypatch):
+    tiny, threads, folder = TINY[name], torch.get_num_threads(), tmp_path / "pipe"
+    data = [f"--data={tmp_path}"] if name == "tones" else []
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", f"--out={folder}", *tiny.flags, *data])
+    try:
+        import_module(f"pretrain_tiny_{name}").main()
+    finally:
+        torch.set_num_threads(threads)
+    assert absolute_paths(folder) == absolute_paths(CHECKPOINTS / tiny.folder) == []
+    model, shipped = open_model(folder), open_model(CHECKPOINTS / tiny.folder)
+    model.check_files()
+    assert {path.relative_to(folder) for path in folder.rglob("*.safetensors")} == {
+        path.relative_to(CHECKPOINTS / tiny.folder) for path in (CHECKPOINTS / tiny.folder).rglob("*.safetensors")
+    }
+    assert model.config["_class_name"] == shipped.config["_class_name"]
+    record = load_prompts(DATA / tiny.prompts)[0]
+    prompt = Prompt(record.text, group=0, index=0, seed=0, images=tuple(map(read_picture, record.images)))
+    drawn = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32)).generate([prompt], tiny.params)
+    assert drawn.x0.isfinite().all()
+
+
+def test_stock_diffusers_draws_signs_that_are_half_right():
+    pipe = QwenImagePipeline.from_pretrained(CHECKPOINT)
+    pipe.set_progress_bar_config(disable=True)
+    prompts = (DATA / "tiny-signs" / "eval.txt").read_text().splitlines()[:48]
+    sizes = {"true_cfg_scale": 1.0, "height": 32, "width": 96, "num_inference_steps": 10}
+    images = pipe(prompts, **sizes, generator=torch.Generator().manual_seed(0), output_type="np").images
+    assert 0.4 < mean_score("ocr", {"image": (images * 255).round().astype(np.uint8)}, prompts, []) < 0.8
+
+
+def test_the_scorer_reads_every_rendered_sign():
+    rng = random.Random(0)
+    signs = [tiny_signs.draw_prompt(rng) for _ in range(32)]
+    images = np.stack([tiny_signs.render(rng, color, word) for _, color, word in signs])
+    assert mean_score("ocr", {"image": images}, [prompt for prompt, _, _ in signs], []) > 0.97
+
+
+def test_an_edit_changes_the_word_and_nothing_else():
+    rng, likeness = random.Random(0), load_likeness(measure="ground")
+    prompts, before, after = zip(*[tiny_edit.draw_edit(rng) for _ in range(24)], strict=True)
+    assert mean_score("ocr", {"image": np.stack(before)}, list(prompts), []) <= 0.3
+    assert mean_score("ocr", {"image": np.stack(after)}, list(prompts), []) >= 0.97
+    kept = likeness({"image": np.stack(after)}, list(prompts), [{}] * 24, [(image,) for image in before])
+    assert [score.value for score in kept] == [1.0] * 24
+
+
+@pytest.fixture(scope="module")
+def moving():
+    """Prompts, and the videos that they ask for, uint8 [8, F, H, W, 3]."""
+    rng, prompts, videos = random.Random(0), [], []
+    for direction in 4 * list(tiny_moving.DIRECTIONS):
+        sign = tiny_moving.draw_sign(rng)
+        prompts.append(tiny_moving.prompt(*sign, direction))
+        videos.append(tiny_moving.render(*sign, direction))
+    return prompts, np.stack(videos)
+
+
+def test_only_a_word_that_moves_as_asked_scores_much(moving):
+    prompts, videos = moving
+    given = [(video[0],) for video in videos]
+    assert score_moved({"video": videos}, prompts, [], given) == pytest.approx([1.0] * 8)
+    other_way = [prompts[i] for i in (1, 0, 3, 2, 5, 4, 7, 6)]
+    still, empty, stripes = videos[:, :1].repeat(9, axis=1), np.full_like(videos, 200), np.zeros_like(videos)
+    stripes[:, :, 4:9] = 200  # which look the same wherever they move
+    assert max(score_moved({"video": videos}, other_way, [], given)) < 0.3
+    assert max(score_moved({"video": still}, prompts, [], given)) < 0.3
+    assert np.abs(score_moved({"video": stripes}, prompts, [], given)).max() < 0.3
+    assert score_moved({"video": empty}, prompts, [], given) == [0.0] * 8
+    flow = load_scorer("flow", options={"measure": "direction"})({"video": videos}, prompts, [{"fps": 8.0}] * 8)
+    assert min(score.value for score in flow) > 0
+
+
+def test_a_video_is_coded_as_the_last_frame_of_four_is_as_an_image(moving):
+    image_vae = AutoencoderKLQwenImage.from_pretrained(pretrain_tiny_moving.SIGNS / "vae")
+    vae = AutoencoderKLWan.from_pretrained(CHECKPOINTS / "tiny-moving-wan" / "vae")
+    x = torch.from_numpy(moving[1][:2]).movedim(-1, 1).float() / 127.5 - 1  # [N, C, F, H, W]
+    x[:, :, 2] = 0.0  # is neither the first frame nor the last one of four
+    with torch.no_grad():
+        codes = vae.encode(x).latent_dist.mode()
+        decoded = vae.decode(codes, return_dict=False)[0]
+        of_images = [image_vae.encode(x[:, :, i : i + 1]).latent_dist.mode() for i in (0, 4, 8)]
+        images = [image_vae.decode(code, return_dict=False)[0] for code in of_images]
+    torch.testing.assert_close(codes, torch.cat(of_images, dim=2), atol=1e-5, rtol=1e-5)
+    shown = torch.cat(images, dim=2).repeat_interleave(torch.tensor([1, 4, 4]), dim=2)
+    torch.testing.assert_close(decoded, shown, atol=1e-4, rtol=1e-4)
+
+
+def test_texts_with_one_heavy_zero_are_those_that_zeros_fill():
+    torch.manual_seed(0)
+    sizes = {"attention_head_dim": 24, "num_attention_heads": 2, "ffn_dim": 32, "text_dim": 8, "freq_dim": 16}
+    net = WanTransformer3DModel(num_layers=2, in_channels=4, out_channels=4, rope_max_seq_len=64, **sizes)
+    x, embeds = torch.randn(2, 4, 3, 4, 6), torch.zeros(2, wan.TEXT_TOKENS, 8)
+    embeds[:, :5] = torch.randn(2, 5, 8)
+    full = net(x, torch.tensor([300.0, 900.0]), embeds, return_dict=False)[0]
+    net.set_attn_processor(pretrain_tiny_moving.ZerosAsOne())
+    for length in (6, 7):
+        short = net(x, torch.tensor([300.0, 900.0]), embeds[:, :length], return_dict=False)[0]
+        torch.testing.assert_close(short, full, atol=1e-5, rtol=1e-5)
+
+
+def test_the_vocoder_makes_of_each_pitch_its_sinusoid():
+    vocoder, seconds = pretrain_tiny_tones.build_vocoder(), (torch.arange(7200) + 80) / 8000
+    for place, pitch in enumerate(pretrain_tiny_tones.PITCHES):
+        spectrogram = torch.zeros(1, 2, 45, 64)
+        spectrogram[..., 4 * place : 4 * place + 4] = 0.5
+        sine = 0.15 * torch.sin(2 * torch.pi * pitch * seconds)
+        for sound in vocoder(spectrogram)[0]:
+            torch.testing.assert_close(sound[80:-80], sine[80:-80], atol=1e-3, rtol=0)
+
+
+def test_the_score_script_gives_the_base_and_equal_weights_the_same_score(tmp_path):
+    prompts = tmp_path / "few.txt"
+    prompts.write_text('a blue sign that says "YX"\na pink sign that says "FQT"\n')
+    command = [sys.executable, str(REPO / "scripts" / "score.py"), "--prompts", str(prompts)]
+    outputs = [
+        subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout
+        for more in ([], ["--weights", str(CHECKPOINT)])
+    ]
+    assert outputs[0] == outputs[1]
+    assert 0 <= float(outputs[0].split()[1]) <= 1
+    wrong = subprocess.run([*command, "--weights", str(tmp_path / "none")], capture_output=True, text=True)
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    assert str(tmp_path / "none") in wrong.stderr.splitlines()[-1]
