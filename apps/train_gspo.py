@@ -99,6 +99,7 @@ from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards, grou
 from omni_rl.flow.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
+from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.run import Step, check_ratio, policy_metrics
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
@@ -294,10 +295,10 @@ def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = F
     Extremes stay as they are. A batch that only fills up changes neither.
     """
     if not batch.by_answer:
-        nothing = {name: -torch.inf if "_max" in name else torch.inf if "_min" in name else 0.0 for name in metrics}
-        return {name: torch.full_like(value, nothing[name]) for name, value in metrics.items()}
+        nothing = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
+        return {name: torch.full_like(value, nothing[EXTREMES.get(name, "mean")]) for name, value in metrics.items()}
     own = {name: batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token for name in metrics}
-    return {name: value if "_max" in name or "_min" in name else value * own[name] for name, value in metrics.items()}
+    return {name: value if name in EXTREMES else value * own[name] for name, value in metrics.items()}
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

@@ -111,6 +111,7 @@ from omni_rl.flow.scoring import TrainBatch, collect, describe_rewards, gather_p
 from omni_rl.flow.thinking import ThinkingRun
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
+from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.run import Step, check_ratio, policy_metrics
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
@@ -207,7 +208,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             thought = thought_loss(run, batch, before)
             run.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
             drawn = {
-                name: merge_metric(name, torch.stack([part.metrics[name] for part in parts]))
+                name: merge_metric(torch.stack([part.metrics[name] for part in parts]), EXTREMES.get(name, "mean"))
                 for name in parts[0].metrics
             }
             loss = (

@@ -45,7 +45,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert "eval/minus/reward=-1" in printed
         assert "minus -1.000 -> -1.000; report, weights and metrics in runs/first" in printed
         data = run_data(Path("runs/first"))
-        assert list(charts([data])[0].lines)[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
+        assert list(charts([data])[0]["lines"])[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
         prompts = [prompt["text"] for prompt in data["prompts"]]
         assert {text.partition(":")[0] for text in prompts} >= {"same", "few", "minus"}
         card = Path("runs/first/weights/README.md").read_text()

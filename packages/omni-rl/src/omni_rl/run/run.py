@@ -77,6 +77,7 @@ from omni_rl.media.images import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.engines import ENGINES
+from omni_rl.run.metrics import COLUMNS, EXTREMES
 from omni_rl.settings.args import (
     MAY_CHANGE,
     SECRET,
@@ -96,13 +97,6 @@ if TYPE_CHECKING:
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=MediaArgs)
-COLUMNS = (
-    "reward/mean",
-    "eval/reward",
-    "perf/images_per_s_per_device",
-    "policy/first_ratio_max_dev",
-    "policy/grad_norm",
-)
 current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=None)  # see `omni_rl.tools.plan`
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
@@ -967,8 +961,9 @@ def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Se
     Raises:
         FloatingPointError: the loss is not finite; raised on every rank.
     """
-    own = torch.stack([merge_metric(name, torch.stack([m[name] for m in seen])) for name in seen[0]]).tolist()
-    named = mean_metrics(dist, dict(zip(seen[0], own, strict=True)), finite=("loss",)) | {
+    merged = [merge_metric(torch.stack([m[name] for m in seen]), EXTREMES.get(name, "mean")) for name in seen[0]]
+    own = dict(zip(seen[0], torch.stack(merged).tolist(), strict=True))
+    named = mean_metrics(dist, own, merges=EXTREMES, finite=("loss",)) | {
         "grad_norm": sum(result.grad_norm for result in results) / len(results),
         "skipped_updates": sum(result.skipped for result in results),
     }
