@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from omni_reward.rules import Term, open_rules
+from omni_reward.rules import Rules, open_rules
 from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
 from omni_rl.settings.cli import check_least, check_most, flag, parse_cli, require
 
@@ -93,9 +93,9 @@ def window_range(args: Args) -> tuple[int, int]:
     return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
 
 
-def rules_of(args: Args) -> tuple[Term, ...]:
-    """The rules that grade thoughts."""
-    return open_rules(args.thought_reward) if args.thought_reward else ()
+def rules_of(args: Args) -> Rules | None:
+    """Return the rules that grade thoughts, if any."""
+    return open_rules(args.thought_reward) if args.thought_reward else None
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import trainer_runs
 from apps.conftest import bright_url as bright_url
 from helpers import CHECKPOINT, REPO
 from omni_reward import cli
-from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
+from omni_reward.terms import parse
 from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
 from omni_rl.settings import args as settings

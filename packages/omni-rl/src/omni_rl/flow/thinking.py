@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from omni_reward import RewardError, Score
-from omni_reward.rules import Term, check_meta, grade, version_of
+from omni_reward.rules import Rules, check_meta, grade, version_of
 from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
 from omni_rollout.sampler import TextCache
@@ -28,8 +28,8 @@ FLAG = "--thought-reward"
 class ThoughtScorer:
     """A scorer of what was drawn, and rules for the thoughts before: the sum of both, which are parts of the score."""
 
-    def __init__(self, scorer: Scorer, terms: Sequence[Term]) -> None:
-        self.scorer, self.terms = scorer, terms
+    def __init__(self, scorer: Scorer, rules: Rules) -> None:
+        self.scorer, self.rules = scorer, rules
         self.kinds, self.takes_references = scorer.kinds, scorer.takes_references
 
     @property
@@ -41,7 +41,7 @@ class ThoughtScorer:
         """The future scores of N samples, whose meta say the `thought`."""
         said: Pending = Future()
         try:
-            said.set_result(grade(self.terms, [str(each["thought"]) for each in meta], meta))
+            said.set_result(grade(self.rules, [str(each["thought"]) for each in meta], meta))
         except Exception as exc:  # a user's function may raise anything
             failed = RewardError(f"a rule of {FLAG} fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
@@ -94,7 +94,7 @@ class ThinkingRun(Run[MediaT]):
         *,
         thought: TokenParams,
         eval_thought: TokenParams,
-        rules: Sequence[Term] = (),
+        rules: Rules | None = None,
         reference: bool = False,
     ) -> None:
         super().__init__(args, algorithm, dist, reference=reference)
@@ -112,7 +112,7 @@ class ThinkingRun(Run[MediaT]):
         scorer: str,
         thought: TokenParams,
         eval_thought: TokenParams,
-        rules: Sequence[Term] = (),
+        rules: Rules | None = None,
         reference: bool = False,
         steps: tuple[int, int] | None = None,
     ) -> "ThinkingRun[OwnArgsT]":
@@ -132,7 +132,7 @@ class ThinkingRun(Run[MediaT]):
 
     def _read_inputs(self) -> None:
         super()._read_inputs()
-        self.config["rules"] = version_of(self.rules)
+        self.config["rules"] = version_of(self.rules) if self.rules else ""
         if self.mode == "fsdp2" and self.args.unshard == "none":
             check_gathered(self.model.empty_net(), self.dtype, self.args.engine)
 
@@ -141,7 +141,8 @@ class ThinkingRun(Run[MediaT]):
         return replace(canary, meta={**canary.meta, "thought": ""})  # as every sample's meta
 
     def _check_graded(self, record: PromptRecord) -> None:
-        check_meta(self.rules, record.meta, flag=FLAG)
+        if self.rules:
+            check_meta(self.rules, record.meta, flag=FLAG)
         super()._check_graded(record)
 
     def _check_record(self, record: PromptRecord) -> None:
