@@ -100,7 +100,8 @@ from omni_rl.flow.tokens import TokenBatch, TokenRun, draw_answers, pack, prompt
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, check_ratio, policy_metrics
+from omni_rl.run.run import Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from omni_train.dist import gather_by_index
@@ -159,9 +160,9 @@ def settle(args: Args) -> Args:
 # 3. A training step: rollout, score, advantages, update
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = TokenRun.start(args, args.algo, reference=bool(args.kl_coef))
+    run = TokenRun.start(args, world, args.algo, reference=bool(args.kl_coef))
     run.args = settle(args)
     with Loop(run) as steps:
         for step in steps:
@@ -251,7 +252,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
-    gap = check_ratio(dist, gaps, args.ratio_tolerance or 0.0, step.number)
+    gap = run.world.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results: list[StepResult] = []
@@ -270,7 +271,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if not results:
-            deviation = check_ratio(dist, moves, 0.0, step.number)
+            deviation = run.world.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
     return policy_metrics(dist, seen, results) | firsts

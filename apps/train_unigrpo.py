@@ -112,7 +112,8 @@ from omni_rl.flow.thinking import ThinkingRun
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, check_ratio, policy_metrics
+from omni_rl.run.run import Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
@@ -121,10 +122,11 @@ from omni_train.dist import gather_by_index, merge_metric
 from torch import Tensor, nn
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     run = ThinkingRun.begin(
         args,
+        world,
         "unigrpo",
         scorer=args.scorer_url,
         thought=TokenParams(args.max_thought_tokens, args.temperature),
@@ -195,7 +197,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     with torch.no_grad():
         old = [score(run, run.net, batch.trajectory) for batch in batches]
-    gap = check_ratio(dist, gaps(batches, old), tolerance(args), step.number)
+    gap = run.world.check_ratio(gaps(batches, old), tolerance(args), step.number)
     seen, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
     for first in range(0, len(batches), size):
@@ -217,7 +219,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             seen.append(drawn | {f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
-            deviation = check_ratio(dist, moves, 0.0, step.number)
+            deviation = run.world.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results) | {
         "policy/first_ratio_max_dev": deviation,

@@ -12,14 +12,15 @@ from omni_rollout.models import open_thinking_model
 from omni_rollout.sampler import TextCache
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
-from omni_train.dist import Dist, gather_json
+from omni_train.dist import gather_json
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Arrays, Metas, Pending, References, Scorer
 from omni_rl.flow.tokens import check_gathered
 from omni_rl.run.engines import ENGINES
-from omni_rl.run.run import MediaT, OwnArgsT, Run, join_ranks
+from omni_rl.run.run import MediaT, OwnArgsT, Run
+from omni_rl.run.world import World
 from omni_rl.settings.cli import require
 
 FLAG = "--thought-reward"
@@ -90,14 +91,14 @@ class ThinkingRun(Run[MediaT]):
         self,
         args: MediaT,
         algorithm: str,
-        dist: Dist,
+        world: World,
         *,
         thought: TokenParams,
         eval_thought: TokenParams,
         rules: Rules | None = None,
         reference: bool = False,
     ) -> None:
-        super().__init__(args, algorithm, dist, reference=reference)
+        super().__init__(args, algorithm, world, reference=reference)
         rule = f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"
         require((not ENGINES[args.engine].library, rule))
         self.rules, self.parts = rules, ("image", "thought") if rules else ()
@@ -105,8 +106,9 @@ class ThinkingRun(Run[MediaT]):
         self.eval_params = ThinkingParams(**vars(self.eval_params), thought=eval_thought)
 
     @staticmethod
-    def begin(
+    def begin(  # noqa: PLR0913 - as `Run.start`
         args: OwnArgsT,
+        world: World,
         algorithm: str,
         *,
         scorer: str,
@@ -121,9 +123,8 @@ class ThinkingRun(Run[MediaT]):
         thought, eval_thought: how training and evaluations write. rules: that grade thoughts. The others are those of
         `Run.start`, which also says what is raised.
         """
-        dist = join_ranks(args)
         run = ThinkingRun(
-            args, algorithm, dist, thought=thought, eval_thought=eval_thought, rules=rules, reference=reference
+            args, algorithm, world, thought=thought, eval_thought=eval_thought, rules=rules, reference=reference
         )
         return run._start(scorer, steps=steps)
 

@@ -3,7 +3,6 @@
 Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +22,7 @@ from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams, TokenTrajectory
-from omni_train.dist import Dist, gather_by_index, gather_json, same_error, shutdown
+from omni_train.dist import gather_by_index, gather_json, same_error
 from omni_train.files import probe_digest, write_folder_atomically
 from omni_train.memory.bits import reduce_bits
 from omni_train.memory.recompute import Recompute
@@ -35,11 +34,12 @@ from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
 from omni_rl.flow.sampling import deal, expand_groups
-from omni_rl.flow.scorers import AnyScorer, Pending, connect
+from omni_rl.flow.scorers import AnyScorer, Pending
 from omni_rl.flow.scoring import collect, gather_rewards
 from omni_rl.media.prompts import media_files, with_media
 from omni_rl.report import Sample
-from omni_rl.run.run import AnyRun, Step, join_ranks
+from omni_rl.run.run import AnyRun, Step
+from omni_rl.run.world import World
 from omni_rl.settings.cli import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
@@ -142,13 +142,13 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     scorer: TextScorer
     eval_params: TokenParams
 
-    def __init__(self, args: TokenT, algorithm: str, dist: Dist, *, reference: bool = False) -> None:
-        super().__init__(args, algorithm, dist, reference=reference)
+    def __init__(self, args: TokenT, algorithm: str, world: World, *, reference: bool = False) -> None:
+        super().__init__(args, algorithm, world, reference=reference)
         self.base_params = TokenParams(args.max_new_tokens, args.temperature)
         self.eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
 
     @staticmethod
-    def start(args: OwnArgsT, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
+    def start(args: OwnArgsT, world: World, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
         algorithm: its name, for the model card. reference: keep the first policy, for `reference()`.
@@ -156,13 +156,10 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        run = TokenRun(args, algorithm, join_ranks(args), reference=reference)
+        run = TokenRun(args, algorithm, world, reference=reference)
         with same_error(run.dist):
             run._read_inputs()
-        run._check_settings(run.dist.is_main)
-        if args.dry_run:
-            shutdown()
-            sys.exit(0)
+        run._check_settings()
         with same_error(run.dist):
             run._open_scorer()
         run._begin()
@@ -234,10 +231,10 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         """Open the rules, and the server that they name."""
         args, version, client = self.args, "", None
         if args.scorer_url:
-            client, version = connect(args.scorer_url, args, self.dist, self.canary, (TEXT,))
+            client, version = self.world.connect(args.scorer_url, args, self.canary, (TEXT,))
         self.scorer = RuleScorer(args.rules, client, args.score_batch_size)
         self._name_scorer(version)
-        ask = partial(connect, args=args, dist=self.dist, kinds=(TEXT,))
+        ask = partial(self.world.connect, args=args, kinds=(TEXT,))
         only = open_rules(SCORER, remote=True)
         self._open_set_scorers(
             lambda url, name, canary: RuleScorer(only, ask(url, canary=canary, name=name)[0], args.score_batch_size)
