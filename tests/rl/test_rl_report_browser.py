@@ -21,35 +21,10 @@ from omni_rl.report import (
 )
 from omni_rl.report.serve import LiveServer
 from playwright.sync_api import Page, sync_playwright
-from rl.report_runs import RATES, clips, images, metrics, samples, tone, write_metrics, write_run
+from rl.report_runs import RATES, clips, images, metrics, tone, write_metrics, write_run
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 HOSTILE = '</script><img src=x onerror="window.hacked = 1"><script>window.hacked = 1</script>{{data}} \' & \u2028'
-
-CONTRAST = """() => {
-  const parse = (text) => text.match(/[\\d.]+/g).map(Number);
-  const luminance = ([r, g, b]) => [r, g, b].map((c) => c / 255)
-    .map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const ground = (node) => {
-    for (; node; node = node.parentElement) {
-      const color = parse(getComputedStyle(node).backgroundColor);
-      if (color.length < 4 || color[3] === 1) return color;
-    }
-  };
-  const found = [];
-  const walker = document.createTreeWalker(document.getElementById("page"), NodeFilter.SHOW_TEXT);
-  while (walker.nextNode()) {
-    const node = walker.currentNode.parentElement;
-    if (!walker.currentNode.data.trim() || !node.checkVisibility()) continue;
-    const style = getComputedStyle(node);
-    const ink = parse(node instanceof SVGElement ? style.fill : style.color);
-    const [a, b] = [luminance(ink), luminance(ground(node))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) found.push(`${walker.currentNode.data.slice(0, 30)}: ${ratio.toFixed(2)}`);
-  }
-  return found;
-}"""
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +86,8 @@ def test_the_report_shows_all_that_a_run_has(show, tmp_path):
     assert page.locator(".alarms").inner_text().split("\n")[0] == "Updates were skipped"
     assert "python apps/train.py --lr 1e-4" in page.locator("pre").inner_text()
     assert "flowgrpo" in page.locator(".settings").first.inner_text()
+    page = show(tmp_path / "run" / "report.html", width=375, scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") == 375
 
 
 def test_what_a_run_lacks_is_left_out(show, tmp_path):
@@ -119,14 +96,11 @@ def test_what_a_run_lacks_is_left_out(show, tmp_path):
     assert headings(page) == ["Time and memory"]
     page.locator("summary").click()
     assert legend(page, "loss") == "value 0.5"
+    write_metrics(tmp_path / "new", [])
+    assert "No step is logged yet" in show(write_report(tmp_path / "new")).locator("main").inner_text()
 
 
-def test_a_run_without_a_step_says_so(show, tmp_path):
-    write_metrics(tmp_path / "run", [])
-    assert "No step is logged yet" in show(write_report(tmp_path / "run")).locator("main").inner_text()
-
-
-def test_the_slider_moves_the_pictures_by_keyboard_and_mouse(show, tmp_path):
+def test_the_slider_moves_the_images_and_stays_where_it_was(show, tmp_path):
     page = show(write_report(write_run(tmp_path / "run")))
     slider, card = page.get_by_role("slider", name="Evaluation"), page.locator(".card").first
     assert card.locator(".label").all_inner_texts() == ["step 0", "step 12"]
@@ -138,76 +112,8 @@ def test_the_slider_moves_the_pictures_by_keyboard_and_mouse(show, tmp_path):
     assert "read AT8" in card.inner_text()
     assert card.locator("img").nth(1).get_attribute("src") != last
     assert legend(page, "Reward") == "held-out 0.16 training 0.08"  # the charts follow
-    box = slider.bounding_box()
-    page.mouse.click(box["x"] + 2, box["y"] + box["height"] / 2)
-    assert page.locator("output").inner_text().startswith("after 0 steps")
-    assert card.locator("img").count() == 1
-
-
-def test_the_slider_stays_where_it_was_when_the_page_is_loaded_again(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    page.get_by_role("slider", name="Evaluation").press("Home")
     page.reload()
-    assert page.locator("output").inner_text().startswith("after 0 steps")
-
-
-def test_pointing_at_a_step_reads_it_in_every_chart(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    plot = page.locator(".plot").first
-    box = plot.bounding_box()
-    left, right = 46, box["width"] - 12  # the frame's margins
-    plot.hover(position={"x": left + (right - left) * 5 / 12, "y": 50})
-    assert legend(page, "Reward") == "held-out 0.08 at 4 training 0.05"
-    assert legend(page, "Gradient norm") == "norm 0.2"
-    assert legend(page, "Seconds per step") == "rollout 1.0 update 0.5 rest 0.5"
-    page.mouse.move(0, 0)
-    assert legend(page, "Reward") == "held-out 0.24 training 0.12"
-
-
-def test_the_keyboard_reads_a_chart(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    plot = page.get_by_role("slider", name="Gradient norm, by step")
-    plot.focus()
-    for key, step, norm in (
-        ("Home", 1, "1"),
-        ("ArrowRight", 2, "0.5"),
-        ("PageUp", 12, "0.0833"),
-        ("ArrowLeft", 11, "0.0909"),
-    ):
-        plot.press(key)
-        assert plot.get_attribute("aria-valuetext") == f"step {step}: norm {norm}"
-        assert plot.get_attribute("aria-valuenow") == str(step)
-
-
-def test_a_metric_that_never_moves_takes_no_chart(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    card = page.locator(".chart", has=page.locator("h3", has_text="Clip fraction"))
-    assert card.locator("svg").count() == 0
-    assert "the same at every step" in card.inner_text()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [375, 1280])
-def test_it_fits_the_screen_and_can_be_read(show, tmp_path, scheme, width):
-    one = write_report(write_run(tmp_path / "a-run-with-a-name-that-is-longer-than-a-phone-is-wide"))
-    write_eval(one.parent, 12, images(2, 300, 300), [Sample("word " * 90, 0.5), Sample("x" * 300, 0.1)])
-    two = write_comparison([one.parent, write_run(tmp_path / "b", lr=1e-3)], tmp_path / "two.html")
-    for path in (write_report(one.parent), two):
-        page = show(path, width=width, scheme=scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate(CONTRAST) == []
-        dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, dark[4:-1].split(","))) < 200) == (scheme == "dark")
-
-
-def test_everything_that_can_be_used_has_a_name(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run", total=40)))
-    nameless = """[...document.querySelectorAll("img, input, button, progress, [role], [tabindex]")]
-      .filter((node) => !(node.alt || node.ariaLabel || node.innerText || (node.labels && node.labels.length)))
-      .map((node) => node.outerHTML.slice(0, 80))"""
-    assert page.evaluate(nameless) == []
-    assert page.evaluate("document.documentElement.lang") == "en"
-    assert "a red sign" in page.locator("img").first.get_attribute("alt")
+    assert page.locator("output").inner_text().startswith("after 8 steps")
 
 
 def test_a_going_run_offers_to_reload_and_others_do_not(show, tmp_path):
@@ -236,18 +142,6 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert card.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
     page.get_by_role("slider", name="Evaluation").press("Home")
     assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
-
-
-def test_sections_are_a_click_away_and_later_pictures_say_how_far_they_are_from_the_first(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    links = page.get_by_role("navigation", name="Sections").locator("a")
-    assert links.all_inner_texts() == ["Top", *headings(page)]
-    links.get_by_text("Settings").click()
-    assert links.first.is_visible()
-    assert 0 <= page.locator("#settings").bounding_box()["y"] < 900
-    assert page.locator(".card").first.locator(".chip").all_inner_texts() == ["+0.24"]
-    title = page.locator("h3", has_text="Gradient norm")
-    assert title.get_attribute("title") == "policy/grad_norm"
 
 
 @pytest.fixture
@@ -291,21 +185,12 @@ def test_the_list_follows_runs_and_leads_to_their_comparison(live, tmp_path):
     row.get_by_text("step 9 of 40").wait_for()
     assert "0.0 \u2192 0.5" in row.inner_text()
     assert page.get_by_label("Compare b", exact=True).is_checked()  # what was chosen stays
-    for width, scheme in ((390, "dark"), (1280, "light")):
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        assert page.evaluate("document.documentElement.scrollWidth") == width
-        assert page.evaluate(CONTRAST) == []
     assert page.evaluate("window.hacked") is None
     page.get_by_role("link", name="Compare 2 runs").click()
     page.locator(".card img").nth(5).scroll_into_view_if_needed()
     page.wait_for_function("() => [...document.images].every((image) => image.complete && image.naturalWidth === 96)")
     assert page.locator(".card").first.locator(".label").all_inner_texts() == ["a, step 12", "b, step 8"]
     assert legend(page, "Reward: held-out") == "a 0.24 b 0.50 at 9"
-    left, right = (page.locator(".card").first.locator(".pane").nth(i).bounding_box() for i in range(2))
-    assert left["y"] == right["y"]
-    assert left["x"] + left["width"] < right["x"]
-    assert page.get_by_label("reload every 10 s").is_checked()
     page.get_by_role("link", name="all runs").click()
     row.wait_for()
 
@@ -333,32 +218,6 @@ def test_samples_are_chosen_by_prompt_and_score_and_stay_so(live, tmp_path):
     assert cards.count() == 0
 
 
-def test_videos_and_sounds_play_from_the_server(live, tmp_path):
-    folder = write_run(tmp_path / "a")
-    write_eval(folder, 12, clips(1, height=96, width=160), [Sample("a sign", 0.5, rates=RATES)])
-    page = live("report?run=a")
-    pane = page.locator(".card .pane", has=page.locator("audio")).first
-    pane.scroll_into_view_if_needed()
-    page.wait_for_function("(v) => v.currentTime > 0", arg=pane.locator("video").element_handle())
-    sound = pane.locator("audio")
-    sound.evaluate("(a) => { a.muted = true; return a.play(); }")
-    page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
-
-
-def test_a_picture_is_enlarged_by_mouse_and_keyboard_and_goes_back(show, tmp_path):
-    page = show(write_report(write_run(tmp_path / "run")))
-    small, large = page.locator(".zoom").first, page.locator("dialog")
-    by_mouse = (small.click, lambda: large.locator("img").click())
-    by_keyboard = (lambda: small.press("Enter"), lambda: page.keyboard.press("Escape"))
-    for opens, closes in (by_mouse, by_keyboard):
-        opens()
-        assert large.locator("img").bounding_box()["width"] > 3 * small.bounding_box()["width"]
-        assert "a red sign" in large.inner_text()
-        assert "read AT" in large.inner_text()
-        closes()
-        large.wait_for(state="detached")
-
-
 def test_changed_settings_come_first_and_the_command_can_be_copied(show, browser, tmp_path):
     folder = write_run(tmp_path / "run")
     page = show(write_report(folder))
@@ -373,19 +232,6 @@ def test_changed_settings_come_first_and_the_command_can_be_copied(show, browser
     page.get_by_role("button", name="Copy command").click()
     page.get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == "python apps/train.py --prompt 'a cat'"
-
-
-def test_seconds_per_step_leave_evaluations_out_and_what_was_read_is_drawn_with_known_letters(show, tmp_path):
-    folder = write_run(tmp_path / "run", total=40)
-    lines = metrics(12)
-    lines[0]["time/step_s"] = lines[12]["time/step_s"] = 60.0
-    write_metrics(folder, lines)
-    write_eval(folder, 12, images(1), samples([0.5], read="\uff35JT\ue000A"))
-    page = show(write_report(folder))
-    tile = page.locator(".tiles > div", has_text="Seconds per step").inner_text().split("\n")
-    assert tile == ["Seconds per step", "2", "median of training steps, 32 images/s per device"]
-    assert "about 5 min 6 s left" in page.locator(".status").inner_text()  # 28 x 142 / 13 s: evaluations come again
-    assert "read UJT A" in page.locator(".card").first.inner_text()
 
 
 def test_text_from_files_stays_text(show, tmp_path):
@@ -454,64 +300,16 @@ def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp
     assert both.locator(".card").first.locator(".label").all_inner_texts()[0] == "reference"
 
 
-def test_a_video_plays_its_frames_show_on_hover_and_its_sound_is_heard(show, tmp_path):
-    folder = write_run(tmp_path / "run")
-    rows = [Sample(f"prompt {i}", i / 2, 0, i, rates=RATES) for i in range(2)]
-    for step in (0, 12):
-        write_eval(folder, step, clips(2), rows)
-    write_samples(folder, 12, [{"audio": tone()}] * 2, rows)
-    page = show(write_report(folder))
-    pane = page.locator(".card").first.locator(".pane").first
-    picture, frames = pane.locator(".zoom img"), pane.locator(".frames")
-    first = picture.screenshot()
-    for _ in range(50):
-        page.wait_for_timeout(50)
-        if picture.screenshot() != first:
-            break
-    else:
-        raise AssertionError("the video stands still")
-    assert page.locator(".frames:visible").count() == 0
-    pane.hover()
-    box = frames.bounding_box()
-    assert box["x"] >= 0
-    assert box["x"] + box["width"] <= 1280
-    page.mouse.move(0, 0)
-    assert not frames.is_visible()
-    pane.locator(".zoom").focus()
-    assert frames.is_visible()
-    pane.locator(".zoom").press("Enter")
-    assert page.locator("dialog .frames").is_visible()
-    page.keyboard.press("Escape")
-    groups = page.locator("section", has=page.locator("h2", has_text="Recent groups"))
-    for sound in (pane.locator("audio"), groups.locator("audio").first):
-        loaded = (
-            "(a) => new Promise((is) => (a.readyState ? is(a.duration) : (a.onloadedmetadata = () => is(a.duration))))"
-        )
-        assert sound.evaluate(loaded) == pytest.approx(0.5, abs=0.01)
-        sound.evaluate("(a) => { a.muted = true; return a.play(); }")
-        page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
-
-
-def test_a_large_video_plays_as_a_webm(show, tmp_path):
-    folder = write_run(tmp_path / "run")
+def test_videos_and_sounds_play_in_the_page_and_from_the_server(show, live, tmp_path):
+    folder = write_run(tmp_path / "a")
     write_eval(folder, 12, clips(1, height=96, width=160), [Sample("a sign", 0.5, rates=RATES)])
-    page = show(write_report(folder))
-    video = page.locator(".card .zoom video").first
-    assert video.get_attribute("src").startswith("data:video/webm")
-    video.scroll_into_view_if_needed()  # before that it waits
-    playing = "(v) => v.currentTime > 0"
-    page.wait_for_function(playing, arg=video.element_handle())
-    page.locator(".card .zoom").first.click()
-    page.wait_for_function(playing, arg=page.locator("dialog video").element_handle())
-
-
-def test_who_wants_no_motion_sees_the_frames_instead(show, tmp_path):
-    folder = write_run(tmp_path / "run")
-    write_eval(folder, 12, clips(1), [Sample("a sign", 0.5, rates=RATES)])
-    page = show(write_report(folder))
-    moving = page.locator(".card .zoom img").first.get_attribute("src")
-    page.emulate_media(reduced_motion="reduce")
-    page.reload()
-    pane = page.locator(".card .pane", has=page.locator(".zoom")).first
-    still, frames = (pane.locator(name).get_attribute("src") for name in (".zoom img", ".frames"))
-    assert moving != still == frames
+    write_samples(folder, 12, [{"audio": tone()}] * 2, [Sample("a tone", i / 2, 0, i, rates=RATES) for i in range(2)])
+    for page in (show(write_report(folder)), live("report?run=a")):
+        pane = page.locator(".card .pane", has=page.locator("video")).first
+        pane.scroll_into_view_if_needed()  # before that it waits
+        page.wait_for_function("(v) => v.currentTime > 0", arg=pane.locator("video").element_handle())
+        groups = page.locator("section", has=page.locator("h2", has_text="Recent groups"))
+        for sound in (pane.locator("audio"), groups.locator("audio").first):
+            sound.scroll_into_view_if_needed()
+            sound.evaluate("(a) => { a.muted = true; return a.play(); }")
+            page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())

@@ -11,7 +11,6 @@ import torch
 from omni_rl.media.videos import read_video, video_facts
 from omni_rl.report import Sample, data, media, write_eval, write_report, write_samples
 from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
-from omni_rl.report.process import ReportProcess
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
 
@@ -88,14 +87,6 @@ def test_without_pyav_a_sample_s_files_are_those_of_the_page(without_av):
     assert len(read_wave(files[".wav"])[0]) == 8000
 
 
-def test_a_strip_has_the_first_and_the_last_frame_whole():
-    picture = strip(film(17), 5)
-    assert picture.shape == (32, 5 * 96 + 4, 3)
-    for place, frame in enumerate((0, 4, 8, 12, 16)):
-        np.testing.assert_array_equal(picture[:, 97 * place : 97 * place + 96], film(17)[frame])
-    assert strip(film(2)).shape == (32, 2 * 96 + 1, 3)
-
-
 def read_wave(data: bytes) -> tuple[np.ndarray, int, int]:
     with wave.open(io.BytesIO(data)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
@@ -110,23 +101,6 @@ def test_a_sound_keeps_its_pitch_and_its_length(rate, written, without_av):
     spectrum = np.abs(np.fft.rfft(sound))
     assert np.fft.rfftfreq(len(sound), 1 / found)[spectrum.argmax()] == pytest.approx(440, abs=2)
     assert np.abs(sound).max() == pytest.approx(0.5, abs=0.01)
-
-
-def test_a_sound_is_cut_after_ten_seconds_and_clipped(without_av):
-    sound, rate, _ = read_wave(encode_sound(4 * tone(seconds=11, rate=8000), 8000)[0])
-    assert len(sound) == 10 * rate
-    assert np.abs(sound).max() <= 1
-
-
-def test_a_waveform_is_as_high_as_the_sound_is_loud():
-    loud = tone() * np.linspace(0, 2, 8000, dtype=np.float32)[:, None]
-    picture = waveform(loud)
-    heights = (picture[..., 0] == 70).sum(axis=0)
-    assert picture.shape == (48, 192, 3)
-    assert picture.dtype == np.uint8
-    assert heights[-1] >= 46
-    assert (np.diff(heights) >= 0).all()
-    assert waveform(loud[:5]).shape[0] == 48
 
 
 def test_one_picture_stands_for_a_sample_of_any_kind():
@@ -147,19 +121,6 @@ def test_a_video_and_its_sound_stay_beside_what_is_known_of_them(tmp_path):
     assert rows[0]["rates"] == RATES
     sheet = Image.open(tmp_path / "eval" / "000008.png")
     assert sheet.width > 6 * 96  # strips, and no single frames
-
-
-def test_a_process_writes_the_same_files_and_is_sent_few_frames(tmp_path):
-    media, rows = clips(4, num_frames=40), [row(i, i / 4) for i in range(4)]
-    with ReportProcess(tmp_path / "process") as report:
-        report.show_eval(4, media, rows)
-        report.show_samples(4, media, rows)
-    write_eval(tmp_path / "here", 4, media, rows)
-    write_samples(tmp_path / "here", 4, media, rows)
-    for kind in ("eval", "samples"):
-        written, wanted = (sorted((tmp_path / home / kind).rglob("*.w*")) for home in ("process", "here"))
-        assert [path.name for path in written] == [path.name for path in wanted] != []
-        assert [path.read_bytes() for path in written] == [path.read_bytes() for path in wanted]
 
 
 def test_a_page_of_long_videos_stays_below_20_mb(tmp_path, monkeypatch):

@@ -107,25 +107,6 @@ def test_a_step_that_is_logged_shows_at_the_next_question(tmp_path):
     assert (run["step"], run["held"]["y"][-1]) == (13, 0.5)
 
 
-def test_reports_that_are_asked_for_at_once_are_drawn_one_after_the_other(server, monkeypatch):
-    drawn, most, count = server.runs.report, [0], threading.Semaphore(0)
-
-    def draw(names):
-        count.release()
-        most[0] = max(most[0], count._value)
-        time.sleep(0.1)
-        count.acquire()
-        return drawn(names)
-
-    monkeypatch.setattr(server.runs, "report", draw)
-    askers = [threading.Thread(target=ask, args=(server, f"/report?run={name}")) for name in ("a", "a", "a")]
-    for asker in askers:
-        asker.start()
-    for asker in askers:
-        asker.join()
-    assert most == [1]
-
-
 def test_of_a_run_that_goes_on_only_new_lines_are_read(tmp_path, monkeypatch):
     """Also where it goes back to a checkpoint, which drops lines of the same file, and where a line is damaged."""
     folder, skipped = write_run(tmp_path / "a", total=40), []
@@ -210,15 +191,6 @@ def test_nothing_is_written_and_no_other_site_can_read(server, root):
     assert ask(server, "/runs.json", Host="evil.example:80")[0] == 403
     assert ask(server, "/runs.json", Host="localhost:9")[0] == 200
     assert sorted(root.rglob("*")) == before
-
-
-def test_a_name_of_this_machine_may_be_asked_for_where_it_was_given(root, monkeypatch):
-    """As the one that Debian's /etc/hosts has at 127.0.1.1."""
-    bind = serve.bind
-    monkeypatch.setattr(serve, "bind", lambda host, port, has_token: bind("127.0.0.1", port, has_token=has_token))
-    with serving(root, host="Box") as server:
-        assert ask(server, "/runs.json", Host="box:80")[0] == 200
-        assert ask(server, "/runs.json", Host="box.example:80")[0] == 403
 
 
 def test_other_machines_need_the_token(root):

@@ -10,7 +10,7 @@ from helpers import REPO
 from omni_rl.report import Sample, write_eval
 from omni_rl.report.sheet import contact_sheet, score_label
 from PIL import Image
-from rl.report_runs import PROMPTS, RATES, images, samples, write_run
+from rl.report_runs import images, samples, write_run
 
 MARGIN, LABEL = 4, 16
 
@@ -34,13 +34,6 @@ def test_pictures_of_several_sizes_stand_side_by_side_at_one_scale():
     for picture, x in zip(pictures, (MARGIN, MARGIN + 32 * 6 + MARGIN), strict=True):
         large = picture.repeat(6, axis=0).repeat(6, axis=1)
         np.testing.assert_array_equal(sheet[MARGIN : MARGIN + large.shape[0], x : x + large.shape[1]], large)
-
-
-def test_large_pictures_are_reduced_to_the_side_that_is_asked_for():
-    pictures = np.full((2, 100, 400, 3), [200, 40, 90], dtype=np.uint8)
-    sheet = np.asarray(contact_sheet(pictures, ["", ""], max_side=80))
-    assert sheet.shape == (MARGIN + 20 + MARGIN + LABEL, MARGIN + 2 * (80 + MARGIN), 3)
-    assert (sheet[MARGIN : MARGIN + 20, MARGIN : MARGIN + 80] == [200, 40, 90]).all()
 
 
 def test_a_label_is_drawn_and_a_glyph_that_the_font_lacks_is_no_box():
@@ -80,40 +73,3 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path / "new"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-
-
-def test_the_picture_of_edits_has_each_reference_beside_the_edit_before_and_the_edit_after(tmp_path, monkeypatch):
-    run, reference = write_run(tmp_path / "run"), images(1, seed=99)[0]
-    Image.fromarray(reference).save(tmp_path / "reference.png")
-    lines = [{"prompt": prompt, "images": "reference.png"} for prompt in PROMPTS]
-    (tmp_path / "eval.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    flags = ["--references", str(tmp_path / "eval.jsonl")]
-    monkeypatch.setattr(sys, "argv", ["picture.py", str(run), str(tmp_path / "out"), *flags])
-    runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-    drawn, y, apart = np.asarray(Image.open(tmp_path / "out" / "edits.png")), MARGIN + 3, 2 * 96 + 6
-    for i, image in enumerate((reference, images(3, seed=0)[0], images(3, seed=12)[0])):
-        x = MARGIN + 3 + i * apart
-        np.testing.assert_array_equal(drawn[y : y + 64, x : x + 192], image.repeat(2, axis=0).repeat(2, axis=1))
-
-
-def test_the_picture_of_videos_has_frames_before_above_those_after(tmp_path, monkeypatch):
-    run, shades = tmp_path / "run", (40, 200)
-    for step, shade in zip((0, 12), shades, strict=True):
-        film = np.full((9, 32, 96, 3), shade, np.uint8)
-        write_eval(run, step, [{"video": film}] * 2, [Sample("a sign", shade / 200, 0, i, rates=RATES) for i in (0, 1)])
-    monkeypatch.setattr(sys, "argv", ["picture.py", str(run), str(tmp_path / "out"), "--videos"])
-    runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-    drawn, apart = np.asarray(Image.open(tmp_path / "out" / "videos.png")).astype(int), 32 + 2 * 3
-    for i, shade in enumerate(shades):
-        y = MARGIN + 3 + i * apart
-        for x in (MARGIN + 3, drawn.shape[1] // 2 + MARGIN):
-            assert abs(drawn[y + 4 : y + 28, x + 4 : x + 92] - shade).max() < 4
-
-
-def test_a_run_of_pictures_has_no_picture_of_videos(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "argv", ["picture.py", str(write_run(tmp_path / "run")), str(tmp_path / "out"), "--videos"]
-    )
-    with pytest.raises(SystemExit, match="2"):
-        runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
-    assert "must hold evaluations of videos" in capsys.readouterr().err
