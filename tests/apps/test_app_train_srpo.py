@@ -23,8 +23,6 @@ from trainer_runs import (
     rollout,
     tiny,
     train,
-    train_on_ranks,
-    undocumented,
     write_eval_prompts,
 )
 
@@ -49,27 +47,6 @@ def signs(count, *, seed=3):
     drawn = [tiny_signs.draw_prompt(rng, evaluation=True) for _ in range(count)]
     images = torch.stack([torch.tensor(tiny_signs.render(rng, color, word)) for _, color, word in drawn])
     return [prompt for prompt, _, _ in drawn], images.permute(0, 3, 1, 2).float() / 255
-
-
-def test_training_raises_its_reward_and_that_of_a_scorer_that_only_watches(here, ocr_flags):
-    """The reader's gradient makes signs that OCR, another network, reads better."""
-    (here / "eval.txt").write_text("".join(f"{prompt}\n" for prompt in signs(32)[0]))
-    url, token = ocr_flags[1], ocr_flags[3]
-    args = replace(
-        TINY,
-        watch_scorer_url=url,
-        scorer_token_file=token,
-        num_inference_steps=6,
-        eval_num_inference_steps=6,
-        batch_size=16,
-    )
-    lines = train(app, replace(args, prompts_per_step=16, train_steps=24, eval_every=24, lr=2e-4))
-    assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + 0.15
-    assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
-    assert (here / "runs" / args.name / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
-    settings = (here / "runs" / args.name / "config.toml").read_text()
-    assert url not in settings
-    assert token not in settings
 
 
 def test_the_reader_reads_clean_signs_and_knows_smudged_ones():
@@ -252,35 +229,6 @@ def test_a_sample_past_the_threshold_has_no_gradient():
     assert all(grad is None or not grad.any() for grad in kept[0])
 
 
-@pytest.mark.parametrize(
-    ("changes", "modes"), [({}, ("fsdp2",)), ({"lora_rank": 4, "lora_alpha": 8}, ("ddp",))], ids=["full", "lora"]
-)
-def test_one_and_two_ranks_train_on_the_same_numbers(here, changes, modes):
-    args = replace(TINY, lr=1e-3, **changes)
-    single = train(app, replace(args, name="single"))
-    for mode in modes:
-        double = train_on_ranks(app, replace(args, name=mode, shard=mode))
-        assert double[0]["eval/reward"] == single[0]["eval/reward"]
-        for key in ("reward/mean", "reward/min", "reward/max"):
-            assert double[1][key] == single[1][key], (mode, key)
-        for line in (1, 2):
-            for key in ("policy/grad_norm", "policy/loss"):
-                assert double[line][key] == pytest.approx(single[line][key], rel=1e-3), (mode, line, key)
-
-
-def test_a_run_that_was_stopped_continues_as_if_it_had_not_been(here):
-    args = replace(TINY, train_steps=4, save_every=1, num_minibatches=2, ema_decay=0.9)
-    unbroken = train(app, replace(args, name="unbroken"))
-    train(app, replace(args, name="broken", train_steps=2))
-    for line, other in zip(unbroken, train(app, replace(args, name="broken")), strict=True):
-        for key in ("policy/loss", "policy/grad_norm", "eval/reward"):
-            assert line.get(key) == other.get(key), (line["step"], key)
-
-
-def test_every_logged_name_is_documented(here, bright_url):
-    assert undocumented(train(app, replace(TINY, watch_scorer_url=bright_url))) == set()
-
-
 def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     args = replace(
         TINY, name="clip", reward="clip", reward_model=str(clip_folder), width=64, lora_rank=4, batch_size=2,
@@ -288,29 +236,6 @@ def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
     )  # fmt: skip
     lines = train(app, args)
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--batch-size 7", "--batch-size times ranks (7) must divide a step's samples"),
-        (
-            "--num-minibatches 3",
-            "--num-minibatches must divide a rank's batches times the steps trained of each (2 x 1), got 3; nearest: 2",
-        ),
-        ("--level-high 1", "--level-low must be < --level-high, and that < 1, got 0.2 and 1"),
-        ("--level-step 1", "--level-step must be < 1, got 1"),
-        ("--positive-words ,", "--positive-words must hold a word, got ','"),
-        ("--width 64", "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64"),
-        ("--reward hps", "--reward must be one of 'sign-reader', 'clip'"),
-        ("--scorer-url http://x", "unknown flag --scorer-url"),
-    ],
-)
-def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(flags, message):
-    code, printed = cli(app, "--preset", "tiny-signs", *flags.split())
-    assert code == 2, printed
-    assert message in printed
-    assert printed.count("\n") == 1
 
 
 def test_a_reward_that_is_not_there_ends_with_code_2_before_the_model_is_loaded(tmp_path):

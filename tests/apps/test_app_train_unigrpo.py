@@ -12,14 +12,13 @@ import pretrain_tiny_colors
 import pytest
 import tiny_colors
 import torch
-from helpers import REPO
+from helpers import REPO, sampled
 from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
 from omni_reward.testing import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import ThinkingRun, ThoughtScorer
-from omni_rl.run.world import World
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from omni_rollout.tokens import TokenParams
@@ -89,24 +88,12 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(tiny, monkeypatch):
     monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
     given = TokenParams(4)
-    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", World(place()), thought=given, eval_thought=given)
+    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", place(), thought=given, eval_thought=given)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
         run._read_inputs()
 
 
-@pytest.mark.parametrize("lora_rank", [0, 2])
-def test_a_run_goes_on_bit_for_bit(lora_rank, tiny):
-    args = tiny(lora_rank=lora_rank, ema_decay=0.5, gradient_checkpointing=True)
-    whole = train(app, replace(args, name="whole"))
-    train(app, replace(args, name="parts", train_steps=1))
-    parts = train(app, replace(args, name="parts"))
-    assert unclocked(whole)[-1] == unclocked(parts)[-1]
-    one, other = exported("whole"), exported("parts")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-@pytest.mark.parametrize("lora_rank", [0, 2])
+@pytest.mark.parametrize("lora_rank", sampled([0, 2], 1))
 def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, tiny):
     args = tiny(lora_rank=lora_rank, batch_size=1, num_minibatches=2, train_steps=1, eval_every=1)
     alone = train(app, replace(args, name="alone", num_minibatches=2))

@@ -1,0 +1,276 @@
+"""Every trainer learns, trains on two ranks as on one, goes on bit for bit, and names mistakes: one table of them.
+
+Each row is a trainer with settings; TEST_SEED draws one of the rows that are alike.
+"""
+
+import importlib
+import json
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import build_preferences
+import build_tiny_models
+import pytest
+import tiny_signs
+import torch
+from diffusers import QwenImageTransformer2DModel
+from helpers import CHECKPOINT, REPO, TEST_SEED, sampled
+from omni_rl.settings.cli import parse_cli
+from omni_train.dist import init_distributed
+from omni_train.weights.full import save_weights
+from safetensors.torch import load_file
+from trainer_runs import PROMPTS, cli, lose_step, recipe, tiny, train, train_on_ranks, undocumented
+
+LORA = {"lora_rank": 4, "lora_alpha": 8}
+SIGNS = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4}
+READER = {"reward_model": str(REPO / "checkpoints" / "tiny-signs-reader"), "group_size": 1, "prompts_per_step": 8}
+GRPO = {"algo": "flowgrpo", "noise_level": 0.7, "window_low": 0, "window_high": None, "lr_decay": False}
+TOKENS = {
+    "prompts_per_step": 2, "group_size": 4, "batch_size": 4, "max_new_tokens": 5, "eval_every": 2, "lr": 1e-3,
+    "reward": "regex",
+}  # fmt: skip
+THOUGHTS = {
+    "prompts_per_step": 2, "group_size": 2, "batch_size": 2, "height": 32, "width": 48, "num_inference_steps": 3,
+    "eval_num_inference_steps": 2, "max_thought_tokens": 4, "eval_every": 2, "lr": 1e-3, "thought_reward": "0.5*regex",
+}  # fmt: skip
+OF_TRAINER = {
+    "train_flowgrpo": SIGNS | GRPO, "train_nft": SIGNS | {"train_levels": 2},
+    "train_dpo": SIGNS | {"levels_per_pair": 2}, "train_srpo": SIGNS | READER,
+    "train_distill": {"prompts_per_step": 4, "batch_size": 2, "train_high": None, "lr": 1e-3},
+    "train_gspo": TOKENS, "train_unigrpo": THOUGHTS,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Row:
+    """A trainer's run: its module, changes of its settings, whether it reads a preference file or a teacher."""
+
+    app: str
+    changes: dict[str, Any]
+    pairs: bool = False
+    teacher: bool = False
+
+
+def settings(row, url):
+    """The settings of a row in the working folder, where files that it reads are written."""
+    app = importlib.import_module(row.app)
+    changes = {"name": "run", **OF_TRAINER[row.app], **row.changes}
+    if row.app in ("train_flowgrpo", "train_nft", "train_dpo", "train_unigrpo"):
+        changes["scorer_url"] = url
+    if row.pairs:
+        flags = {"scorer-url": url, "out": "pairs", "num-prompts": "6", "num-inference-steps": "3", "group-size": "4"}
+        flags |= {"model": str(CHECKPOINT), "prompts": str(PROMPTS / "train.txt")}
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        build_preferences.build(build_preferences.parse([*words, "--batch-size", "4"]))
+        changes |= {"preferences": "pairs/pairs.jsonl", "group_size": 2}
+    if row.teacher:
+        net = QwenImageTransformer2DModel.from_pretrained(CHECKPOINT / "transformer")
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for p in net.parameters():
+                p.add_(0.03 * torch.randn_like(p))
+        save_weights(net, Path("one"), init_distributed())
+        changes["teachers"] = "one=one"
+    if row.app in ("train_gspo", "train_unigrpo"):
+        kind = "qwen3-omni" if row.app == "train_gspo" else "bagel"
+        for name, count in (("train", 8), ("eval", 2)):
+            lines = [{"prompt": f"say {i}", "pattern": "[a-m]"} for i in range(count)]
+            Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
+        model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
+        return app, replace(app.Args(model=str(model), **places), **({"train_steps": 2} | changes))
+    return app, tiny(recipe(app, "tiny-signs"), **changes)
+
+
+def exported(name="run"):
+    """The tensors of the exported weights."""
+    return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
+
+
+def unclocked(lines):
+    """The log without what a clock, or the machine's memory, has to say."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
+
+
+# Learning
+
+LEARNS = {
+    "flowgrpo": (Row("train_flowgrpo", {"lr": 3e-4, "group_size": 8, "batch_size": 8}), 12, 0.02),
+    "nft": (Row("train_nft", {"lr": 3e-4, "group_size": 8, "batch_size": 8}), 10, 0.02),
+    "awm": (Row("train_nft", {"algo": "awm", "lr": 3e-4, "group_size": 8, "batch_size": 8}), 10, 0.02),
+    "dpo": (
+        Row("train_dpo", {"lr": 3e-4, "group_size": 8, "batch_size": 8, "prompts_per_step": 4, "levels_per_pair": 4,
+                          "dpo_beta": 2000.0}), 10, 0.02,
+    ),
+    "srpo": (
+        Row("train_srpo", {"lr": 2e-4, "num_inference_steps": 6, "eval_num_inference_steps": 6, "batch_size": 16,
+                           "prompts_per_step": 16}), 24, 0.15,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sampled(LEARNS, 1))
+def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, name):
+    """SRPO's is the reader's, whose gradient makes signs that OCR, another network that only watches, reads better."""
+    row, steps, least = LEARNS[name]
+    app, args = settings(row, bright_url)
+    if name == "srpo":
+        rng = random.Random(3)
+        drawn = [tiny_signs.draw_prompt(rng, evaluation=True)[0] for _ in range(32)]
+        Path("eval.txt").write_text("".join(f"{prompt}\n" for prompt in drawn))
+        ocr_flags = request.getfixturevalue("ocr_flags")
+        args = replace(args, watch_scorer_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
+    lines = train(app, replace(args, train_steps=steps, eval_every=steps))
+    assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + least
+    if name == "srpo":
+        assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
+    if name == "dpo":
+        assert lines[1]["policy/margin"] == 0.0  # at first policy and reference are one
+    assert exported()
+    secrets = {bright_url, args.scorer_token_file} - {""}
+    assert not any(secret in Path("runs/run/config.toml").read_text() for secret in secrets)
+
+
+# Ranks
+
+EXACT = ("reward/mean", "reward/min", "reward/max", "advantage/max", "policy/old_decay", "policy/pairs")
+DPO = {"lr": 1e-3, "prompts_per_step": 4}
+RANKS = {  # how its weights are spread over two ranks, and what the gradients' norms may differ by
+    "nft lora ddp": (Row("train_nft", LORA | {"kl_coef": 0.1, "batch_size": 2, "lr": 1e-3}), 1e-3),
+    "nft lora fsdp2": (Row("train_nft", LORA | {"kl_coef": 0.1, "batch_size": 2, "lr": 1e-3}), 1e-3),
+    "nft awm fsdp2": (Row("train_nft", {"algo": "awm", "old_schedule": "linear", "batch_size": 2, "lr": 1e-3}), 1e-3),
+    "dpo full fsdp2": (Row("train_dpo", DPO | {"batch_size": 2, "dpo_beta": 100.0}), 1e-3),
+    "dpo lora ddp": (Row("train_dpo", DPO | LORA | {"num_minibatches": 2}), 1e-3),
+    "dpo lora fsdp2": (Row("train_dpo", DPO | LORA | {"num_minibatches": 2}), 1e-3),
+    "srpo full fsdp2": (Row("train_srpo", {"lr": 1e-3}), 1e-3),
+    "srpo lora ddp": (Row("train_srpo", {"lr": 1e-3} | LORA), 1e-3),
+    "distill full fsdp2": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 1e-2),
+}
+KINDS = sorted({name.split()[0] for name in RANKS})
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name", [case for kind in KINDS for case in sampled([name for name in RANKS if name.startswith(kind)], 1)]
+)
+def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
+    row, rel = RANKS[name]
+    app, args = settings(row, bright_url)
+    single = train(app, replace(args, name="single"))
+    size = 1 if row.teacher else args.batch_size
+    double = train_on_ranks(app, replace(args, name="double", shard=name.split()[-1], batch_size=size))
+    assert double[0].get("eval/reward") == single[0].get("eval/reward")
+    assert {key: double[1].get(key) for key in EXACT} == {key: single[1].get(key) for key in EXACT}
+    for line in (1,) if row.app == "train_dpo" else (1, 2):  # after an update, sums have rounded in another order
+        assert double[line]["policy/loss"] == pytest.approx(single[line]["policy/loss"], rel=1e-3, abs=1e-6), line
+        norms = [lines[line]["policy/grad_norm"] for lines in (double, single)]
+        assert norms[0] == pytest.approx(norms[1], rel=rel, abs=1e-6), line
+
+
+# Going on
+
+OLD = {"lr": 1e-2, "old_schedule": "linear", "num_minibatches": 2, "old_every": 3, "ema_decay": 0.9, "kl_coef": 0.1}
+RESUMED = {
+    "flowgrpo": (Row("train_flowgrpo", {"num_minibatches": 2, "kl_coef": 0.1, "gradient_checkpointing": True}), 2),
+    "nft": (Row("train_nft", OLD), 3),
+    "awm": (Row("train_nft", OLD | {"algo": "awm", "old_kl_coef": 0.1}), 3),
+    "dpo": (Row("train_dpo", {"lr": 1e-3, "dpo_beta": 100.0}, pairs=True), 2),
+    "dpo online": (Row("train_dpo", {"lr": 1e-3, "num_minibatches": 2}), 2),
+    "srpo": (Row("train_srpo", {"num_minibatches": 2, "ema_decay": 0.9}), 2),
+    "distill": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 2),
+    "gspo": (Row("train_gspo", {"ema_decay": 0.5, "algo": "dapo"}), 2),
+    "unigrpo": (Row("train_unigrpo", {"ema_decay": 0.5, "gradient_checkpointing": True, "kl_coef": 0.1}), 2),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_documented_names(here, bright_url, name):
+    """With all weights or an adapter, as TEST_SEED says; the last checkpoint goes, as if a kill had come before it."""
+    row, steps = RESUMED[name]
+    app, args = settings(row, bright_url)
+    adapter = LORA if random.Random(f"{TEST_SEED} {name}").random() < 0.5 and row.app != "train_gspo" else {}
+    watch = {"watch_scorer_url": bright_url} if name == "srpo" else {}
+    args = replace(args, train_steps=steps, eval_every=1, save_every=1, **adapter, **watch)
+    whole, weights = train(app, args), exported()
+    assert undocumented(whole) == set()
+    assert weights
+    lose_step("run", steps)
+    assert unclocked(train(app, args)) == unclocked(whole)
+    again = exported()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in weights)
+
+
+# Mistakes
+
+SCORED = "--scorer-url http://x"
+MISTAKES = {
+    "train_flowgrpo": {
+        "--scorer-url x": "--scorer-url must be http(s)://host[:port][/path], got 'x'",
+        f"{SCORED} --reward-parts kB=1,kB=2": "--reward-parts must be NAME=NUMBER",
+        f"{SCORED} --lr nan": "--lr must be finite, within +-3.4e+38, got nan",
+    },
+    "train_nft": {
+        "": "--scorer-url must be the URL of a reward server",
+        "--algo grpo": "--algo must be one of 'nft', 'awm'",
+        f"{SCORED} --batch-size 7": "--batch-size times ranks (7) must divide",
+        f"{SCORED} --num-minibatches 3": "--num-minibatches must divide a rank's batches",
+        f"{SCORED} --train-low 10": "--train-low and --train-high must bound steps of the rollout (10)",
+        f"{SCORED} --train-levels 11": "--train-levels must be from 1 to the 10 trained steps, got 11",
+        f"{SCORED} --nft-beta 0": "--nft-beta must be >= 1e-12, got 0",
+        f"{SCORED} --old-decay-max 1.5": "--old-decay-max must be <= 1, got 1.5",
+    },
+    "train_dpo": {
+        "": "--scorer-url must be the URL of a reward server, or --preferences a file of pairs",
+        f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
+        f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
+        f"{SCORED} --prompts-per-step 3 --batch-size 32": "32 must divide a step's samples",
+        "--preferences README.md": "--prompts: path must end in .txt, .jsonl or .parquet, got README.md",
+        "--preferences x.jsonl": "path must be a file that can be read, got x.jsonl",
+        f"{SCORED} --dpo-beta 0": "--dpo-beta must be >= 1e-12, got 0",
+    },
+    "train_srpo": {
+        "--batch-size 7": "--batch-size times ranks (7) must divide a step's samples",
+        "--num-minibatches 3": "batches times the steps trained of each (2 x 1), got 3; nearest: 2",
+        "--level-high 1": "--level-low must be < --level-high, and that < 1, got 0.2 and 1",
+        "--level-step 1": "--level-step must be < 1, got 1",
+        "--positive-words ,": "--positive-words must hold a word, got ','",
+        "--width 64": "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64",
+        "--reward hps": "--reward must be one of 'sign-reader', 'clip'",
+        "--scorer-url http://x": "unknown flag --scorer-url",
+    },
+    "train_distill": {
+        "--teachers runs/x": "--teachers must be NAME=FOLDER with commas between, each name once, got 'runs/x'",
+        "--teachers a=docs,a=docs": "each name once, got 'a=docs,a=docs'",
+        "--teachers a=nowhere": "--teachers: a must be a folder of weights, got nowhere",
+        "--teacher-substeps 0": "--teacher-substeps must be >= 1, got 0",
+        "--algo opd --train-high 4": "steps of the student (0 to 3 with opd), got 0 and 4",
+        "--teacher-true-cfg-scale 0.5": "--teacher-true-cfg-scale must be >= 1, got 0.5",
+        "--algo opd-cps --noise-level 2": "--noise-level must be <= 1 for opd-cps",
+        "--scorer-url nowhere": "--scorer-url must be http(s)://host[:port][/path], got 'nowhere'",
+    },
+}
+CASES = [(app, flags) for app, cases in MISTAKES.items() for flags in cases]
+
+
+@pytest.mark.parametrize(("app", "flags"), CASES)
+def test_a_mistake_on_the_command_line_ends_with_code_2_and_one_line(app, flags, monkeypatch, capsys):
+    monkeypatch.chdir(REPO)
+    module = importlib.import_module(app)
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse_cli(module.Args, module.check_args, ["--preset", "tiny-signs", "--verbose", *flags.split()], app=app)
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert MISTAKES[app][flags] in err
+
+
+@pytest.mark.parametrize("app", sampled(MISTAKES, 1))
+def test_the_program_ends_so_too(app):
+    flags, message = next(iter(MISTAKES[app].items()))
+    code, printed = cli(importlib.import_module(app), "--preset", "tiny-signs", *flags.split())
+    assert (code, printed.count("\n")) == (2, 1)
+    assert message in printed
