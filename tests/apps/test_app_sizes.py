@@ -7,6 +7,7 @@ import build_preferences
 import numpy as np
 import pytest
 import torch
+from helpers import sampled
 from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
@@ -73,7 +74,7 @@ def assert_alike(one, two):
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", sampled(MODELS, 1))
 def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio_is_one(here, bright_url, model):
     """With two batches a minibatch, of which each rank has one, and they are of different sizes."""
     args = settings(train_flowgrpo, model, bright_url, **FLOWGRPO, num_minibatches=2)
@@ -102,8 +103,9 @@ def test_kept_samples_of_several_sizes_are_packed_alike_on_one_rank_and_two(here
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("app", "changes"), [(train_nft, {"train_levels": 2}), (train_dpo, {})], ids=["nft", "dpo"])
-def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app, changes):
+@pytest.mark.parametrize("app", sampled(["nft", "dpo"], 1))
+def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app):
+    app, changes = (train_nft, {"train_levels": 2}) if app == "nft" else (train_dpo, {})
     args = settings(app, "sd35-medium", bright_url, **changes)
     assert_alike(train(app, replace(args, name="one")), train_on_ranks(app, replace(args, name="two", shard="fsdp2")))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from apps import app_lives as lives
-from helpers import REPO
+from helpers import REPO, sampled
 from omni_reward.testing import serving_here
 from omni_rl.settings.cli import to_toml
 from omni_train.files import load_metrics
@@ -32,7 +32,7 @@ def settings(url, **changes):
     return replace(lives.TINY, group_size=2, width=32, **({"train_steps": 1, "scorer_url": url} | changes))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], 1))
 def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(home, bright_url, ranks):
     args, update = settings(bright_url, train_steps=2), lives.app.update
 
@@ -61,7 +61,7 @@ def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(
     assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", sampled([1, 2], 1))
 def test_the_first_line_says_where_the_run_is_and_where_it_begins(home, bright_url, ranks):
     spread = "1 rank on cpu, weights none" if ranks == 1 else "2 ranks on cpu, weights fsdp2"
     for steps, start in ((1, "begins"), (2, "continues after step 1")):
@@ -123,9 +123,11 @@ EARLY = {  # flags, and what is said
 }
 
 
-@pytest.mark.parametrize("trainer", ["train_flowgrpo", "train_nft", "train_dpo"])
-@pytest.mark.parametrize("flags", EARLY)
-def test_a_cheap_mistake_is_found_before_torch_is_imported(home, trainer, flags):
+@pytest.mark.parametrize(
+    "case", sampled([f"{app} {flags}" for app in ("train_flowgrpo", "train_nft", "train_dpo") for flags in EARLY], 6)
+)
+def test_a_cheap_mistake_is_found_before_torch_is_imported(home, case):
+    trainer, _, flags = case.partition(" ")
     (home / "empty.txt").write_text("\n")
     (home / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
     code = (
@@ -156,7 +158,7 @@ WARM = {  # the first run, the run that starts from its weights, its ranks
 }
 
 
-@pytest.mark.parametrize("kind", WARM)
+@pytest.mark.parametrize("kind", sampled(WARM, 2, always=("an adapter upon full weights",)))
 def test_a_warm_start_draws_first_what_the_other_run_drew_last(home, bright_url, kind):
     first, second, ranks = WARM[kind]
     before = train(lives.app, settings(bright_url, name="first", **first))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from helpers import sampled
 from omni_train.checkpoint.state import in_batches
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw, reduce_gradients
@@ -70,9 +71,11 @@ def assert_agree(got, expected):
         torch.testing.assert_close(torch.tensor(got[name]), grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("split", [(slice(0, 3), slice(3, 6)), (slice(0, 4), slice(4, 6))], ids=["even", "uneven"])
-def test_two_ranks_sum_to_the_gradient_of_one(run_ranks, mode, split):
+@pytest.mark.parametrize("case", sampled(["ddp 3", "ddp 4", "fsdp2 3", "fsdp2 4"], 2))
+def test_two_ranks_sum_to_the_gradient_of_one(run_ranks, case):
+    mode, first = case.split()[0], int(case[-1])
+    split = slice(0, first), slice(first, 6)
+
     def work(dist):
         net = shard(make_net(), dist.mesh, mode=mode, block_names=("Block",))
         return gradients(net, dist, mode, split)
@@ -82,7 +85,7 @@ def test_two_ranks_sum_to_the_gradient_of_one(run_ranks, mode, split):
         assert_agree(got, expected)
 
 
-@pytest.mark.parametrize("mode", ["none", "ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", sampled(["none", "ddp", "fsdp2"], 1))
 def test_one_rank_with_a_mesh_has_the_plain_gradient(run_ranks, mode):
     def work(dist):
         net = shard(make_net(), dist.mesh, mode=mode)
@@ -92,7 +95,7 @@ def test_one_rank_with_a_mesh_has_the_plain_gradient(run_ranks, mode):
     assert_agree(got, expected_gradients(make_net()))
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", sampled(["ddp", "fsdp2"], 1))
 def test_module_keeps_identity_names_and_outputs(run_ranks, mode):
     net = make_net()
     names = [name for name, _ in net.named_parameters()]
@@ -137,7 +140,7 @@ def test_ddp_counts_a_missing_gradient_as_zero(run_ranks):
     assert torch.equal(torch.tensor(first[0]), net.first.weight.grad)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", sampled(["ddp", "fsdp2"], 1))
 def test_weight_decay_leaves_a_parameter_alone_that_no_rank_has_a_gradient_for(run_ranks, mode):
     """As on one rank, where a parameter without gradient is none of the optimizer's business."""
 
