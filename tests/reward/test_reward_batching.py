@@ -158,16 +158,6 @@ def test_the_rest_of_a_request_that_failed_is_not_scored() -> None:
     assert recorder.calls == [[1, 2], [6]]
 
 
-@pytest.mark.parametrize("num_results", [0, 1, 3])
-def test_a_wrong_number_of_scores_fails(num_results: int) -> None:
-    async def main() -> None:
-        await Batcher(Scorer(lambda media, prompts, meta: [0.5] * num_results)).score(request([1, 2]))
-
-    with pytest.raises(ScorerFailedError) as caught:
-        asyncio.run(main())
-    assert str(caught.value.__cause__) == f"the scorer must return 2 scores, got {num_results}"
-
-
 def test_a_caller_that_gives_up_stops_nobody() -> None:
     recorder = Recorder(None)
 
@@ -199,20 +189,3 @@ def test_requests_of_several_clients_share_calls(serve: Callable[..., str]) -> N
         client.close()
     assert len(recorder.calls) < 9
     assert max(map(len, recorder.calls)) == 8
-
-
-def test_calls_never_overlap() -> None:
-    running, most = [], []
-
-    def score(media: Kinds, prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
-        running.append(threading.get_ident())
-        most.append(len(running))
-        threading.Event().wait(0.002)
-        running.pop()
-        return [0.0] * len(prompts)
-
-    async def main(batcher: Callable) -> None:
-        await asyncio.gather(*(batcher(request([i])) for i in range(20)))
-
-    asyncio.run(main(Batcher(Scorer(score)).score))
-    assert most == [1] * 20

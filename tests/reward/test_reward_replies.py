@@ -1,7 +1,6 @@
 """Requests that come again: scored once, answered as the first time, and remembered within bounds."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -12,7 +11,7 @@ import requests
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
 from omni_reward.wire import encode_request
-from reward.reward_helpers import HEAD, halves
+from reward.reward_helpers import halves
 
 BINARY = {"Content-Type": "application/octet-stream"}
 
@@ -155,28 +154,6 @@ def test_the_server_scores_a_repeated_request_once(serve: Callable[..., str]) ->
     assert another.json()["error"]["code"] == "id_reused"
     assert calls == [1]
     assert post(url, body(2, "s")).json()["results"][0]["score"] == 2.0
-
-
-def test_a_reply_that_was_lost_on_its_way_is_there_for_the_repeat(serve: Callable[..., str]) -> None:
-    started, go_on = threading.Event(), threading.Event()
-    calls = []
-
-    def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
-        calls.append(1)
-        started.set()
-        assert go_on.wait(10)
-        return [7.0]
-
-    url, data = serve(score), body(1, "r")
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), timeout=10) as conn:
-        conn.sendall(HEAD + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        assert started.wait(10)
-    threading.Timer(
-        0.1, go_on.set
-    ).start()  # the first client is gone, and the repeat arrives while its request is scored
-    reply = post(url, data).json()
-    assert [result["score"] for result in reply["results"]] == [7.0]
-    assert calls == [1]
 
 
 def test_repeats_that_wait_hold_places_in_the_queue(serve: Callable[..., str]) -> None:

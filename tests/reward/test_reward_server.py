@@ -1,7 +1,5 @@
 """The server over real sockets: what it refuses and how, and that it stays up while a scorer works."""
 
-import asyncio
-import math
 import socket
 import threading
 import time
@@ -69,11 +67,6 @@ def test_malformed_bodies_are_400_and_the_server_lives_on(serve: Callable[..., s
         for body in (b"", b"spam", whole[:-1], b"\xff" * 64, whole.replace(b"U8", b"I8"), whole + b"x"):
             assert assert_refused(session.post(url + "/score", data=body, headers=BINARY, timeout=10), 400, "malformed")
         assert session.post(url + "/score", data=whole, headers=BINARY, timeout=10).status_code == 200
-
-
-def test_too_many_samples_are_400(serve: Callable[..., str]) -> None:
-    message = assert_refused(post(serve(halves, max_batch=2), pack(3)), 400, "malformed")
-    assert message == "prompts must hold at most 2 samples, got 3"
 
 
 def test_paths_methods_and_content_types(serve: Callable[..., str]) -> None:
@@ -218,23 +211,10 @@ def test_health_answers_while_a_slow_scorer_works_and_the_queue_is_bounded(serve
     assert most == [1, 1, 1]
 
 
-def test_numbers_that_are_not_finite_abstain(serve: Callable[..., str]) -> None:
-    values = np.array([0.0, math.nan, math.inf, -1.5], np.float32)
-    response = post(serve(lambda media, prompts, meta: values), pack(4, request_id="r"))
-    scores = decode_reply(response.content, request_id="r", ids=["0", "1", "2", "3"])
-    assert [score.value for score in scores] == [0.0, None, None, -1.5]
-    assert [score.abstained for score in scores] == [None, "the scorer returned nan", "the scorer returned inf", None]
-
-
-class Fails:
-    def __abs__(self) -> float:
-        raise RuntimeError("no number")
-
-
 @pytest.mark.parametrize(
     "results",
-    [[0.5], [0.5] * 3, [], None, iter([0.5, 0.5]), ["a", "b"], [0.5, Fails()]],
-    ids=["few", "many", "none", "None", "iterator", "text", "a number that fails"],
+    [[0.5], [0.5] * 3, [], None, iter([0.5, 0.5]), ["a", "b"]],
+    ids=["few", "many", "none", "None", "iterator", "text"],
 )
 def test_bad_return_values_are_500(serve: Callable[..., str], results: object) -> None:
     assert_refused(post(serve(lambda media, prompts, meta: results), pack(2)), 500, "scorer_failed")
@@ -277,22 +257,6 @@ def test_a_server_of_one_s_own_tells_what_the_scorer_raised(serve: Callable[...,
     assert message.startswith("the scorer raised KeyError: 'target")
     assert message.endswith("; the server's log says where")
     assert len(assert_refused(post(url, pack(2)), 500, "scorer_failed")) < 400
-
-
-class Panic(BaseException):
-    """As a Rust extension raises it."""
-
-
-@pytest.mark.parametrize("kind", [Panic, asyncio.CancelledError, KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_whatever_a_scorer_raises_is_answered_and_its_place_is_free(
-    serve: Callable[..., str], kind: type[BaseException]
-) -> None:
-    def fail(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[float]:
-        raise kind
-
-    url = serve(fail, max_waiting=0)
-    for _ in range(3):
-        assert_refused(post(url, pack()), 500, "scorer_failed")
 
 
 def test_requests_of_clients_that_have_gone_are_not_scored(serve: Callable[..., str]) -> None:
