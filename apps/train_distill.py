@@ -119,6 +119,7 @@ from omni_rl.flow.scorers import LocalScorer, abstain
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
 from omni_sched import Transition, cps_step, euler_step, sde_step
@@ -156,12 +157,13 @@ NOT_GRADED = Score(None, abstained="samples of training are not graded")
 # 3. A training step: rollout of the student, and its correction
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
     scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
     run = Run.start(
         args,
+        world,
         args.algo,
         scorer=scorer,
         reference=not teachers,

@@ -89,6 +89,7 @@ from omni_rl.flow.scoring import by_size, collect, describe_rewards, gather_rewa
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import pick, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise
@@ -112,12 +113,12 @@ class Pairs:
     places: Sequence[int]
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     if args.preferences:
         args = replace(args, prompts=args.preferences)
     scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
-    run = Run.start(args, "dpo", scorer=scorer, reference=True)
+    run = Run.start(args, world, "dpo", scorer=scorer, reference=True)
     with Loop(run) as steps:
         for step in steps:
             if args.preferences:

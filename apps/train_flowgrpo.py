@@ -154,7 +154,8 @@ from omni_rl.flow.scoring import (
 from omni_rl.flow.streams import over_streams, shares_of, sizes_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, check_ratio, policy_metrics
+from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
 from torch import Tensor
@@ -206,10 +207,11 @@ RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 # 3. A training step: rollout, score, advantages, update
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     run = Run.start(
         args,
+        world,
         args.algo,
         scorer=args.scorer_url,
         parts=list(parse_numbers(args.reward_parts, "--reward-parts")),
@@ -332,7 +334,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
                 gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            deviation = check_ratio(dist, [m["rollout_gap"] for m in seen], tolerance, step.number)
+            deviation = run.world.check_ratio([m["rollout_gap"] for m in seen], tolerance, step.number)
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
 

@@ -99,7 +99,9 @@ from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards, grou
 from omni_rl.flow.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Step, check_ratio, policy_metrics
+from omni_rl.run.metrics import EXTREMES
+from omni_rl.run.run import Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
 from omni_train.dist import gather_by_index
@@ -158,9 +160,9 @@ def settle(args: Args) -> Args:
 # 3. A training step: rollout, score, advantages, update
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = TokenRun.start(args, args.algo, reference=bool(args.kl_coef))
+    run = TokenRun.start(args, world, args.algo, reference=bool(args.kl_coef))
     run.args = settle(args)
     with Loop(run) as steps:
         for step in steps:
@@ -250,7 +252,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
-    gap = check_ratio(dist, gaps, args.ratio_tolerance or 0.0, step.number)
+    gap = run.world.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results: list[StepResult] = []
@@ -269,7 +271,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if not results:
-            deviation = check_ratio(dist, moves, 0.0, step.number)
+            deviation = run.world.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
     return policy_metrics(dist, seen, results) | firsts
@@ -294,10 +296,10 @@ def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = F
     Extremes stay as they are. A batch that only fills up changes neither.
     """
     if not batch.by_answer:
-        nothing = {name: -torch.inf if "_max" in name else torch.inf if "_min" in name else 0.0 for name in metrics}
-        return {name: torch.full_like(value, nothing[name]) for name, value in metrics.items()}
+        nothing = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
+        return {name: torch.full_like(value, nothing[EXTREMES.get(name, "mean")]) for name, value in metrics.items()}
     own = {name: batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token for name in metrics}
-    return {name: value if "_max" in name or "_min" in name else value * own[name] for name, value in metrics.items()}
+    return {name: value if name in EXTREMES else value * own[name] for name, value in metrics.items()}
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

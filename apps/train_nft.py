@@ -107,6 +107,7 @@ from omni_rl.flow.streams import add_up, of_stream, shares_of, sizes_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
@@ -170,10 +171,11 @@ ALGOS: dict[str, Loss] = {"nft": nft_loss, "awm": matching_loss}
 # 3. A training step: rollout of the old policy, score, advantages, update, refresh of the old policy
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     run = Run.start(
         args,
+        world,
         args.algo,
         scorer=args.scorer_url,
         parts=list(parse_numbers(args.reward_parts, "--reward-parts")),

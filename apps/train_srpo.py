@@ -103,6 +103,7 @@ from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.models import open_model
 from omni_rollout.types import to_device
@@ -128,7 +129,7 @@ def graded(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 # 3. A training step: rollout, then a step down and one up to each sample's own noise level
 
 
-def main(args: Args) -> None:
+def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
 
@@ -137,7 +138,7 @@ def main(args: Args) -> None:
         require((kinds != ("audio",), "--model must draw pictures or videos, which the rewards of SRPO see, got sound"))
         return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
 
-    run = Run.start(args, "srpo", scorer=open_scorer)
+    run = Run.start(args, world, "srpo", scorer=open_scorer)
     reward = load_reward(run.dist.device)
     with Loop(run) as steps:
         for step in steps:

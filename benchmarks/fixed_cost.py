@@ -26,6 +26,7 @@ from omni_rl.flow.sampling import show
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run
+from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
 from omni_rollout import Params, Prompt, Samples
 from omni_train.dist import init_distributed
@@ -85,7 +86,7 @@ def open_run(args: Args) -> Run[MediaArgs]:
         height=args.side,
         width=args.side,
     )
-    run: Any = Run(settings, "none", init_distributed())
+    run: Any = Run(settings, "none", World(init_distributed()))
     run.folder.mkdir(parents=True)
     run.first_step = args.start + 1 if args.start else 0
     with (run.folder / "metrics.jsonl").open("w") as file:

@@ -18,12 +18,12 @@ from typing import Any
 
 import engines
 import numpy as np
-import omni_rl.run.run
 import torch
 import trainer
 from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.flow.scorers import LocalScorer
+from omni_rl.run.world import World
 from omni_rl.settings.cli import from_toml, parse_cli, recipes
 from omni_train.dist import default_compute_dtype, local_device
 from omni_train.log import RunLog
@@ -92,20 +92,20 @@ def measure(args: Args) -> dict[str, float]:
         dtype = str(default_compute_dtype(device)).removeprefix("torch.")
         settings |= LORA | {"dtype": dtype} if args.random else {}
         watched = {engines.config(model, "transformer")["_class_name"]: "forward", "QwenImageDecoder3d": "decode"}
-        logged, went_back, connect = RunLog.log, Tensor.backward, omni_rl.run.run.connect
+        logged, went_back, connect = RunLog.log, Tensor.backward, World.connect
         hooks = [
             nn.modules.module.register_module_forward_pre_hook(before),
             nn.modules.module.register_module_forward_hook(after),
         ]
         RunLog.log, Tensor.backward = log, backward  # type: ignore[method-assign, assignment]
-        omni_rl.run.run.connect = lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore[assignment, return-value]
+        World.connect = lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore[assignment, return-value]
         try:
             with quiet():
                 Path("eval.txt").write_text(f"{engines.TEXT}\n")
-                app.main(replace(app.Args(), **settings))
+                app.main(args := replace(app.Args(), **settings), World.join(args))
         finally:
             RunLog.log, Tensor.backward = logged, went_back  # type: ignore[method-assign]
-            omni_rl.run.run.connect = connect
+            World.connect = connect  # type: ignore[method-assign]
             for hook in hooks:
                 hook.remove()
     first, last = marks[1], marks[1 + args.steps]  # line 0 evaluates, as the last step does

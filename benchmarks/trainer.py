@@ -30,6 +30,7 @@ from omni_reward import Score
 from omni_rl.flow.scorers import Grade, LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step
+from omni_rl.run.world import World
 from omni_rollout.models.qwen_image import QwenImage, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
@@ -156,16 +157,16 @@ def train(args: app.Args, steps: Callable[[Run[app.Args]], Iterator[Step]], grad
                         local_rows(param)[0].normal_(std=0.02)
             yield from steps(self.run)
 
-    kept = app.Loop, omni_rl.run.run.connect, omni_rl.run.run.ReportProcess
-    app.Loop, omni_rl.run.run.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
+    kept = app.Loop, World.connect, omni_rl.run.run.ReportProcess
+    app.Loop, World.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
     omni_rl.run.run.ReportProcess = lambda *_: None  # type: ignore
     try:
         with quiet(), lone_rank() if args.shard == "fsdp2" else nullcontext():
             Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
             app.check_args(args)
-            app.main(args)
+            app.main(args, World.join(args))
     finally:
-        app.Loop, omni_rl.run.run.connect, omni_rl.run.run.ReportProcess = kept  # type: ignore
+        app.Loop, World.connect, omni_rl.run.run.ReportProcess = kept  # type: ignore
         gc.collect()  # the next run needs the memory
 
 

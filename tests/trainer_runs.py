@@ -18,6 +18,7 @@ import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
 from omni_rl.flow.sampling import draw, prompts_of
 from omni_rl.run.run import Run, Step
+from omni_rl.run.world import World
 from omni_rl.settings.cli import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -61,7 +62,7 @@ def train(app, args, *, report=False):
     """Trains in this process; the lines of the log."""
     app.check_args(args)
     with drawing(report):
-        app.main(args)
+        app.main(args, World.join(args))
     return load_metrics(Path("runs") / args.name / "metrics.jsonl")
 
 
@@ -79,7 +80,7 @@ def _rank(rank, app, args, ranks, port):
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     os.environ |= place | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     app.check_args(args)
-    app.main(args)
+    app.main(args, World.join(args))
     os._exit(0)  # a forked process must not run pytest's endings, nor wait for gloo's threads
 
 
@@ -119,7 +120,7 @@ def lone_run(args, *, rank=0, world_size=1):
     model = open_model(args.model)
     parts = model.load(device="cpu", dtype=torch.float32)
     net = parts.net.requires_grad_(True)
-    run = Run(args, "test", place(rank, world_size))
+    run = Run(args, "test", World(place(rank, world_size)))
     run.model, run.engine, run.version = model, DiffusersEngine(model, parts, weight_version=0), 0
     run.net, run.params, run.frozen = net, list(net.parameters()), ()
     run.scorer, run.watch = NobodyScores(), None

@@ -90,6 +90,7 @@ SETTINGS = {
     "--algo flowgrpo-cps --noise-level 1.2": "--noise-level must be <= 1 for flowgrpo-cps",
     "--init-weights gone": "--init-weights must be a folder, got gone",
     "--reward-parts sharp": "--reward-parts must be NAME=NUMBER with commas between, each name once, got 'sharp'",
+    "--reward-parts sharp=x": "--reward-parts must hold finite numbers, got 'sharp=x'",
     "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
     "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
     "--window-high 3": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 0 and 3",

@@ -10,6 +10,7 @@ from helpers import REPO
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.report.data import charts, run_data
+from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
@@ -45,7 +46,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert "eval/minus/reward=-1" in printed
         assert "minus -1.000 -> -1.000; report, weights and metrics in runs/first" in printed
         data = run_data(Path("runs/first"))
-        assert list(charts([data])[0].lines)[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
+        assert list(charts([data])[0]["lines"])[2:] == ["eval/few/reward", "eval/minus/reward", "eval/same/reward"]
         prompts = [prompt["text"] for prompt in data["prompts"]]
         assert {text.partition(":")[0] for text in prompts} >= {"same", "few", "minus"}
         card = Path("runs/first/weights/README.md").read_text()
@@ -71,7 +72,7 @@ def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_
         args = replace(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
         app.check_args(args)
         for _ in range(2):  # the second time in place of the first
-            app.main(args)
+            app.main(args, World.join(args))
             (line,) = load_metrics(Path(f"runs/{name}/eval-000000/metrics.jsonl"))
             assert line["eval/reward"] == pytest.approx(lines[step]["eval/reward"], abs=1e-6)
         assert sorted(path.name for path in Path(f"runs/{name}").iterdir()) == ["eval-000000"]
@@ -107,7 +108,7 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
             max_new_tokens=5, reward="regex", pass_threshold=1.0, eval=sets, eval_only=True,
         )  # fmt: skip
         train_gspo.check_args(args)
-        train_gspo.main(args)
+        train_gspo.main(args, World.join(args))
         (line,) = load_metrics(Path("runs/run/eval-000000/metrics.jsonl"))
         assert line["eval/pass@1"] == line["eval/reward"]
         assert line["eval/more/best@4"] >= line["eval/more/pass@1"]
@@ -115,4 +116,4 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
         Path("b.jsonl").write_text('{"prompt": "no pattern"}\n')
         bad = replace(args, eval=(TokenEvalSet("bad", "b.jsonl"),))
         with pytest.raises(ValueError, match=r"^eval\[1\].prompts: b.jsonl, line 1: .*pattern"):
-            train_gspo.main(bad)
+            train_gspo.main(bad, World.join(bad))

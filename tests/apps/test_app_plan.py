@@ -18,7 +18,7 @@ from helpers import sampled
 from model_rows import ROWS
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
-from omni_rl.run.run import Run
+from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
 from omni_rl.tools import plan
 from omni_rollout import Params
@@ -74,27 +74,18 @@ def really(app, args, monkeypatch):
 
     monkeypatch.setattr(RunLog, "phase", counted)
     scorer = LocalScorer(plan._grader([]))
-    monkeypatch.setattr(Run, "_open_scorers", lambda run, *_: vars(run).update(scorer=scorer, watch=None))
+    monkeypatch.setattr(World, "connect", lambda *_, **__: (scorer, ""))
     gc.collect()
     with meter:
-        app.main(
-            replace(
-                args,
-                dry_run=False,
-                device_memory_gb=0.0,
-                async_save=False,
-                train_steps=2,
-                eval_every=100,
-                save_every=100,
-            )
-        )
+        args = replace(args, dry_run=False, device_memory_gb=0.0, async_save=False, train_steps=2)
+        app.main(replace(args, eval_every=100, save_every=100), World.join(args))
     return meter
 
 
 @pytest.mark.parametrize("case", sampled(CASES, 1))
 def test_a_plan_agrees_with_a_real_step(case, monkeypatch):
     app, args = settings(case)
-    monkeypatch.setattr(plan.Plan, "settle", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
+    monkeypatch.setattr(plan, "_fuse", lambda *_: None)  # a CPU's optimizer takes one parameter after the other
     planned = plan.measure(app.main, args, 1)
     real = really(app, args, monkeypatch)
     assert max(planned.peaks[name] for name in ("rollout", "decode")) == pytest.approx(real.peaks["rollout"], rel=0.05)
@@ -120,7 +111,7 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
 
     def taken(remembers):
         with planned_ranks(1) as dist, plan.PlannedDevice() as device:
-            predict, planned = lambda net, x, *_: net(x), plan.Plan(dist, device)
+            predict, planned = lambda net, x, *_: net(x), plan.PlannedWorld(dist, None, device)
             if remembers:
                 predict = planned._remembered(predict, Pairs)
             net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(PLANNED)
@@ -151,11 +142,11 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
     app, args = settings("adapters, guidance, recomputation")
     args = replace(args, shard="fsdp2")
 
-    def load_alone(planned, run):
+    def load_alone(planned, run, left):
         planned.found.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
         return iter(())
 
-    monkeypatch.setattr(plan.Plan, "steps", load_alone)
+    monkeypatch.setattr(plan.PlannedWorld, "steps", load_alone)
     one, two, four = (plan.measure(app.main, args, ranks).peaks["load"] for ranks in (1, 2, 4))
     assert plan.measure(app.main, replace(args, shard_size=2), 4).peaks["load"] == pytest.approx(two, rel=0.001)
     assert one - two == pytest.approx(10.5e6 / 2, rel=0.01)  # half of 2.6 million weights in float32
@@ -236,7 +227,7 @@ def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
 def test_a_signal_ends_a_plan_at_once(number):
     _, args = settings("adapters, two updates")
 
-    def main(args):
+    def main(args, world):
         os.kill(os.getpid(), number)
         time.sleep(60)
 

@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 from helpers import sampled
 from omni_rl.run.run import Run
+from omni_rl.run.world import World
 from omni_rl.settings.cli import recipes
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
@@ -54,7 +55,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     """Sizes, knobs, references, and a schedule, of training and evaluation."""
     _, args = recipe_of(case)
     model, release = open_model(args.model), RELEASES[args.model]
-    run = Run(replace(args, shard="none"), "test", place())
+    run = Run(replace(args, shard="none"), "test", World(place()))
     for params in (run.base_params, run.eval_params):
         model.check(params)
         sigmas = model.sigmas(params)
@@ -82,7 +83,7 @@ def test_a_dry_run_of_bagel_asks_for_the_file_of_its_vae_which_is_its_configurat
     (tmp_path / "prompts.txt").write_text("a sign\n" * args.prompts_per_step)
     files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt"}
     with pytest.raises(ValueError, match=r"ae\.safetensors is missing"):
-        module.main(replace(args, **files, shard="none", dry_run=True))
+        module.main(replace(args, **files, shard="none", dry_run=True), World(place()))
 
 
 @pytest.mark.parametrize("case", PLANNED)
@@ -103,7 +104,7 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     args = replace(args, prompts="prompts.jsonl", eval_prompts="prompts.jsonl", dry_run=True)
     module.check_args(args)
     with pytest.raises(SystemExit) as ended:
-        module.main(args)
+        module.main(args, World.join(args))
     assert ended.value.code == 0
     plan = dict(re.findall(r"^plan: (.+?): (.+)$", capsys.readouterr().out, re.MULTILINE))
     assert plan["samples per step"].startswith(f"{args.prompts_per_step * args.group_size}, ")

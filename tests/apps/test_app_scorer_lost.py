@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from apps.app_lives import TINY
 from omni_reward.testing import serving
+from omni_rl.run.world import World
 from trainer_runs import train
 
 import train_flowgrpo as app
@@ -87,7 +88,7 @@ def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(serv
     lose_at(monkeypatch, process, step=2)
     args = settings(server, train_steps=9, eval_every=9, save_every=9, scorer_timeout_s=2.0, adv_std=adv_std)
     with pytest.raises(RuntimeError, match=r"phase reward_wait: RewardError: scores of rank 0: .*refused"):
-        app.main(args)
+        app.main(args, World.join(args))
     assert Path("runs/run/checkpoints/step-00000002").is_dir()  # though save_every has not come round
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
 from helpers import CHECKPOINT, sampled
+from omni_rl.run.world import World
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.dist import init_distributed
@@ -164,7 +165,7 @@ def test_a_plan_counts_the_weights_of_teachers(here, capsys):
     teacher = write_teacher(here / "one", 0)
     for teachers in ("", f"one={teacher},two={teacher}"):
         with pytest.raises(SystemExit):
-            app.main(replace(TINY, teachers=teachers, dry_run=True))
+            app.main(replace(TINY, teachers=teachers, dry_run=True), World.join(TINY))
         frozen.append(float(re.search(r"per rank: (\d+) MB frozen", capsys.readouterr().out)[1]))
     assert frozen[1] == pytest.approx(2 * frozen[0], abs=1)  # without teachers it is the model before training
 

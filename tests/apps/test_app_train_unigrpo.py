@@ -19,6 +19,7 @@ from omni_reward.testing import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import ThinkingRun, ThoughtScorer
+from omni_rl.run.world import World
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from omni_rollout.tokens import TokenParams
@@ -88,7 +89,7 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(tiny, monkeypatch):
     monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
     given = TokenParams(4)
-    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", place(), thought=given, eval_thought=given)
+    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", World(place()), thought=given, eval_thought=given)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
         run._read_inputs()
 

@@ -5,9 +5,7 @@ import ast
 import networkx
 from helpers import REPO
 
-KNOWN = [
-    {"omni_rl.tools.plan", "omni_rl.run.run", "omni_rl.flow.sampling", "omni_rl.flow.scoring"}
-]  # for the sake of `Run.evaluate`
+KNOWN = [{"omni_rl.run.run", "omni_rl.flow.sampling", "omni_rl.flow.scoring"}]  # for the sake of `Run.evaluate`
 
 
 def sources():

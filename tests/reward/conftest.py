@@ -1,5 +1,6 @@
 """A real server in a thread, and servers that misbehave."""
 
+import asyncio
 import contextlib
 import socket
 import threading
@@ -26,10 +27,10 @@ def serve(stopping: list[threading.Thread]) -> Iterator[Callable[..., str]]:
     """Function of a score function and create_app's options that serves it for real and returns the URL."""
     with contextlib.ExitStack() as stack:
 
-        def start(score_fn: ScoreFn, **options: object) -> str:
+        def start(score_fn: ScoreFn, *, http: str | type[asyncio.Protocol] = "auto", **options: object) -> str:
             app = create_app(score_fn, **{"name": "test", **options})
             sock = socket.create_server(("127.0.0.1", 0))
-            server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
+            server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, access_log=False))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
             stack.callback(stopping.append, thread)
             stack.callback(setattr, server, "should_exit", True)

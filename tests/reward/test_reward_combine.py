@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omni_reward import RewardClient, Score, Scorer, scorers
-from omni_reward.combine import Recipe, combine, parse, stack_parts
+from omni_reward.combine import combine, stack_parts
 from omni_reward.scorers import find_loader, load_scorer
 from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.jpeg import num_kilobytes
+from omni_reward.terms import Reward, parse
 
 IMAGES = {"image": np.zeros((3, 8, 8, 3), np.uint8)}
 
@@ -39,30 +40,31 @@ def test_a_scorer_with_a_time_limit_is_told_when_a_request_came_among_others_and
 
 
 @pytest.mark.parametrize(
-    ("text", "recipe"),
+    ("text", "reward"),
     [
-        ("ocr", Recipe({"ocr": "ocr"}, {"ocr": 1.0}, {}, None)),
-        ("  0.7*ocr+0.3 * jpeg ", Recipe({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": 0.7, "jpeg": 0.3}, {}, None)),
-        ("-2*ocr - .5*jpeg", Recipe({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": -2.0, "jpeg": -0.5}, {}, None)),
-        ("1e-2*ocr + jpeg", Recipe({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": 0.01, "jpeg": 1.0}, {}, None)),
-        ("vlm as look + vlm", Recipe({"look": "vlm", "vlm": "vlm"}, {"look": 1.0, "vlm": 1.0}, {}, None)),
-        ("ocr if clip >= 0.2 else 0", Recipe({"ocr": "ocr", "clip": "clip"}, {"ocr": 1.0}, {"clip": 0.2}, 0.0)),
-        ("ocr if ocr>=-1 else -1.5", Recipe({"ocr": "ocr"}, {"ocr": 1.0}, {"ocr": -1.0}, -1.5)),
+        ("ocr", Reward({"ocr": "ocr"}, {"ocr": 1.0}, {}, None)),
+        ("  0.7*ocr+0.3 * jpeg ", Reward({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": 0.7, "jpeg": 0.3}, {}, None)),
+        ("-2*ocr - .5*jpeg", Reward({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": -2.0, "jpeg": -0.5}, {}, None)),
+        ("1e-2*ocr + jpeg", Reward({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": 0.01, "jpeg": 1.0}, {}, None)),
+        ("vlm as look + vlm", Reward({"look": "vlm", "vlm": "vlm"}, {"look": 1.0, "vlm": 1.0}, {}, None)),
+        ("ocr if clip >= 0.2 else 0", Reward({"ocr": "ocr", "clip": "clip"}, {"ocr": 1.0}, {"clip": 0.2}, 0.0)),
+        ("ocr if ocr>=-1 else -1.5", Reward({"ocr": "ocr"}, {"ocr": 1.0}, {"ocr": -1.0}, -1.5)),
         (
             "ocr + vlm as look if look >= .5 and clip as c >= 1 else -1",
-            Recipe(
+            Reward(
                 {"ocr": "ocr", "look": "vlm", "c": "clip"}, {"ocr": 1.0, "look": 1.0}, {"look": 0.5, "c": 1.0}, -1.0
             ),
         ),
-        ("python:a-b/c+d.py:f", Recipe({"f": "python:a-b/c+d.py:f"}, {"f": 1.0}, {}, None)),
+        ("0*ocr - -2*jpeg", Reward({"ocr": "ocr", "jpeg": "jpeg"}, {"ocr": 0.0, "jpeg": 2.0}, {}, None)),
+        ("python:a-b/c+d.py:f", Reward({"f": "python:a-b/c+d.py:f"}, {"f": 1.0}, {}, None)),
         (
             "0.5*python:a.py:f+python:b.py:g",
-            Recipe({"f": "python:a.py:f", "g": "python:b.py:g"}, {"f": 0.5, "g": 1.0}, {}, None),
+            Reward({"f": "python:a.py:f", "g": "python:b.py:g"}, {"f": 0.5, "g": 1.0}, {}, None),
         ),
     ],
 )
-def test_a_text_is_read(text: str, recipe: Recipe) -> None:
-    assert parse(text) == recipe
+def test_a_text_is_read(text: str, reward: Reward) -> None:
+    assert parse(text) == reward
 
 
 def test_only_a_name_alone_is_plain() -> None:
@@ -74,8 +76,8 @@ def test_only_a_name_alone_is_plain() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "scorer must be a name or read like"),
-        ("   ", "scorer must be a name or read like"),
+        ("", "a reward must be a name or read like"),
+        ("   ", "a reward must be a name or read like"),
         ("0.7", "got '0.7' in it"),
         ("0.7*", "got '0.7*' in it"),
         ("ocr jpeg", "got 'ocr jpeg' in it"),
@@ -86,14 +88,13 @@ def test_only_a_name_alone_is_plain() -> None:
         ("(ocr + jpeg)*2", "got '(ocr + jpeg)*2' in it"),
         ("__import__('os').system('true')", "in it"),
         ("ocr; jpeg", "in it"),
-        ("ocr\njpeg", "must be a name or read like"),
-        ("0*ocr", "a weight must not be 0, got '0*ocr'"),
+        ("ocr\njpeg", "in it"),
         ("1e999*ocr", "a number must be finite, got"),
         ("nan*ocr", "got 'nan*ocr' in it"),
         ("ocr + ocr", "must not have two terms 'ocr'; 'as' gives one a name"),
         ("ocr as a + jpeg as a", "must not call both ocr and jpeg 'a'"),
         ("python:a.py:f + python:b.py:f", "must not call both python:a.py:f and python:b.py:f 'f'"),
-        ("ocr + gate", "must not be called 'gate'"),
+        ("ocr + gate", "must not have a term 'gate'"),
         ("ocr if clip >= 0.2", "got 'ocr if clip >= 0.2' in it"),
         ("ocr if clip >= 0.2 else", "in it"),
         ("ocr if clip >= 0.2 else jpeg", "in it"),

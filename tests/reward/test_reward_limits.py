@@ -1,6 +1,5 @@
 """What the server lets in: kinds of media, bytes that wait, time to arrive, connections that say nothing."""
 
-import asyncio
 import contextlib
 import json
 import socket
@@ -9,14 +8,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from itertools import islice
-from types import SimpleNamespace
 
 import h11
 import numpy as np
 import pytest
 import requests
-import uvicorn
 from omni_reward import RewardClient, Score, Scorer, server
 from omni_reward.media import MAX_REFERENCES, ScoreRequest
 from omni_reward.wire import MAX_DIGITS, MAX_HEADER_BYTES, MAX_VALUES, decode_request, encode_request
@@ -113,33 +112,18 @@ def test_bytes_that_wait_are_bounded_and_given_back(serve: Callable[..., str]) -
     assert [reply.status_code for reply in replies] == [200] * 4
 
 
-def test_connections_that_bring_no_request_are_closed() -> None:
-    closed = []
-
-    class Connection:
-        def __init__(self, name: str, cycle: object, received: bytes = b"") -> None:
-            self.cycle = cycle
-            self.conn = SimpleNamespace(trailing_data=(received, False))
-            self.transport = SimpleNamespace(close=lambda: closed.append(name))
-
-    at_work, done = (SimpleNamespace(response_complete=is_done) for is_done in (False, True))
-    ours = server._Server(uvicorn.Config(server.create_app(halves, name="h"), log_config=None), None)
-    silent, idle, busy = Connection("silent", None), Connection("idle", done), Connection("busy", at_work)
-    half = Connection("half", done, b"POST /score HTT")
-    ours.server_state.connections = {silent, idle, busy, half}  # type: ignore[assignment]
-    waits = {(silent, server.HEAD_S), (idle, server.IDLE_S), (half, server.HEAD_S)}
-    asyncio.run(ours.on_tick(1))
-    assert ours._waits_since.keys() == waits
-    idle.cycle = at_work  # it brings a request
-    asyncio.run(ours.on_tick(1))
-    idle.cycle = done
-    asyncio.run(ours.on_tick(1))
-    assert ours._waits_since[silent, server.HEAD_S] < ours._waits_since[idle, server.IDLE_S]
-    for wait in waits:
-        ours._waits_since[wait] -= server.HEAD_S
-    assert not closed
-    asyncio.run(ours.on_tick(1))
-    assert sorted(closed) == ["half", "silent"]
+def test_connections_that_bring_no_request_in_time_are_closed(
+    serve: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "HEAD_S", 0.3)
+    url = serve(halves, http=server._Protocol)
+    with connect(url) as silent, connect(url) as half, closing(HTTPConnection(url.removeprefix("http://"))) as good:
+        half.sendall(HEAD[:20])
+        for _ in range(2):
+            good.request("GET", "/healthz")
+            good.auto_open = 0  # the second request needs the connection of the first
+            assert good.getresponse().read() == b'{"status": "ok"}'
+            assert silent.recv(1) == half.recv(1) == b""
 
 
 def test_a_body_in_tiny_chunks_is_refused_before_they_are_parsed() -> None:

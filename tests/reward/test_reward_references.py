@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import requests
 from omni_reward import RewardClient, RewardFormatError, RewardHTTPError, Score, Scorer
-from omni_reward.combine import combine, parse
+from omni_reward.combine import combine
 from omni_reward.media import MAX_REFERENCES, ScoreRequest
+from omni_reward.terms import parse
 from omni_reward.wire import decode_request, encode_request
 from reward.reward_helpers import halves
 

@@ -50,9 +50,9 @@ def test_a_format_fits_the_whole_answer():
 
 
 def test_a_reward_is_the_weighted_sum_of_its_rules_and_tells_them_apart():
-    terms = open_rules("contains + 0.25*format=<a>.* + -0.5*regex")
+    rules = open_rules("contains + 0.25*format=<a>.* + -0.5*regex")
     meta = {"answer": "7", "pattern": "x"}
-    scores = grade(terms, ["<a>7", "7", "<a>x", ""], [meta] * 4)
+    scores = grade(rules, ["<a>7", "7", "<a>x", ""], [meta] * 4)
     assert [score.value for score in scores] == [1.25, 1.0, -0.25, 0.0]
     assert scores[2].parts == scores[2].details == {"contains": 0.0, "format": 1.0, "regex": 1.0}
 
@@ -109,8 +109,8 @@ def test_a_function_of_the_users_grades(tmp_path):
     ("reward", "message"),
     [
         ("ocr", r"must be one of exact, .*, format=PATTERN or python:FILE.py:FUNCTION, got 'ocr'"),
-        ("", "must be one of .* got ''"),
-        ("exact + 2*exact", r"must name each rule once, got 'exact \+ 2\*exact'"),
+        ("", "a reward must be a name or read like .* got ''"),
+        ("exact + 2*exact", "a reward must not have two terms 'exact'; 'as' gives one a name of its own"),
         ("format=(", r"format must be a regular expression, got '\(': "),
     ],
 )
@@ -184,10 +184,16 @@ def test_a_number_takes_no_longer_in_a_long_answer_than_its_length():
 
 
 def test_a_pattern_with_a_plus_is_one_term():
-    terms = open_rules("format=a + b + 0.5*exact")
-    assert [(term.name, term.weight) for term in terms] == [("format", 1.0), ("exact", 0.5)]
+    assert open_rules("format=a + b + 0.5*exact").reward.weights == {"format": 1.0, "exact": 0.5}
     assert value("format=a + b", "a  b") == 1
     assert value("0.5*format=1 + 2 + contains", "1  2", answer="2") == 1.5
+
+
+def test_a_gate_vetoes_answers_of_another_format():
+    rules = open_rules("contains - 0.5*exact as whole if format=<a>.*>= .* >= 1 else -1")
+    scores = grade(rules, ["<a>>= 7", "7", "<a>>= "], [{"answer": "7"}] * 3)
+    assert [score.value for score in scores] == [1.0, -1.0, 0.0]
+    assert scores[1].parts == {"contains": 1.0, "whole": 1.0, "format": 0.0, "gate": 0.0}
 
 
 def test_a_rule_that_is_none_is_refused_with_those_that_there_are():

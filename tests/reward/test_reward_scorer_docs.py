@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from omni_reward import Scorer
-from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS, find_loader, flow, likeness
 from omni_reward.scorers.aesthetic import load_aesthetic
@@ -27,6 +26,7 @@ from omni_reward.scorers.jpeg import MODES
 from omni_reward.scorers.tasks import TASKS
 from omni_reward.scorers.video import MEASURES
 from omni_reward.scorers.videoalign import load_videoalign
+from omni_reward.terms import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/scorers.md").read_text()

@@ -3,7 +3,8 @@
 import math
 
 import pytest
-from omni_rl.run.alarms import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE, Watch, find_alarms
+from omni_rl.run.alarms import Watch, find_alarms
+from omni_rl.run.metrics import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE
 
 WINDOW = 5
 HEALTHY = {

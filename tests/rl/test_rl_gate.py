@@ -1,10 +1,14 @@
 """The ratio gate, and the metrics of an update."""
 
 import math
+import re
 
 import pytest
 import torch
-from omni_rl.run.run import check_ratio, policy_metrics
+from helpers import REPO
+from omni_rl.run.metrics import EXTREMES
+from omni_rl.run.run import policy_metrics
+from omni_rl.run.world import World
 from omni_train.dist import Dist
 from omni_train.optim import StepResult
 
@@ -12,17 +16,25 @@ ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mes
 
 
 def test_within_the_tolerance_it_returns_the_worst():
-    assert check_ratio(ALONE, [torch.tensor(0.0), torch.tensor(0.5)], tolerance=0.5, step=0) == 0.5
+    assert World(ALONE).check_ratio([torch.tensor(0.0), torch.tensor(0.5)], tolerance=0.5, step=0) == 0.5
 
 
 @pytest.mark.parametrize("bad", [1e-7, math.nan, math.inf])
 def test_any_deviation_beyond_it_names_the_forward(bad):
     with pytest.raises(RuntimeError, match=r"step 3: .* in 1 of 2 forwards, first in forward 1 of rank 0"):
-        check_ratio(ALONE, [torch.tensor(0.0), torch.tensor(bad)], tolerance=0.0, step=3)
+        World(ALONE).check_ratio([torch.tensor(0.0), torch.tensor(bad)], tolerance=0.0, step=3)
 
 
 def test_metrics_of_an_update_are_means_and_extremes_of_its_forwards():
-    rows = [{"loss": 1.0, "kl_max": 3.0, "ratio_min": 0.5}, {"loss": 2.0, "kl_max": 1.0, "ratio_min": 0.25}]
-    seen = [{name: torch.tensor(value) for name, value in row.items()} for row in rows]
+    rows = {"loss": (1.0, 2.0), "kl_max": (3.0, 1.0), "correction_ratio_min": (0.5, 0.25)}
+    seen = [{name: torch.tensor(values[i]) for name, values in rows.items()} for i in (0, 1)]
     metrics = policy_metrics(ALONE, seen, [StepResult(grad_norm=2.0, skipped=False)])
-    assert (metrics["policy/loss"], metrics["policy/kl_max"], metrics["policy/ratio_min"]) == (1.5, 3.0, 0.25)
+    assert (metrics["policy/loss"], metrics["policy/kl_max"]) == (1.5, 3.0)
+    assert metrics["policy/correction_ratio_min"] == 0.25
+
+
+def test_every_documented_extreme_of_an_update_is_merged_as_one():
+    documented = (REPO / "docs" / "metrics.md").read_text()
+    names = set(re.findall(r"`policy/(\w+_(?:max|min)(?:_dev)?)`", documented))
+    assert names == set(EXTREMES) | {"first_ratio_max_dev"}
+    assert all(EXTREMES[name] in name for name in EXTREMES)

@@ -17,11 +17,12 @@ import trainer_runs
 from apps.conftest import bright_url as bright_url
 from helpers import CHECKPOINT, REPO
 from omni_reward import cli
-from omni_reward.combine import parse
 from omni_reward.rules import open_rules
 from omni_reward.scorers import SCORERS
+from omni_reward.terms import parse
 from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
+from omni_rl.run.world import World
 from omni_rl.settings import args as settings
 from omni_rl.settings.cli import from_toml, parse_cli, recipes
 from omni_rl.tools.command import python_words
@@ -123,7 +124,7 @@ def check_trainer(words, place):
             trainer_runs.train_on_ranks(app, args, ranks=ranks)
     else:
         with pytest.raises(SystemExit, match=r"^0$"):
-            app.main(args)
+            app.main(args, World.join(args))
     assert f"plan: ranks: {ranks}, " in place.capfd.readouterr().out
 
 

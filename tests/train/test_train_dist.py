@@ -92,10 +92,11 @@ def test_json_values_of_any_length_arrive_whole(run_ranks, alone, length):
     assert gather_json(alone, values[0]) == [values[0]]
 
 
-def test_metrics_are_averaged_by_name_and_extremes_are_extreme(run_ranks, alone):
+def test_metrics_are_averaged_over_ranks_and_extremes_are_extreme(run_ranks, alone):
     def work(dist):
         metrics = {"a": 1.0 + dist.rank, "b": torch.tensor(4.0), "a_min": 1.0 + dist.rank, "a_max_dev": dist.rank}
-        return mean_metrics(dist, metrics if dist.is_main else dict(reversed(metrics.items())))
+        own = metrics if dist.is_main else dict(reversed(metrics.items()))
+        return mean_metrics(dist, own, merges={"a_min": "min", "a_max_dev": "max"})
 
     assert run_ranks(work) == [{"a": 1.5, "a_max_dev": 1.0, "a_min": 1.0, "b": 4.0}] * 2
     assert mean_metrics(alone, {"a": 1.0}) == {"a": 1.0}

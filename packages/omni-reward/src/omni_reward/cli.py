@@ -36,7 +36,7 @@ def build_parser() -> Parser:
     add("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
     add("--max-body-mb", type=int, default=256, help="largest request, in MiB")
     add("--max-batch", type=int, default=1024, help="most samples in a request")
-    add("--max-connections", type=int, default=128, help="most connections of one address")
+    add("--max-connections", type=int, default=512, help="most connections, beyond which requests get a 503")
     add("--shutdown-timeout-s", type=float, default=60, help="seconds that SIGTERM leaves for the accepted requests")
     add("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
     return parser

@@ -2,7 +2,7 @@ r"""Rules that grade texts: functions of an answer and of what its prompt's line
 
 {"prompt": "What is 3 + 4?", "answer": "7"}
 
-A reward names one rule, or several with weights: `math + 0.1*format=<think>.*</think>.*`.
+A reward of `omni_reward.terms` names them: `math + 0.1*format=<think>.*</think>.*`.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from omni_reward.terms import FORMAT, Reward, parse
 from omni_reward.wire import Score
 
 Rule = Callable[[str, Mapping[str, object]], float]
 
-_WEIGHT = re.compile(r"(-?\d+(?:\.\d+)?)\s*\*\s*")
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
 _NUMBER = re.compile(  # never tries fewer digits; of groups that fail, all but the last are passed over at once
     r"((?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d))"
@@ -125,50 +125,42 @@ RULES: dict[str, tuple[Rule, str]] = {
 }
 
 
-_FORMAT = re.compile(rf"\s*(?:{_WEIGHT.pattern})?format=")
-_TERM = re.compile(
-    rf"\s*(?:{_WEIGHT.pattern})?(?:(?:{'|'.join([*RULES, SCORER])})\s*|(?:format=|python:).*)", re.DOTALL
-)
-
-
 @dataclass(frozen=True)
 class Term:
-    """A rule with its weight in the reward, the entry of a prompt's line that it asks for, and its file, if any."""
+    """A rule, the entry of a prompt's line that it asks for, and its file, if any."""
 
     name: str
-    weight: float
     rule: Rule
     key: str = ""
     file: Path | None = None
 
 
-@lru_cache
-def open_rules(reward: str, *, remote: bool = False) -> tuple[Term, ...]:
-    """The terms of a reward, joined by " + ", each maybe with a weight as in `0.1*exact`.
+@dataclass(frozen=True)
+class Rules:
+    """A reward whose terms are rules; those that a server says are in the reward only."""
 
-    A term is one of RULES, `format=PATTERN`, or `python:FILE.py:FUNCTION`, whose file is run. A pattern may hold " + ",
-    unless what follows reads like a term. remote: SCORER may be a term too, which `grade` does not know.
+    reward: Reward
+    terms: tuple[Term, ...]
+
+
+@lru_cache
+def open_rules(text: str, *, remote: bool = False) -> Rules:
+    """Return the rules of a reward, as in `omni_reward.terms`.
+
+    A term is one of RULES, `format=PATTERN`, or `python:FILE.py:FUNCTION`, whose file is run. remote: SCORER may be a
+    term too, which `grade` does not know.
 
     Raises:
-        ValueError: there is no such rule, file or function, two have one name, or a library is not installed.
+        ValueError: it is no reward, there is no such rule, file or function, or a library is not installed.
     """
-    texts: list[str] = []
-    for piece in reward.split(" + "):
-        if texts and _FORMAT.match(texts[-1]) and not _TERM.fullmatch(piece):
-            texts[-1] += f" + {piece}"
-        else:
-            texts.append(piece.lstrip())
-    terms = tuple(_term(text if _FORMAT.match(text) else text.rstrip(), remote=remote) for text in texts)
-    if len({term.name for term in terms}) < len(terms):
-        raise ValueError(f"must name each rule once, got {reward!r}")
-    return terms
+    reward = parse(text, [*RULES, SCORER])
+    known = [*RULES, *[SCORER] * remote]
+    return Rules(reward, tuple(_term(*term, known) for term in reward.specs.items() if not remote or term[1] != SCORER))
 
 
-def _term(text: str, *, remote: bool) -> Term:
-    weighted = _WEIGHT.match(text)
-    weight, spec = (float(weighted[1]), text[weighted.end() :]) if weighted else (1.0, text)
-    if spec.startswith("format="):
-        return Term("format", weight, partial(has_format, _compile("format", spec.removeprefix("format="))))
+def _term(name: str, spec: str, known: Sequence[str]) -> Term:
+    if spec.startswith(FORMAT):
+        return Term(name, partial(has_format, _compile("format", spec.removeprefix(FORMAT))))
     if spec.startswith("python:"):
         from omni_reward.scorers.user import load_user
 
@@ -176,47 +168,44 @@ def _term(text: str, *, remote: bool) -> Term:
             own: Callable[..., float] = load_user(spec)  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
         except ImportError as exc:
             raise ValueError(f"{spec} needs what is not installed: {exc}") from exc
-        path, _, name = spec.removeprefix("python:").rpartition(":")
-        return Term(name, weight, own, file=Path(path))
-    if remote and spec == SCORER:
-        return Term(SCORER, weight, _unknown)
+        return Term(name, own, file=Path(spec.removeprefix("python:").rpartition(":")[0]))
     if spec not in RULES:
-        known = ", ".join([*RULES, *[SCORER] * remote])
-        raise ValueError(f"must be one of {known}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
+        raise ValueError(f"must be one of {', '.join(known)}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
     if spec == "math" and find_spec("math_verify") is None:
         raise ValueError("math needs math-verify, which is not installed: pip install math-verify")
-    return Term(spec, weight, *RULES[spec])
+    return Term(name, *RULES[spec])
 
 
-def check_meta(terms: Sequence[Term], meta: Mapping[str, object], *, flag: str = "--reward") -> None:
+def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
     """Grade an empty answer.
 
     Raises:
         ValueError: a prompt's line lacks what a rule asks for, or a rule fails on it.
     """
-    for term in terms:
-        check_key(term, meta, flag=flag)
+    check_keys(rules, meta, flag=flag)
+    for term in rules.terms:
         try:
-            grade([term], [""], [meta])
+            float(term.rule("", meta))
         except ValueError:
             raise
         except Exception as exc:  # a user's function may raise anything
             raise ValueError(f"{term.name} fails on an empty answer: {type(exc).__name__}: {exc}") from exc
 
 
-def check_key(term: Term, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
+def check_keys(rules: Rules, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
     """Raise ValueError for a prompt's line without what a rule asks for. flag: that names the rules, for messages."""
-    if term.key and term.key not in meta:
-        raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} asks for')
+    for term in rules.terms:
+        if term.key and term.key not in meta:
+            raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} asks for')
 
 
-def version_of(terms: Sequence[Term]) -> str:
-    """A short name for what rules run beside this file: users' files as they are now, and math-verify."""
+def version_of(rules: Rules) -> str:
+    """Return a short name for what runs beside this file: users' files as they are now, and math-verify."""
     found = []
-    for term in terms:
+    for term in rules.terms:
         if term.file:
             found.append(f"{term.file.name} {hashlib.sha256(term.file.read_bytes()).hexdigest()[:12]}")
-        if term.name == "math":
+        if term.rule is math:
             try:
                 found.append(f"math-verify {version('math-verify')}")
             except PackageNotFoundError:  # a copy that is no package
@@ -224,19 +213,21 @@ def version_of(terms: Sequence[Term]) -> str:
     return "; ".join(found)
 
 
-def grade(
-    terms: Sequence[Term], answers: Sequence[str], metas: Sequence[Mapping[str, object]], *, apart: bool = False
-) -> list[Score]:
-    """The weighted sums of what the rules say of answers, each with what its prompt's line says.
+def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[dict[str, float]]:
+    """Return what each rule says of answers, each with what its prompt's line says."""
+    return [
+        {term.name: float(term.rule(answer, meta)) for term in rules.terms}
+        for answer, meta in zip(answers, metas, strict=True)
+    ]
 
-    apart: what a rule says is a part of the score also where it is the only one.
-    """
+
+def grade(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:
+    """Return the reward of answers, with what the rules say as its parts where it is more than one rule."""
     scores = []
-    for answer, meta in zip(answers, metas, strict=True):
-        parts = {term.name: float(term.rule(answer, meta)) for term in terms}
-        value = sum(term.weight * parts[term.name] for term in terms)
-        own = parts if apart or len(terms) > 1 else {}
-        scores.append(Score(value, parts=own, details=own))
+    for values in judge(rules, answers, metas):
+        value, gate = rules.reward.total(values)
+        parts = values | gate if len(rules.terms) > 1 else {}
+        scores.append(Score(value, parts=parts, details=parts))
     return scores
 
 
@@ -257,10 +248,6 @@ def _right(answer: str) -> list[object]:
     if not found:
         raise ValueError(f'"answer" must be what math-verify reads, got {answer!r:.80}')
     return found
-
-
-def _unknown(answer: str, meta: Mapping[str, object]) -> float:
-    raise ValueError("a server's score is asked over the wire")
 
 
 def _same(said: object, wanted: object) -> bool:

@@ -120,9 +120,15 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     if not receive_timeout_s > 0:
         raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
     limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
-    service = _Service(Scorer.of(score_fn), name, token, host, limits, show_errors)
-    gets = [Route("/healthz", service.health), Route("/info", service.info), Route("/openapi.json", service.openapi)]
-    routes = [*gets, Route("/score", service.score, methods=["POST"])]
+    credentials = f"Bearer {token}".encode() if token else None
+    service = _Service(Scorer.of(score_fn), name, credentials, host, limits, show_errors)
+    document = Response((files("omni_reward") / "openapi.json").read_bytes(), media_type="application/json")
+    routes = [
+        Route("/healthz", _json_reply({"status": "ok"}), methods=["GET"]),
+        Route("/openapi.json", document, methods=["GET"]),
+        Route("/info", service.info),
+        Route("/score", service.score, methods=["POST"]),
+    ]
     return Starlette(routes=routes, exception_handlers={HTTPException: _error_reply, ClientDisconnect: _no_reply})
 
 
@@ -130,20 +136,12 @@ class _Service:
     """The endpoints and what they share."""
 
     def __init__(
-        self, scorer: Scorer, name: str, token: str | None, host: str, limits: _Limits, show_errors: bool
+        self, scorer: Scorer, name: str, credentials: bytes | None, host: str, limits: _Limits, show_errors: bool
     ) -> None:
         self._scorer, self._name, self._host, self._show_errors = scorer, name, host, show_errors
-        self._document = (files("omni_reward") / "openapi.json").read_bytes()
-        self._credentials = f"Bearer {token}".encode() if token is not None else None
-        self._limits = limits
+        self._credentials, self._limits = credentials, limits
         self._batcher, self._replies = Batcher(scorer), Replies()
         self._num_requests, self._num_bytes = 0, 0  # let in and not answered yet; only the event loop counts them
-
-    async def health(self, request: Request) -> Response:
-        return _json_reply({"status": "ok"})
-
-    async def openapi(self, request: Request) -> Response:
-        return Response(self._document, media_type="application/json")
 
     async def info(self, request: Request) -> Response:
         self._check_access(request)
@@ -311,15 +309,16 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(str(exc))
     config = uvicorn.Config(
         app,
-        http=partial(_Protocol, max_connections=args.max_connections),  # type: ignore[arg-type]
+        http=_Protocol,
         ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
         timeout_keep_alive=IDLE_S,
+        limit_concurrency=args.max_connections + 1,  # uvicorn refuses the one that reaches it
         backlog=128,  # asyncio logs a line for each when it runs out of descriptors
     )
-    _Server(config, args.url_file, shutdown_timeout_s=args.shutdown_timeout_s).run(sockets=[sock])
+    _Server(config, args.url_file, args.shutdown_timeout_s).run(sockets=[sock])
 
 
 class _Connection(h11.Connection):
@@ -340,27 +339,24 @@ class _Connection(h11.Connection):
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's connection, refused to an address that has too many."""
-
-    def __init__(self, *, max_connections: int, **options: Any) -> None:
-        super().__init__(**options)
-        self.conn = _Connection(h11.SERVER)
-        self._max_connections = max_connections
+    """uvicorn's connection, closed where no request begins in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        hosts = [peer.client[0] for peer in cast("set[H11Protocol]", self.connections) if peer.client]
-        if self.client and hosts.count(self.client[0]) > self._max_connections:
-            transport.abort()
+        self.conn = _Connection(h11.SERVER)
+        self.loop.call_later(HEAD_S, self._check_head)
+
+    def _check_head(self) -> None:
+        if self.cycle is None:
+            self.transport.close()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which announces its URL, leaves no connection open for ever, and ends in time."""
+    """uvicorn's server, which announces its URL and ends in time."""
 
-    def __init__(self, config: uvicorn.Config, url_file: Path | None, *, shutdown_timeout_s: float = 60) -> None:
+    def __init__(self, config: uvicorn.Config, url_file: Path | None, shutdown_timeout_s: float) -> None:
         super().__init__(config)
         self._url_file, self._shutdown_timeout_s = url_file, shutdown_timeout_s
-        self._waits_since: dict[tuple[Any, float], float] = {}  # (connection, seconds it may wait) -> since when
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:  # a scorer that hangs would keep the process: then its stack is printed, and all ends
@@ -371,17 +367,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         assert sockets
         cli.announce_url(self._url_file, sockets[0])
-
-    async def on_tick(self, counter: int) -> bool:
-        """Close connections that have brought no request, or half a head, for too long."""
-        now, connections = time.monotonic(), cast("set[Any]", self.server_state.connections)
-        idle = {conn for conn in connections if conn.cycle is None or conn.cycle.response_complete}
-        waits = {(conn, HEAD_S if conn.cycle is None or conn.conn.trailing_data[0] else IDLE_S) for conn in idle}
-        self._waits_since = {wait: self._waits_since.get(wait, now) for wait in waits}
-        for (connection, longest_s), since in self._waits_since.items():
-            if now - since > longest_s:
-                connection.transport.close()
-        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         closing = asyncio.create_task(self._close_late_connections())
@@ -395,7 +380,7 @@ class _Server(uvicorn.Server):
         since = time.monotonic()
         while True:
             await asyncio.sleep(0.1)
-            for connection in list(cast("set[Any]", self.server_state.connections)):
+            for connection in list(cast("set[H11Protocol]", self.server_state.connections)):
                 connection.shutdown()
                 if time.monotonic() - since > LAST_BODY_S and connection.cycle and connection.cycle.more_body:
                     connection.transport.close()

@@ -28,13 +28,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 
 _MB = 2**20
 _FIRST_BYTES = 4096  # of a message that all ranks exchange at once; what is longer takes a second exchange
@@ -262,17 +264,21 @@ def gather_json(dist: Dist, value: object) -> list[Any]:
     return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # spaces at the end are JSON
 
 
-def merge_metric(name: str, values: Tensor) -> Tensor:
-    """The mean of a metric's values [n]; of one with the word `max` or `min` in its name the extreme."""
-    return values.amax() if "_max" in name else values.amin() if "_min" in name else values.mean()
+def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
+    """Return the mean of a metric's values [n], or their extreme."""
+    return values.amax() if how == "max" else values.amin() if how == "min" else values.mean()
 
 
 def mean_metrics(
-    dist: Dist, metrics: Mapping[str, float | Tensor], *, finite: Collection[str] = ()
+    dist: Dist,
+    metrics: Mapping[str, float | Tensor],
+    *,
+    merges: Mapping[str, Merge] = {},
+    finite: Collection[str] = (),
 ) -> dict[str, float]:
-    """The mean over ranks of each metric, or its extreme, as `merge_metric`. Every rank must pass the same names.
+    """Return each metric over all ranks. Every rank must pass the same names.
 
-    finite: metrics that must be finite on every rank.
+    merges: the metrics that are no means. finite: metrics that must be finite on every rank.
 
     Raises:
         ValueError: the names differ between ranks (raised on every rank).
@@ -286,7 +292,8 @@ def mean_metrics(
         for name in finite:
             if name in row and not math.isfinite(row[name]):
                 raise FloatingPointError(f"{name} must be finite, but is {row[name]} on rank {rank}")
-    return {name: merge_metric(name, torch.tensor([row[name] for row in by_rank])).item() for name in by_rank[0]}
+    values = {name: torch.tensor([row[name] for row in by_rank]) for name in by_rank[0]}
+    return {name: merge_metric(values[name], merges.get(name, "mean")).item() for name in values}
 
 
 def any_rank(dist: Dist, flag: bool) -> bool:

@@ -42,6 +42,7 @@ _FLOPS: dict[Any, Callable[..., int]] = flop_registry | {
     for suffix in ("", "_backward")
 }
 _INTEGERS = (torch.bool, torch.uint8, torch.int32, torch.int64)
+_DEVICE = torch.ops.prim.device.default  # every other call of all
 _DRAWS = (_ATEN.uniform_.default, _ATEN.normal_.default)
 
 
@@ -102,6 +103,8 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one operator, and count it; of sharded tensors that on this rank's rows, which comes next."""
+        if func is _DEVICE:
+            return args[0].device
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -152,8 +155,6 @@ class PlannedDevice(Meter):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """What the operator gives: fake tensors on the device, or what the host reads from there."""
-        if func is torch.ops.prim.device.default:
-            return args[0].device
         if func in _DRAWS and not isinstance(args[0], FakeTensor) and args[0].numel() > MAX_KNOWN[True]:
             return args[0]  # first weights: no one looks at them
         leaves, device = tree_leaves((args, kwargs)), kwargs.get("device")

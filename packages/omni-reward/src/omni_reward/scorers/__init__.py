@@ -1,15 +1,16 @@
-"""Scorers by name: what a server can be told to serve, alone or combined (omni_reward/combine.py)."""
+"""Scorers by name: what a server can be told to serve, alone or in a reward (omni_reward/terms.py)."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from omni_reward import combine
+from omni_reward.combine import combine
 from omni_reward.scorers.frames import PREFIX as FRAMES
 from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.rules import PREFIX as RULES
 from omni_reward.scorers.rules import load_rules
 from omni_reward.scorers.user import PREFIX, load_user
+from omni_reward.terms import parse
 from omni_reward.wire import ScoreFn, Scorer
 
 SCORERS = (
@@ -71,8 +72,8 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     """The scorer of that name, ready to score.
 
     Args:
-        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, a combination as in
-            `omni_reward.combine`, or rules for texts after `rules:`.
+        name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, a reward as in
+            `omni_reward.terms`, or rules for texts after `rules:`.
         threads: cores that the scorer may use.
         options: settings by name; of a combination, by the scorer's name, a dot and the setting's.
 
@@ -82,17 +83,17 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     """
     if name.startswith(RULES):  # whose patterns may hold anything
         return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
-    recipe = combine.parse(name)
-    if recipe.is_plain:
-        [spec] = recipe.specs.values()
+    reward = parse(name)
+    if reward.is_plain:
+        [spec] = reward.specs.values()
         return _load(spec, threads, options or {})
-    own: dict[str, dict[str, str]] = {name: {} for name in recipe.specs}
+    own: dict[str, dict[str, str]] = {name: {} for name in reward.specs}
     for key, value in (options or {}).items():
         scorer, _, option = key.partition(".")
         if scorer not in own or not option:
             raise ValueError(f"an option of a combination must be SCORER.OPTION of {sorted(own)}, got {key!r}")
         own[scorer][option] = value
-    return combine.combine(recipe, {name: _load(spec, threads, own[name]) for name, spec in recipe.specs.items()})
+    return combine(reward, {name: _load(spec, threads, own[name]) for name, spec in reward.specs.items()})
 
 
 def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from omni_reward.media import TEXT, Arrays, Meta
-from omni_reward.rules import check_key, grade, open_rules, version_of
+from omni_reward.rules import check_keys, grade, open_rules, version_of
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "rules:"
@@ -95,8 +95,8 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
     it, and a regular expression lets nothing else of the process run.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the keyboard is for the server, which drains
-    terms = open_rules(reward)
-    now = version_of(terms)
+    rules = open_rules(reward)
+    now = version_of(rules)
     while True:
         try:
             text, line, limit_s = json.loads(pipe.recv_bytes())
@@ -107,9 +107,8 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
         try:
             if now != version:
                 raise RuntimeError(f"its file must be as when the server began, {version}, got {now}")
-            for term in terms:
-                check_key(term, line, flag="the rule")
-            [score] = grade(terms, [text], [line])
+            check_keys(rules, line, flag="the rule")
+            [score] = grade(rules, [text], [line])
             reply = {"value": score.value, "parts": score.parts}
         except ValueError as exc:
             reply = {"abstained": str(exc) or repr(exc)}

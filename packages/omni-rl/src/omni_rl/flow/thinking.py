@@ -6,20 +6,21 @@ from dataclasses import replace
 
 import torch
 from omni_reward import RewardError, Score
-from omni_reward.rules import Term, check_meta, grade, version_of
+from omni_reward.rules import Rules, check_meta, grade, version_of
 from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
 from omni_rollout.sampler import TextCache
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
-from omni_train.dist import Dist, gather_json
+from omni_train.dist import gather_json
 from omni_train.prompts.files import PromptRecord
 from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Arrays, Metas, Pending, References, Scorer
 from omni_rl.flow.tokens import check_gathered
 from omni_rl.run.engines import ENGINES
-from omni_rl.run.run import MediaT, OwnArgsT, Run, join_ranks
+from omni_rl.run.run import MediaT, OwnArgsT, Run
+from omni_rl.run.world import World
 from omni_rl.settings.cli import require
 
 FLAG = "--thought-reward"
@@ -28,8 +29,8 @@ FLAG = "--thought-reward"
 class ThoughtScorer:
     """A scorer of what was drawn, and rules for the thoughts before: the sum of both, which are parts of the score."""
 
-    def __init__(self, scorer: Scorer, terms: Sequence[Term]) -> None:
-        self.scorer, self.terms = scorer, terms
+    def __init__(self, scorer: Scorer, rules: Rules) -> None:
+        self.scorer, self.rules = scorer, rules
         self.kinds, self.takes_references = scorer.kinds, scorer.takes_references
 
     @property
@@ -41,7 +42,7 @@ class ThoughtScorer:
         """The future scores of N samples, whose meta say the `thought`."""
         said: Pending = Future()
         try:
-            said.set_result(grade(self.terms, [str(each["thought"]) for each in meta], meta))
+            said.set_result(grade(self.rules, [str(each["thought"]) for each in meta], meta))
         except Exception as exc:  # a user's function may raise anything
             failed = RewardError(f"a rule of {FLAG} fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
@@ -90,14 +91,14 @@ class ThinkingRun(Run[MediaT]):
         self,
         args: MediaT,
         algorithm: str,
-        dist: Dist,
+        world: World,
         *,
         thought: TokenParams,
         eval_thought: TokenParams,
-        rules: Sequence[Term] = (),
+        rules: Rules | None = None,
         reference: bool = False,
     ) -> None:
-        super().__init__(args, algorithm, dist, reference=reference)
+        super().__init__(args, algorithm, world, reference=reference)
         rule = f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"
         require((not ENGINES[args.engine].library, rule))
         self.rules, self.parts = rules, ("image", "thought") if rules else ()
@@ -105,14 +106,15 @@ class ThinkingRun(Run[MediaT]):
         self.eval_params = ThinkingParams(**vars(self.eval_params), thought=eval_thought)
 
     @staticmethod
-    def begin(
+    def begin(  # noqa: PLR0913 - as `Run.start`
         args: OwnArgsT,
+        world: World,
         algorithm: str,
         *,
         scorer: str,
         thought: TokenParams,
         eval_thought: TokenParams,
-        rules: Sequence[Term] = (),
+        rules: Rules | None = None,
         reference: bool = False,
         steps: tuple[int, int] | None = None,
     ) -> "ThinkingRun[OwnArgsT]":
@@ -121,9 +123,8 @@ class ThinkingRun(Run[MediaT]):
         thought, eval_thought: how training and evaluations write. rules: that grade thoughts. The others are those of
         `Run.start`, which also says what is raised.
         """
-        dist = join_ranks(args)
         run = ThinkingRun(
-            args, algorithm, dist, thought=thought, eval_thought=eval_thought, rules=rules, reference=reference
+            args, algorithm, world, thought=thought, eval_thought=eval_thought, rules=rules, reference=reference
         )
         return run._start(scorer, steps=steps)
 
@@ -132,7 +133,7 @@ class ThinkingRun(Run[MediaT]):
 
     def _read_inputs(self) -> None:
         super()._read_inputs()
-        self.config["rules"] = version_of(self.rules)
+        self.config["rules"] = version_of(self.rules) if self.rules else ""
         if self.mode == "fsdp2" and self.args.unshard == "none":
             check_gathered(self.model.empty_net(), self.dtype, self.args.engine)
 
@@ -141,7 +142,8 @@ class ThinkingRun(Run[MediaT]):
         return replace(canary, meta={**canary.meta, "thought": ""})  # as every sample's meta
 
     def _check_graded(self, record: PromptRecord) -> None:
-        check_meta(self.rules, record.meta, flag=FLAG)
+        if self.rules:
+            check_meta(self.rules, record.meta, flag=FLAG)
         super()._check_graded(record)
 
     def _check_record(self, record: PromptRecord) -> None:

@@ -3,7 +3,6 @@
 Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,12 +17,12 @@ import torch
 from omni_losses.sequence import TokenMean, token_weights
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.media import TEXT
-from omni_reward.rules import SCORER, Term, check_meta, grade, open_rules, version_of
+from omni_reward.rules import SCORER, Rules, check_meta, grade, judge, open_rules, version_of
 from omni_rollout import Prompt
 from omni_rollout.engines.transformers import TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams, TokenTrajectory
-from omni_train.dist import Dist, gather_by_index, gather_json, same_error, shutdown
+from omni_train.dist import gather_by_index, gather_json, same_error
 from omni_train.files import probe_digest, write_folder_atomically
 from omni_train.memory.bits import reduce_bits
 from omni_train.memory.recompute import Recompute
@@ -35,11 +34,12 @@ from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
 from omni_rl.flow.sampling import deal, expand_groups
-from omni_rl.flow.scorers import AnyScorer, Pending, connect
+from omni_rl.flow.scorers import AnyScorer, Pending
 from omni_rl.flow.scoring import collect, gather_rewards
 from omni_rl.media.prompts import media_files, with_media
 from omni_rl.report import Sample
-from omni_rl.run.run import AnyRun, Step, join_ranks
+from omni_rl.run.run import AnyRun, Step
+from omni_rl.run.world import World
 from omni_rl.settings.cli import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
@@ -61,9 +61,8 @@ class RuleScorer:
     size: most samples in a request to the server; 0 is those of a batch.
     """
 
-    def __init__(self, terms: Sequence[Term], client: RewardClient | None = None, size: int = 0) -> None:
-        self.rules = [term for term in terms if term.name != SCORER]
-        self.weight = sum(term.weight for term in terms if term.name == SCORER)
+    def __init__(self, rules: Rules, client: RewardClient | None = None, size: int = 0) -> None:
+        self.rules = rules
         self.client, self.size, self._busy_s = client, size, 0.0
 
     @property
@@ -75,7 +74,7 @@ class RuleScorer:
         """The future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
         start, size = time.perf_counter(), self.size or len(answers)
         pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
-        asked = [self._ask(answers[piece], prompts[piece]) for piece in pieces]
+        asked = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
         pending = [
             self._grade(answers[piece], prompts[piece], other) for piece, other in zip(pieces, asked, strict=True)
         ]
@@ -87,25 +86,26 @@ class RuleScorer:
         if self.client:
             self.client.close()
 
-    def _ask(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
-        """What the server will say; 0 for each where there is none."""
+    def _ask(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
+        """What the server will say."""
         future: Pending = Future()
         try:
-            if self.client:
-                wants = self.client.takes_references
-                references = [[image.numpy() for image in p.images] for p in prompts] if wants else None
-                metas = [p.meta for p in prompts]
-                return self.client.submit({TEXT: answers}, [p.text for p in prompts], metas, references)
-            future.set_result([Score(0.0)] * len(answers))
+            references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
+            metas = [p.meta for p in prompts]
+            return client.submit({TEXT: answers}, [p.text for p in prompts], metas, references)
         except ValueError as exc:
             future.set_exception(exc)
         return future
 
-    def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], asked: Pending) -> Pending:
-        """The sums of what the rules say now and what the server will."""
+    def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], asked: Pending | None) -> Pending:
+        """The rewards of what the rules say now and what the server will."""
         future: Pending = Future()
+        metas = [p.meta for p in prompts]
         try:
-            own = grade(self.rules, answers, [p.meta for p in prompts], apart=self.client is not None)
+            if asked is None:
+                future.set_result(grade(self.rules, answers, metas))
+                return future
+            own = judge(self.rules, answers, metas)
         except Exception as exc:  # a user's function may raise anything
             failed = RewardError(f"a rule of --reward fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
@@ -114,23 +114,24 @@ class RuleScorer:
             asked.add_done_callback(partial(self._settle, future, own))
         return future
 
-    def _settle(self, future: Pending, own: Sequence[Score], asked: Pending) -> None:
+    def _settle(self, future: Pending, own: Sequence[Mapping[str, float]], asked: Pending) -> None:
         """Add what the server has said, in a thread of the client."""
         try:
-            others = asked.result()
-            future.set_result([self._sum(*both) for both in zip(own, others, strict=True)] if self.client else [*own])
+            future.set_result([self._sum(*both) for both in zip(own, asked.result(), strict=True)])
         except RewardError as exc:
             future.set_exception(exc)
         except Exception as exc:  # a text or meta that cannot travel
             future.set_exception(RewardError(f"--scorer-url: {exc}", fatal=True))
 
-    def _sum(self, own: Score, other: Score) -> Score:
-        """The server's score with its weight and the rules', and each in the parts."""
-        if other.value is None or not (self.rules or self.weight != 1):
+    def _sum(self, own: Mapping[str, float], other: Score) -> Score:
+        """The reward of the server's score and of what the rules say, with each in the parts."""
+        reward = self.rules.reward
+        if other.value is None or reward.is_plain:
             return other
-        theirs = {f"{SCORER}.{name}": value for name, value in other.parts.items()}
-        parts = {SCORER: other.value, **theirs, **own.parts}
-        return Score.of(self.weight * other.value + (own.value or 0.0), parts=parts, details={**other.details, **parts})
+        values = {**{name: other.value for name, spec in reward.specs.items() if spec == SCORER}, **own}
+        value, gate = reward.total(values)
+        parts = {**{f"{SCORER}.{name}": part for name, part in other.parts.items()}, **values, **gate}
+        return Score.of(value, parts=parts, details={**other.details, **parts})
 
 
 class TokenRun(AnyRun[TokenT], Generic[TokenT]):
@@ -141,13 +142,13 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     scorer: TextScorer
     eval_params: TokenParams
 
-    def __init__(self, args: TokenT, algorithm: str, dist: Dist, *, reference: bool = False) -> None:
-        super().__init__(args, algorithm, dist, reference=reference)
+    def __init__(self, args: TokenT, algorithm: str, world: World, *, reference: bool = False) -> None:
+        super().__init__(args, algorithm, world, reference=reference)
         self.base_params = TokenParams(args.max_new_tokens, args.temperature)
         self.eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
 
     @staticmethod
-    def start(args: OwnArgsT, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
+    def start(args: OwnArgsT, world: World, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
         """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
 
         algorithm: its name, for the model card. reference: keep the first policy, for `reference()`.
@@ -155,13 +156,10 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        run = TokenRun(args, algorithm, join_ranks(args), reference=reference)
+        run = TokenRun(args, algorithm, world, reference=reference)
         with same_error(run.dist):
             run._read_inputs()
-        run._check_settings(run.dist.is_main)
-        if args.dry_run:
-            shutdown()
-            sys.exit(0)
+        run._check_settings()
         with same_error(run.dist):
             run._open_scorer()
         run._begin()
@@ -222,7 +220,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         media = sorted({file for record in records for file in media_files(record)})
         if media:
             self.config["media_digest"] = probe_digest(media, num_blocks=1)
-        self.config["rules"] = version_of(self.args.terms)
+        self.config["rules"] = version_of(self.args.rules)
         if self.mode == "fsdp2" and self.args.unshard == "none":
             self._check_gathered(self.model.empty_net())
 
@@ -233,10 +231,10 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
         """Open the rules, and the server that they name."""
         args, version, client = self.args, "", None
         if args.scorer_url:
-            client, version = connect(args.scorer_url, args, self.dist, self.canary, (TEXT,))
-        self.scorer = RuleScorer(args.terms, client, args.score_batch_size)
+            client, version = self.world.connect(args.scorer_url, args, self.canary, (TEXT,))
+        self.scorer = RuleScorer(args.rules, client, args.score_batch_size)
         self._name_scorer(version)
-        ask = partial(connect, args=args, dist=self.dist, kinds=(TEXT,))
+        ask = partial(self.world.connect, args=args, kinds=(TEXT,))
         only = open_rules(SCORER, remote=True)
         self._open_set_scorers(
             lambda url, name, canary: RuleScorer(only, ask(url, canary=canary, name=name)[0], args.score_batch_size)
@@ -245,7 +243,7 @@ class TokenRun(AnyRun[TokenT], Generic[TokenT]):
     def _check_graded(self, record: PromptRecord) -> None:
         """Raise ValueError for a prompt without what the rules ask for, too."""
         if record.index % self.dist.world_size == self.dist.rank:
-            check_meta([term for term in self.args.terms if term.name != SCORER], record.meta)
+            check_meta(self.args.rules, record.meta)
         super()._check_graded(record)
 
     def _check_record(self, record: PromptRecord) -> None:

@@ -11,7 +11,7 @@ import reprlib
 import tomllib
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -23,6 +23,7 @@ from omni_train.files import load_metrics, parse_int, read_regular
 
 from omni_rl.report.folder import read_lines, step_folders
 from omni_rl.run.alarms import find_alarms
+from omni_rl.run.metrics import CHARTS, METRICS, Chart
 
 MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
 MAX_BARS = 60  # of the seconds per phase
@@ -50,45 +51,17 @@ Source = Callable[[Path], str]  # of a file, what the page loads it from
 Drawings = Sequence[tuple[Mapping[str, Path], Mapping[str, Any]]]  # files of samples, and what is known of them
 
 
-@dataclass(frozen=True)
-class Chart:
-    """Metrics that are drawn together: {name: label}. A comparison of runs shows the first that a run has."""
-
-    section: str
-    title: str
-    note: str
-    lines: Mapping[str, str]
-    smooth: bool = False
-
-
-CHARTS = (
-    Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
-          {"eval/reward": "held-out", "reward/mean": "training"}, smooth=True),
-    Chart("policy", "KL", "To the model without its adapter, and half the mean squared log-ratio of an update.",
-          {"policy/kl": "to the reference", "policy/approx_kl": "of the update"}),
-    Chart("policy", "Ratio deviation", "Largest |ratio - 1|. Before the first update: 0 with the embedded engine.",
-          {"policy/ratio_max_dev": "all updates", "policy/first_ratio_max_dev": "before the first"}),
-    Chart("policy", "Clip fraction", "Share of ratios outside the clip range. Below 0.3 is healthy.",
-          {"policy/clip_fraction": "all", "policy/clip_fraction_low": "low", "policy/clip_fraction_high": "high"}),
-    Chart("policy", "Gradient norm", "Before clipping.", {"policy/grad_norm": "norm"}, smooth=True),
-    Chart("policy", "Spread within groups", "Standard deviation of the rewards of a prompt's samples.",
-          {"reward/group_std": "mean over groups"}, smooth=True),
-    Chart("policy", "Nothing to learn from", "Shares of groups that score the same, and of samples without a score.",
-          {"reward/zero_variance_ratio": "groups", "reward/abstained_ratio": "samples"}, smooth=True),
-    Chart("policy", "Learning rate", "", {"policy/lr": "rate"}),
-    Chart("speed", "Throughput", "Images per second and device, evaluations included.",
-          {"perf/images_per_s_per_device": "images/s"}, smooth=True),
-    Chart("speed", "Memory", "Of the first rank, in MB.", {"perf/peak_memory_mb": "peak", "perf/memory_mb": "now"}),
-    Chart("speed", "Scoring", "Seconds that the scorer worked, and those left to wait for when all was drawn.",
-          {"reward/busy_s": "worked", "time/reward_wait_s": "waited for"}, smooth=True),
-)  # fmt: skip
-
-
-def charts(runs: Sequence[Mapping[str, Any]]) -> list[Chart]:
-    """The charts of these runs: CHARTS, the first with the held-out scores of the runs' own evaluation sets."""
+def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the charts of these runs, each with {name: label} of its lines; own evaluation sets are in the first."""
+    drawn = [asdict(chart) | {"lines": lines_of(chart)} for chart in CHARTS]
     names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
-    sets = {name: f"held-out, {name.split('/')[1]}" for name in names}
-    return [replace(CHARTS[0], lines={**CHARTS[0].lines, **sets}), *CHARTS[1:]]
+    drawn[0]["lines"] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
+    return drawn
+
+
+def lines_of(chart: Chart) -> dict[str, str]:
+    """Return the metrics of a chart with their labels."""
+    return {row.name: row.label for row in METRICS if row.chart == chart.title}
 
 
 def _inline(file: Path) -> str:
@@ -150,7 +123,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
 
 def shown_names(steps: Steps) -> list[str]:
     """The metrics that are drawn as curves, sorted; of the times only those that a chart asks for."""
-    asked = {name for chart in CHARTS for name in chart.lines} | {"time/step_s"}
+    asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     found = {name for step in steps for name in step} - {"step"}
     return sorted(name for name in found if name in asked or not name.startswith("time/"))
 

@@ -11,7 +11,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
     live: whether a server draws it anew each time, and has the pictures.
     """
     title = " and ".join(run["name"] for run in runs)
-    data = {"runs": runs, "charts": [asdict(chart) for chart in charts(runs)], "live": live}
+    data = {"runs": runs, "charts": charts(runs), "live": live}
     return _document(title, data, "page.js", "'self' data:" if live else "data:")
 
 

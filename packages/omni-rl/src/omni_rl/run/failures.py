@@ -16,19 +16,20 @@ from omni_reward import RewardError
 from omni_train.dist import is_lost_rank, shutdown, tell_failure
 from omni_train.signals import resume_command
 
-from omni_rl.settings.args import MediaArgs
+from omni_rl.run.world import World
+from omni_rl.settings.args import MediaArgs, RunArgs
 
-ArgsT = TypeVar("ArgsT")
+ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
 
-def launch(main: Callable[[ArgsT], None], args: ArgsT) -> None:
+def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
     try:
         if isinstance(args, MediaArgs) and args.device_memory_gb:
             from omni_rl.tools.plan import fit
 
             sys.exit(fit(main, args))
-        main(args)
+        main(args, World.join(args))
         shutdown()
         return
     except (ValueError, OSError, ImportError) as exc:

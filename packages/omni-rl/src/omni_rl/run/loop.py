@@ -19,12 +19,12 @@ from omni_reward import RewardError
 from omni_train.dist import gather_json
 from omni_train.files import load_metrics
 from omni_train.flops import peak_tflops
-from omni_train.signals import STOP_SIGNALS, catch_stop, resume_command
+from omni_train.signals import catch_stop, resume_command
 
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
-from omni_rl.run.run import HIDDEN, AnyRun, Step, current_plan
+from omni_rl.run.run import HIDDEN, AnyRun, Step
 from omni_rl.settings.args import RunArgs, without_secrets
 
 
@@ -38,14 +38,14 @@ class Loop:
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
         self._evals: list[Mapping[str, float]] = []  # lines with a held-out score, in step order
-        self._peak_tflops = None if run.dist.is_planned else peak_tflops(run.dist.device)
+        self._peak_tflops = peak_tflops(run.dist.device)
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
         for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
             self._evals += [line] if "eval/reward" in line else []
-        self._stop = self._open.enter_context(catch_stop(() if self.run.dist.is_planned else STOP_SIGNALS))
+        self._stop = self._open.enter_context(catch_stop(self.run.world.signals))
         self._open.enter_context(self.run.log)
         return self
 
@@ -64,9 +64,11 @@ class Loop:
             self.run.close()
 
     def __iter__(self) -> Iterator[Step]:
+        return iter(self.run.world.steps(self.run, self._left()))
+
+    def _left(self) -> Iterator[Step]:
+        """The steps that are left, with what happens before, between and after them."""
         run, args = self.run, self.run.args
-        if plan := current_plan.get():
-            return (yield from plan.steps(run))
         if args.eval_only:
             return self._evaluate_alone()
         stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given

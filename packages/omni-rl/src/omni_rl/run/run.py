@@ -6,17 +6,14 @@ A mistake in the settings ends the program with one line and exit code 2, before
 """
 
 import math
-import os
-import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import numpy as np
 import torch
@@ -34,15 +31,12 @@ from omni_train.checkpoint.store import Checkpoint, check_config
 from omni_train.compiled import check_compiler, compile_blocks
 from omni_train.dist import (
     Dist,
-    free_memory,
     gather_json,
-    init_distributed,
     mean_metrics,
     memory,
     merge_metric,
     same_error,
     shard_mesh,
-    shutdown,
 )
 from omni_train.files import file_digest, probe_digest, write_atomically
 from omni_train.flops import Calls, FlopTable
@@ -72,11 +66,13 @@ from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut, params_of
-from omni_rl.flow.scorers import AnyScorer, Scorer, connect
+from omni_rl.flow.scorers import AnyScorer, Scorer
 from omni_rl.media.images import reference_sizes
 from omni_rl.report import write_versions
 from omni_rl.report.process import ReportProcess
 from omni_rl.run.engines import ENGINES
+from omni_rl.run.metrics import COLUMNS, EXTREMES
+from omni_rl.run.world import World
 from omni_rl.settings.args import (
     MAY_CHANGE,
     SECRET,
@@ -90,20 +86,9 @@ from omni_rl.settings.args import (
 from omni_rl.settings.cli import flag, require, to_toml
 from omni_rl.settings.eval_sets import EvalSet
 
-if TYPE_CHECKING:
-    from omni_rl.tools.plan import Plan
-
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=MediaArgs)
-COLUMNS = (
-    "reward/mean",
-    "eval/reward",
-    "perf/images_per_s_per_device",
-    "policy/first_ratio_max_dev",
-    "policy/grad_norm",
-)
-current_plan: ContextVar["Plan | None"] = ContextVar("current_plan", default=None)  # see `omni_rl.tools.plan`
 HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
@@ -125,18 +110,18 @@ class AnyRun(ABC, Generic[ArgsT]):
     eval_params: Params | TokenParams
 
     def __init__(
-        self, args: ArgsT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
+        self, args: ArgsT, algorithm: str, world: World, *, old_policy: bool = False, reference: bool = False
     ) -> None:
-        self.args, self.algorithm, self.dist = args, algorithm, dist
+        self.args, self.algorithm, self.world, self.dist = args, algorithm, world, world.dist
+        dist = world.dist
         self.mode = sharding(args, dist.world_size)
         self.offload = offloaded(args)
         self.lr = args.lr or 0.0  # a number, as Args settles it
         self.dtype: torch.dtype = getattr(torch, args.dtype)
-        self.attention = "auto" if dist.is_planned else args.attention
+        self.attention = args.attention
         self.compiles = False
         self.adapter_form: dict[str, str] = {}  # the names in an adapter's file, where they are not diffusers'
         self.flops: FlopTable | None = None
-        self.memory_limit = 0.0  # bytes, of a device that a plan speaks of
         self.folder = Path("runs") / args.name
         self.checkpoints = Checkpoint(
             self.folder / "checkpoints", dist, keep=args.keep_checkpoints, wait_for=self._await_samples
@@ -257,18 +242,16 @@ class AnyRun(ABC, Generic[ArgsT]):
         if self.report:
             self.report.wait()
 
-    def _check_settings(self, told: bool = True) -> None:
+    def _check_settings(self) -> None:
         """Compare the settings of all ranks and find what the run continues from; a dry run prints its plan.
-
-        told: whether this rank may print it.
 
         Raises:
             ValueError: ranks differ, or the checkpoint does not fit; the same on every rank.
         """
         self._check_alike()
         self._find_checkpoint()
-        if self.args.dry_run and told:
-            print(to_toml(without_secrets(self.args)), self._plan(), sep="\n", flush=True)
+        if self.args.dry_run:
+            self.world.tell(f"{to_toml(without_secrets(self.args))}\n{self._plan()}")
 
     def _begin(self) -> None:
         """Take the folder, load what is trained and what samples, and open the log."""
@@ -446,11 +429,10 @@ class AnyRun(ABC, Generic[ArgsT]):
 
     def _unshard(self) -> tuple[str, ...]:
         """The phases in which the sharded net is gathered once; "auto" keeps most of the free memory for the rest."""
-        choice, plan, limit = self.args.unshard, current_plan.get(), self.memory_limit
+        choice = self.args.unshard
         if choice == "auto":
-            free = limit - plan.device.live if plan else free_memory(self.dist.device)
             size = sum(p.numel() for p in self.net.parameters()) * self.dtype.itemsize
-            share = max(gather_json(self.dist, size / max(free, 1)))  # the same on every rank
+            share = max(gather_json(self.dist, size / max(self.world.free_memory(), 1)))  # the same on every rank
             choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
         phases = {"rollout": choice != "none" and self.engine.shares_weights, "update": choice == "all"}
         return tuple(phase for phase, is_kept in phases.items() if is_kept)
@@ -533,9 +515,9 @@ class AnyRun(ABC, Generic[ArgsT]):
             write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
         nets = {net for net in (self.engine.net, self.net) if net is not None}
-        open_log = partial(ProfiledLog, step=args.profile, nets=nets) if args.profile else RunLog
-        self.log = open_log(
-            folder,
+        self.log = self.world.open_log(
+            partial(ProfiledLog, step=args.profile, nets=nets) if args.profile else RunLog,
+            folder=folder,
             is_main=dist.is_main,
             total_steps=args.train_steps,
             eval_every=args.eval_every,
@@ -552,7 +534,7 @@ class AnyRun(ABC, Generic[ArgsT]):
         """
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version and not self.args.eval_only:
+        if was != version and not (self.args.eval_only or self.args.dry_run):
             raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
 
     def _open_set_scorers(self, connect: Callable[[str, str, PromptRecord], AnyScorer]) -> None:
@@ -620,12 +602,11 @@ class Run(AnyRun[MediaT]):
     eval_params: Params
 
     def __init__(
-        self, args: MediaT, algorithm: str, dist: Dist, *, old_policy: bool = False, reference: bool = False
+        self, args: MediaT, algorithm: str, world: World, *, old_policy: bool = False, reference: bool = False
     ) -> None:
-        super().__init__(args, algorithm, dist, old_policy=old_policy, reference=reference)
+        super().__init__(args, algorithm, world, old_policy=old_policy, reference=reference)
         self.watch: Scorer | None = None
-        self.compiles = args.compile and not dist.is_planned
-        self.memory_limit = args.device_memory_gb * 1e9
+        self.compiles = args.compile
         true_cfg = {"true_cfg_scale": args.true_cfg_scale} if args.true_cfg_scale != 1 else {}
         self.base_params = Params(
             num_inference_steps=args.num_inference_steps,
@@ -644,6 +625,7 @@ class Run(AnyRun[MediaT]):
     @staticmethod
     def start(  # noqa: PLR0913 - all but two are keyword-only, and each is a different need of a trainer
         args: OwnArgsT,
+        world: World,
         algorithm: str,
         *,
         scorer: str | Callable[[Dist], Scorer],
@@ -666,8 +648,7 @@ class Run(AnyRun[MediaT]):
         Raises:
             ValueError, OSError: something in the settings does not fit; the same on every rank.
         """
-        plan = current_plan.get()
-        run = Run(args, algorithm, plan.dist if plan else join_ranks(args), old_policy=old_policy, reference=reference)
+        run = Run(args, algorithm, world, old_policy=old_policy, reference=reference)
         return run._start(scorer, parts, steps=steps, needs=needs, teachers=teachers, teaching=teaching)
 
     def _start(
@@ -681,7 +662,6 @@ class Run(AnyRun[MediaT]):
         teaching: Callable[[Params], Params] | None = None,
     ) -> Self:
         """The run itself, as `start` has it."""
-        plan = current_plan.get()
         with same_error(self.dist):
             self._read_inputs()
             self._read_teachers(teachers or {})
@@ -697,12 +677,7 @@ class Run(AnyRun[MediaT]):
                 ("routes" not in needs or routing_of(self.model.empty_net()),
                  "--route-replay needs a model that is a mixture of experts"),
             )  # fmt: skip
-        self._check_settings(plan.tells if plan else self.dist.is_main)
-        if plan:
-            return self._planned(plan, scorer, parts)
-        if self.args.dry_run:
-            shutdown()
-            sys.exit(0)
+        self._check_settings()
         with same_error(self.dist):
             self._open_scorers(scorer, parts)
         self._begin()
@@ -745,8 +720,7 @@ class Run(AnyRun[MediaT]):
         args = self.args
         with flag("--model: "):
             self.model = model = self._open_checkpoint()
-            model.reads_weights = current_plan.get() is None
-            model.check_files()
+            self.world.check_files(model)
         only = " or ".join(("both", *filter(None, model.nets)))
         require(
             (self.trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
@@ -845,23 +819,12 @@ class Run(AnyRun[MediaT]):
         latents = [self.model.latent_shape(self.base_params.of_size(size)) for size in sorted(self.sizes)]
         return f"{self.model.__class__.__name__}, latents {' and '.join(map(str, latents))}"
 
-    def _planned(self, plan: "Plan", scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> Self:
-        """The run, ready for a step on a device that is not there."""
-        plan.prepare(self, scorer, parts)
-        with self.phase("load"):
-            self._load()
-            self._continue()
-        plan.settle(self)
-        self.lock = RunLock(self.folder, self.dist)
-        self.sync_weights(0)
-        return self
-
     def _open_scorers(self, scorer: str | Callable[[Dist], Scorer], parts: Sequence[str]) -> None:
         """Open what scores samples, and what else evaluations ask."""
         args, version, name = self.args, "", "--watch-scorer-url"
         image = np.full((1, *max(self.sizes, key=math.prod), 3), 127, np.uint8)
         grey = {"image": image, "video": np.repeat(image[:, None], args.num_frames, axis=1)}
-        ask = partial(connect, args=args, dist=self.dist, canary=self.canary, kinds=self.model.MEDIA, samples=grey)
+        ask = partial(self.world.connect, args=args, canary=self.canary, kinds=self.model.MEDIA, samples=grey)
         if args.watch_scorer_url:
             self.watch, _ = ask(args.watch_scorer_url, name=name)
         if isinstance(scorer, str):
@@ -875,7 +838,8 @@ class Run(AnyRun[MediaT]):
         self.model.check(params)
 
     def _open_engine(self, net: nn.Module | None) -> tuple[Engine, nn.Module]:
-        args, model = self.args, self.model
+        args = self.args
+        self.model = model = self.world.watched(self.model)
         if args.decode_batch_size:
             self.model = model = wrap(model, decode=in_slices(model.decode, args.decode_batch_size))
         return self._make_engine(net, TextCache(args.text_cache_mb, args.text_cache))
@@ -937,14 +901,6 @@ class Run(AnyRun[MediaT]):
         self.counts[kwargs["expert"]] += torch.is_grad_enabled()
 
 
-def join_ranks(args: RunArgs) -> Dist:
-    """The ranks of this run, with threads that fit it."""
-    dist = init_distributed(timeout_s=args.hang_timeout_s)
-    if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
-    return dist
-
-
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
@@ -967,37 +923,10 @@ def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Se
     Raises:
         FloatingPointError: the loss is not finite; raised on every rank.
     """
-    own = torch.stack([merge_metric(name, torch.stack([m[name] for m in seen])) for name in seen[0]]).tolist()
-    named = mean_metrics(dist, dict(zip(seen[0], own, strict=True)), finite=("loss",)) | {
+    merged = [merge_metric(torch.stack([m[name] for m in seen]), EXTREMES.get(name, "mean")) for name in seen[0]]
+    own = dict(zip(seen[0], torch.stack(merged).tolist(), strict=True))
+    named = mean_metrics(dist, own, merges=EXTREMES, finite=("loss",)) | {
         "grad_norm": sum(result.grad_norm for result in results) / len(results),
         "skipped_updates": sum(result.skipped for result in results),
     }
     return {f"policy/{name}": value for name, value in named.items()}
-
-
-def check_ratio(dist: Dist, deviations: list[Tensor], tolerance: float, step: int) -> float:
-    """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
-
-    Args:
-        dist: the ranks.
-        deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its samples,
-            ratio = exp(log_prob - old_log_prob).
-        tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
-        step: of the training loop, for the message.
-
-    Raises:
-        RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
-            forward and the causes.
-    """
-    by_rank = torch.tensor(gather_json(dist, torch.stack(deviations).detach().float().tolist()))
-    worst = by_rank.max().item()
-    if worst <= tolerance or dist.is_planned:  # a plan has no numbers
-        return worst
-    off = ~(by_rank <= tolerance)  # NaN is off too
-    rank, forward = off.nonzero()[0].tolist()
-    raise RuntimeError(
-        f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: in "
-        f"{int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update does not "
-        "compute what the engine sampled with. Causes: other weights (a missed sync), another batch shape, padding, "
-        "dtype or attention kernel, another sigma, window or guidance scale."
-    )

@@ -396,33 +396,46 @@ def parse_judges(text: str, parts: str) -> dict[str, str]:
     Raises:
         ValueError: a piece is not PART=MEDIUM, or names another part or medium.
     """
-    judges, known = dict(piece.split("=", 1) for piece in text.split(",") if "=" in piece), parse_numbers(parts, "")
-    if len(judges) != len(list(filter(None, text.split(",")))) or not judges.keys() <= known.keys():
-        raise ValueError(f"--reward-media must be PART=MEDIUM,..., of parts in --reward-parts, got {text}")
-    if others := set(judges.values()) - set(STREAMS):
-        raise ValueError(f"--reward-media must name {' or '.join(STREAMS)}, got {min(others)}")
+    judges = parse_pairs(text, "--reward-media", "PART=MEDIUM")
+    others = min(set(judges.values()) - set(STREAMS), default="")
+    require(
+        (judges.keys() <= parse_numbers(parts, "--reward-parts").keys(),
+         f"--reward-media must name parts in --reward-parts, got {text}"),
+        (not others, f"--reward-media must name {' or '.join(STREAMS)}, got {others}"),
+    )  # fmt: skip
     return judges
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:
-    """The numbers in words such as ocr=0.7,jpeg=0.3, by what they are called.
+    """Return the numbers in words such as ocr=0.7,jpeg=0.3, by what they are called.
 
     name: the flag that holds the text.
 
     Raises:
         ValueError: a piece is not NAME=NUMBER, or a name comes twice.
     """
-    numbers: dict[str, float] = {}
-    for piece in filter(None, text.split(",")):
-        key, _, number = piece.partition("=")
-        try:
-            value = float(number)
-        except ValueError:
-            value = math.nan
-        is_new = bool(key) and key not in numbers and math.isfinite(value)
-        require((is_new, f"{name} must be NAME=NUMBER with commas between, each name once, got {text!r}"))
-        numbers[key] = value
+    pairs = parse_pairs(text, name, "NAME=NUMBER")
+    try:
+        numbers = {key: float(value) for key, value in pairs.items()}
+    except ValueError:
+        numbers = {name: math.nan}
+    require((all(map(math.isfinite, numbers.values())), f"{name} must hold finite numbers, got {text!r}"))
     return numbers
+
+
+def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str]:
+    """Return what words such as clap=audio,hpsv3=video say, by name.
+
+    name: the flag that holds the text. form: of a piece.
+
+    Raises:
+        ValueError: a piece is something else, or a name comes twice.
+    """
+    pieces = [piece.partition("=") for piece in text.split(",") if piece]
+    pairs = {key: value for key, _, value in pieces if key and value}
+    rule = f"{name} must be {form} with commas between, each name once, got {text!r}"
+    require((len(pairs) == len(pieces), rule))
+    return pairs
 
 
 def without_secrets(args: ArgsT) -> ArgsT:

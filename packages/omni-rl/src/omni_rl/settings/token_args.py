@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from omni_reward.rules import SCORER, Term, open_rules
+from omni_reward.rules import SCORER, Rules, open_rules
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
@@ -43,7 +43,7 @@ class TokenArgs(RunArgs):
     tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
 
     @property
-    def terms(self) -> tuple[Term, ...]:
+    def rules(self) -> Rules:
         """What --reward says."""
         return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
 
@@ -79,7 +79,7 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     )  # fmt: skip
     check_urls(args.scorer_url, "--scorer-url")
     with flag("--reward: "):
-        asks = SCORER in [term.name for term in args.terms]
+        asks = SCORER in args.rules.reward.specs.values()
     require(
         (
             asks or not args.scorer_url,

@@ -17,10 +17,10 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ from omni_rollout.model import wrap
 from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
 from omni_train.checkpoint.state import train_state
-from omni_train.dist import Dist
 from omni_train.log import RunLog
 from omni_train.lora_linear import LoraLinear
 from omni_train.planned import PLANNED, PlannedDevice, planned_ranks
@@ -42,11 +41,9 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.media.images import reference_sizes
-from omni_rl.run.run import Step, current_plan
+from omni_rl.run.run import Step
+from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
-
-if TYPE_CHECKING:
-    from omni_rl.run.run import AnyRun, Run
 
 ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
@@ -65,7 +62,7 @@ FLAGS = {
 }
 
 
-def fit(main: Callable[[ArgsT], None], args: ArgsT) -> int:
+def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
     """Plan a step of the trainer and print it, and where it does not fit, what would; the exit code: 0 if it fits.
 
     Ctrl-C and SIGTERM end the program at once, as there is nothing to save.
@@ -131,20 +128,20 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
 
 
 def measure(
-    main: Callable[[ArgsT], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
+    main: Callable[[ArgsT, World], None], args: ArgsT, ranks: int, *, tells: bool = False, remembers: bool = True
 ) -> "Figures":
     """What two steps of the trainer take on as many planned ranks, of few prompts each, and by a line of all.
 
-    tells: print the settings too. remembers: run one forward of a shape, not all.
+    tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
     counts = _prompt_counts(args, ranks)
+    bare = replace(args, text_cache="", text_cache_mb=0.0, attention="auto", compile=False)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
-        plan = Plan(dist, device, counts, tells, remembers)
-        token = current_plan.set(plan)
+        plan = PlannedWorld(dist, args, device, counts, tells, remembers)
         try:
-            main(replace(args, text_cache=""))
+            with device.phase("load"):
+                main(bare, plan)
         finally:
-            current_plan.reset(token)
             plan.forget()
             gc.collect()
     few, more = plan.found[0], plan.found[-1]
@@ -216,70 +213,88 @@ class Figures:
         return "\n".join(f"plan: {line}" for line in lines)
 
 
-@dataclass
-class Plan:
-    """Steps as they are planned: two for each of `counts` of prompts. tells and remembers: as `measure` has them.
+@dataclass(frozen=True)
+class PlannedWorld(World):
+    """Ranks that are not there, whose steps are planned: two for each of `counts` of prompts.
 
-    found: what these take. unshard: the phases in which sharded weights are gathered once. offloads: the parts that
-    --offload may name.
+    args: the settings as they were given. tells and remembers: as `measure` has them. found: what the steps take.
     """
 
-    dist: Dist
+    args: MediaArgs
     device: PlannedDevice
     counts: Sequence[int] = ()
     tells: bool = False
     remembers: bool = True
     found: list[Figures] = field(default_factory=list)
-    unshard: tuple[str, ...] = ()
-    offloads: Sequence[str] = ()
-    _cache_bytes: float = 0.0  # that the cache of encoded texts may still take
+    signals: ClassVar[Sequence[Any]] = ()  # there is nothing to save
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
     _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
     _tokens: Counter[str] = field(default_factory=Counter)  # of all of them
 
-    def prepare(self, run: "Run[MediaArgs]", scorer: str | Callable[[Dist], Any], parts: Sequence[str]) -> None:
-        """Give a run that has read its inputs a scorer, a log, and a model that is watched."""
-        model: Model = run.model
-        run.prompts = prompts = _Alike(run.args)
-        self._cache_bytes = run.args.text_cache_mb * 2**20  # which fills in the steps to come
-        run.args = replace(run.args, text_cache_mb=0.0)
-        self.offloads = [part for part in run.args.OFFLOAD.split() if part != "encoder" or model.encoders]
+    def check_files(self, model: Any) -> None:
+        """Check the configurations of the model's parts, once for all plans."""
+        model.reads_weights = False
+        if self.tells:
+            model.check_files()
+
+    def tell(self, lines: str) -> None:
+        """Print the settings and the plan of a step."""
+        if self.tells:
+            print(lines, flush=True)
+
+    def connect(
+        self, urls: str, args: RunArgs, canary: PromptRecord, kinds: Sequence[str], **how: Any
+    ) -> tuple[Any, str]:
+        """Return a scorer whose scores differ, so that there is something to learn."""
+        return LocalScorer(_grader(how.get("parts", ())), kinds), ""
+
+    def watched(self, model: Model) -> Model:
+        """Return a model whose forwards are counted, and run once for a shape."""
+        prompts = _Alike(self.args)
         predict, decode, encode = model.predict_velocity, model.decode, model.encode
         if self.remembers:
             predict = self._remembered(predict, model)
             decode = self._once(decode, lambda parts, x0, *_: x0.shape)
             encode = self._once(encode, lambda parts, prompt, **how: repr(how))
-        run.model = wrap(
+        kept = self._cached(prompts.num_known)
+        return wrap(
             model,
             predict_velocity=predict,
             decode=self._phased("decode", decode),
-            encode=self._phased("encode", self._cached(encode, prompts.num_known)),
-            condition=self._cached(model.condition, prompts.num_known),
+            encode=self._phased("encode", kept(encode)),
+            condition=kept(model.condition),
         )
-        run.watch = None
-        run.scorer = LocalScorer(_grader(parts), run.model.MEDIA) if isinstance(scorer, str) else scorer(self.dist)
-        run.log = _Log(self.device)
 
-    def settle(self, run: "Run[MediaArgs]") -> None:
-        """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
-        self.unshard = run.unshard
-        for group in run.optimizer.param_groups:
-            group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
+    def free_memory(self) -> float:
+        """Return the bytes that are free on the device."""
+        return self.args.device_memory_gb * GB - self.device.live
 
-    def steps(self, run: "AnyRun[RunArgs]") -> Iterator[Step]:
+    def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
+        """Return a log that writes nothing."""
+        return _Log(self.device)
+
+    def steps(self, run: Any, left: Iterable[Any]) -> Iterator[Step]:
         """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
-        loaded, device = Counter(self.device.peaks), self.device
+        device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
+        run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
+        _fuse(run.optimizer)
         for run.prompts.prompts_per_step in self.counts:
             run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
             for counted in (device.peaks, device.flops, self._forwards, self._tokens):
                 counted.clear()
-            yield from (Step(0), Step(0))
-            with run.phase("save"):
-                part_files(replace(self.dist, is_planned=False), train_state(run.net, run.optimizer, run.averages()))
+            with device.phase(""):
+                yield from (Step(0), Step(0))
+                with run.phase("save"):
+                    alone = replace(self.dist, is_planned=False)
+                    part_files(alone, train_state(run.net, run.optimizer, run.averages()))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            self.found.append(Figures(peaks, flops, forwards, tokens, self.unshard, self.offloads))
+            self.found.append(Figures(peaks, flops, forwards, tokens, run.unshard, offloads))
+
+    def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
+        """Return 0, as a plan has no numbers."""
+        return 0.0
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
@@ -312,21 +327,26 @@ class Plan:
 
         return remembered
 
-    def _cached(self, encode: Callable[..., Cond], num_prompts: int) -> Callable[..., Cond]:
-        """Count with the first prompt what the cache will hold of all."""
-        is_first = True
+    def _cached(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
+        """Return what has functions count, with the first prompt of each, what the cache will hold of all."""
+        left = self.args.text_cache_mb * 2**20
 
-        def cached(*args: Any, **kwargs: Any) -> Cond:
-            nonlocal is_first
-            cond = encode(*args, **kwargs)
-            if is_first:
-                kept = min(self._cache_bytes, num_prompts * sum(tensor.nbytes for tensor in cond.values()))
-                self._cache_bytes -= kept
-                self.device.add(int(kept))
-            is_first = False
-            return cond
+        def kept(encode: Callable[..., Cond]) -> Callable[..., Cond]:
+            is_first = True
 
-        return cached
+            def cached(*args: Any, **kwargs: Any) -> Cond:
+                nonlocal is_first, left
+                cond = encode(*args, **kwargs)
+                if is_first:
+                    own = min(left, num_prompts * sum(tensor.nbytes for tensor in cond.values()))
+                    left -= own
+                    self.device.add(int(own))
+                is_first = False
+                return cond
+
+            return cached
+
+        return kept
 
     def _once(self, function: Callable[..., Any], key: Callable[..., object]) -> Callable[..., Any]:
         """Without gradients a function runs once for a key; then it gives tensors alike, after as much memory."""
@@ -462,6 +482,12 @@ class _Repeat(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         ctx.seen.repeat_backward()
         return None, None
+
+
+def _fuse(optimizer: torch.optim.Optimizer) -> None:
+    """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
+    for group in optimizer.param_groups:
+        group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
 
 
 class _Text(str):

@@ -1,0 +1,147 @@
+"""The metrics with a reader besides `metrics.jsonl`: a row has chart, column of the terminal, merge of ranks, alarm.
+
+A metric without a row is logged, drawn in a chart of its own, and averaged over ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the report imports no torch
+    from omni_train.dist import Merge
+
+MAX_ABSTAINED = 0.2  # share of samples without a score
+MAX_CLIPPED = 0.3  # share of ratios outside the clip range
+MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; a rare token's may near it in bfloat16
+MIN_EFFECTIVE = 0.5  # share of samples that would be left if all had the same weight
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of the report, whose lines are the rows of METRICS with its title."""
+
+    section: str
+    title: str
+    note: str = ""
+    smooth: bool = False
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition that raises an alarm.
+
+    Args:
+        title: of the alarm.
+        holds: the condition. Takes a column of `window` values of the metric, and one of each of `others`.
+        look: where to look when it holds.
+        window: lines in a row that the condition sees.
+        others: further metrics; a line that lacks one of them does not count.
+    """
+
+    title: str
+    holds: Callable[..., bool]
+    look: str
+    window: int = 5
+    others: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric and its readers.
+
+    Args:
+        name: in `metrics.jsonl`.
+        chart: title of the chart that draws it.
+        label: of its line there. A comparison of runs draws the first line of a chart that a run has.
+        column: its place in the terminal's line, from 1; 0 leaves it out.
+        merge: how the values of several forwards and ranks become one.
+        alarm: the rule that watches it.
+    """
+
+    name: str
+    chart: str = ""
+    label: str = ""
+    column: int = 0
+    merge: "Merge" = "mean"
+    alarm: Rule | None = None
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _rises(values: Sequence[float]) -> bool:
+    return all(a < b for a, b in pairwise(values))
+
+
+CHARTS = (  # in the order of the page
+    Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
+          smooth=True),
+    Chart("policy", "KL", "To the model without its adapter, and half the mean squared log-ratio of an update."),
+    Chart("policy", "Ratio deviation", "Largest |ratio - 1|. Before the first update: 0 with the embedded engine."),
+    Chart("policy", "Clip fraction", "Share of ratios outside the clip range. Below 0.3 is healthy."),
+    Chart("policy", "Gradient norm", "Before clipping.", smooth=True),
+    Chart("policy", "Spread within groups", "Standard deviation of the rewards of a prompt's samples.", smooth=True),
+    Chart("policy", "Nothing to learn from", "Shares of groups with equal scores, and of samples without a score.",
+          smooth=True),
+    Chart("policy", "Learning rate"),
+    Chart("speed", "Throughput", "Images per second and device, evaluations included.", smooth=True),
+    Chart("speed", "Memory", "Of the first rank, in MB."),
+    Chart("speed", "Scoring", "Seconds in which the scorer worked, and seconds of waiting for it after sampling.",
+          smooth=True),
+)  # fmt: skip
+
+METRICS = (
+    Metric("eval/reward", "Reward", "held-out", column=2,
+           alarm=Rule("The reward rises while the second scorer falls",
+                      lambda rewards, watched: _rises(rewards) and _rises(watched[::-1]),
+                      "The model may be gaming the reward. Compare the images of these evaluations, raise --kl-coef "
+                      "or lower --lr.", window=3, others=("eval/watch",))),
+    Metric("reward/mean", "Reward", "training", column=1),
+    Metric("policy/kl", "KL", "to the reference"),
+    Metric("policy/kl_max", merge="max"),
+    Metric("policy/approx_kl", "KL", "of the update"),
+    Metric("policy/ratio_max_dev", "Ratio deviation", "all updates", merge="max"),
+    Metric("policy/first_ratio_max_dev", "Ratio deviation", "before the first", column=4),
+    Metric("policy/thought_ratio_max_dev", merge="max"),
+    Metric("policy/clip_fraction", "Clip fraction", "all",
+           alarm=Rule("Many ratios are clipped", lambda shares: _mean(shares) > MAX_CLIPPED,
+                      "The policy moves far in a step. Look at learning rate, minibatches and clip range.")),
+    Metric("policy/clip_fraction_low", "Clip fraction", "low"),
+    Metric("policy/clip_fraction_high", "Clip fraction", "high"),
+    Metric("policy/grad_norm", "Gradient norm", "norm", column=5),
+    Metric("policy/skipped_updates",
+           alarm=Rule("Updates were skipped", lambda counts: counts[0] > 0,
+                      "A gradient was not finite, or no sample had a signal. Look at learning rate, dtype and rewards.",
+                      window=1)),
+    Metric("policy/rollout_gap",
+           alarm=Rule("The engine samples with another policy", lambda gaps: _mean(gaps) > MAX_GAP,
+                      "Its log-probs are far from the trainer's. Look at the weight sync, and at the engine's dtype.")),
+    Metric("policy/correction_abs_diff_max", merge="max"),
+    Metric("policy/correction_ratio_max", merge="max"),
+    Metric("policy/correction_ratio_min", merge="min"),
+    Metric("policy/correction_effective_fraction",
+           alarm=Rule("Importance weights leave few samples", lambda shares: _mean(shares) < MIN_EFFECTIVE,
+                      "A few samples weigh more than all others. Look at policy/rollout_gap, and lower "
+                      "--rollout-correction-cap.")),
+    Metric("reward/group_std", "Spread within groups", "mean over groups"),
+    Metric("reward/zero_variance_ratio", "Nothing to learn from", "groups",
+           alarm=Rule("The reward tells nothing", lambda ratios, *_: all(ratio == 1 for ratio in ratios),
+                      "For 5 steps every group scored the same. Look at what the scorer returns for samples/, and "
+                      "whether prompts fit it.", others=("reward/min", "reward/max"))),
+    Metric("reward/abstained_ratio", "Nothing to learn from", "samples",
+           alarm=Rule("Many samples have no score", lambda shares: _mean(shares) > MAX_ABSTAINED,
+                      "They take no part in training. Look at the reasons in samples/ and at the scorer's log.")),
+    Metric("policy/lr", "Learning rate", "rate"),
+    Metric("perf/images_per_s_per_device", "Throughput", "images/s", column=3),
+    Metric("perf/peak_memory_mb", "Memory", "peak"),
+    Metric("perf/memory_mb", "Memory", "now"),
+    Metric("reward/busy_s", "Scoring", "worked"),
+    Metric("time/reward_wait_s", "Scoring", "waited for"),
+)  # fmt: skip
+
+COLUMNS = [row.name for row in sorted(METRICS, key=lambda row: row.column) if row.column]
+EXTREMES: "dict[str, Merge]" = {  # of an update, named without policy/
+    row.name.removeprefix("policy/"): row.merge for row in METRICS if row.merge != "mean"
+}

@@ -1,0 +1,105 @@
+"""Where a run takes place: its ranks, their device, and the doors to all else."""
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+from omni_rollout import Model
+from omni_train.dist import Dist, free_memory, gather_json, init_distributed, shutdown
+from omni_train.log import RunLog
+from omni_train.prompts.files import PromptRecord
+from omni_train.signals import STOP_SIGNALS
+from torch import Tensor
+
+from omni_rl.flow.scorers import connect
+from omni_rl.settings.args import RunArgs
+
+StepT = TypeVar("StepT")
+
+
+class Checked(Protocol):
+    """A model whose files can be checked."""
+
+    def check_files(self) -> None:
+        """Raise ValueError unless all files are there."""
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks that torchrun has started, or this process alone.
+
+    `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. signals: that ask a run to stop.
+    """
+
+    dist: Dist
+    signals: ClassVar[Sequence[Any]] = STOP_SIGNALS
+
+    @classmethod
+    def join(cls, args: RunArgs) -> "World":
+        """Join the ranks of a run, with as many threads as fit it."""
+        dist = init_distributed(timeout_s=args.hang_timeout_s)
+        if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
+        return cls(dist)
+
+    def check_files(self, model: Checked) -> None:
+        """Raise ValueError unless all files of a model are there."""
+        model.check_files()
+
+    def tell(self, lines: str) -> None:
+        """Print what a dry run has to say; the program ends unless there is more to come."""
+        if self.dist.is_main:
+            print(lines, flush=True)
+        shutdown()
+        sys.exit(0)
+
+    def connect(
+        self, urls: str, args: RunArgs, canary: PromptRecord, kinds: Sequence[str], **how: Any
+    ) -> tuple[Any, str]:
+        """Return the scorer at a URL, and its name and version, as `omni_rl.flow.scorers.connect` does."""
+        return connect(urls, args, self.dist, canary, kinds, **how)
+
+    def watched(self, model: Model) -> Model:
+        """Return the model as engine and updates call it."""
+        return model
+
+    def free_memory(self) -> float:
+        """Return the bytes that are free on the device."""
+        return free_memory(self.dist.device)
+
+    def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
+        """Return the log of the run."""
+        return make(**how)
+
+    def steps(self, run: Any, left: Iterable[StepT]) -> Iterable[StepT]:
+        """Return the training steps to take, of those that are left."""
+        return left
+
+    def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
+        """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
+
+        Args:
+            deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its
+                samples, ratio = exp(log_prob - old_log_prob).
+            tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
+            step: of the training loop, for the message.
+
+        Raises:
+            RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
+                forward and the causes.
+        """
+        by_rank = torch.tensor(gather_json(self.dist, torch.stack([*deviations]).detach().float().tolist()))
+        worst = by_rank.max().item()
+        if worst <= tolerance:
+            return worst
+        off = ~(by_rank <= tolerance)  # NaN is off too
+        rank, forward = off.nonzero()[0].tolist()
+        raise RuntimeError(
+            f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: "
+            f"in {int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update "
+            "does not compute what the engine sampled with. Causes: other weights (a missed sync), another batch "
+            "shape, padding, dtype or attention kernel, another sigma, window or guidance scale."
+        )
