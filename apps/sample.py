@@ -19,12 +19,13 @@ import sys
 import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 from omni_rl.media.images import reference_sizes
 from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
-from omni_rl.settings.cli import check_finite, check_least, fitting, flag, parse_cli, refuse, require
+from omni_rl.settings.cli import fitting, flag, parse_cli, refuse, require
 from omni_rl.settings.eval_sets import check_urls
+from omni_rl.settings.fields import at_least, between, check_bounds
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
@@ -40,30 +41,28 @@ class Args:
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
     images: str = ""  # Pictures to edit, of every prompt, with commas between; a .jsonl file may name others for each
     media_root: str = ""  # Folder below which a .jsonl file may name pictures too, beside its own folder
-    num_images: int = 1  # Images to draw, going through the prompts in turn
+    num_images: Annotated[int, at_least(1)] = 1  # Images to draw, going through the prompts in turn
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
     out_dir: str = ""  # Folder for a file of each sample
-    seed: int = 0  # Seed of the noise
-    height: int | None = None  # Height in pixels (default: as the evaluations of the weights' run, else 512)
-    width: int | None = None  # Width in pixels (default: likewise, else 512)
-    num_frames: int | None = None  # Frames of a video, or 1 (default: likewise, else 1)
-    frame_rate: float | None = None  # Frames of a video in a second (default: likewise, else 24)
-    num_inference_steps: int | None = None  # Denoising steps (default: likewise, else 10)
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise
+    height: Annotated[int | None, at_least(1)] = None  # Height in pixels (default: as the weights' run, else 512)
+    width: Annotated[int | None, at_least(1)] = None  # Width in pixels (default: likewise, else 512)
+    num_frames: Annotated[int | None, at_least(1)] = None  # Frames of a video, or 1 (default: likewise, else 1)
+    frame_rate: Annotated[float | None, at_least(1e-3)] = None  # Frames in a second (default: likewise, else 24)
+    num_inference_steps: Annotated[int | None, at_least(2)] = None  # Denoising steps (default: likewise, else 10)
     guidance_scale: float | None = None  # Guidance of pipelines that call it so (default: likewise, else 1, mostly off)
     true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's (default: likewise)
     guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
     scorer_url: str = ""  # URL of a reward server that scores the samples
     scorer_token_file: str = ""  # File with its token
-    batch_size: int = 16  # Images per forward
+    batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
     args = settle(args)
-    check_finite(args)
-    least_one = dict.fromkeys(("num_images", "batch_size", "height", "width", "num_frames"), 1)
-    check_least(args, {"num_inference_steps": 2, "frame_rate": 1e-3, **least_one})
+    check_bounds(args)
     parse_numbers(args.guidance or "", "--guidance")
     place = next(path for path in (Path(args.out_dir), *Path(args.out_dir).parents) if path.exists())
     missing = [folder for folder in listed(args.weights) if not folder.is_dir()]

@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_rl.settings.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
-from omni_rl.settings.cli import check_least, flag, parse_cli, require
+from omni_rl.settings.cli import flag, parse_cli, require
+from omni_rl.settings.fields import MAY_CHANGE, at_least, between
 from omni_train.prompts.files import load_prompts
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -39,29 +40,25 @@ from omni_train.prompts.files import load_prompts
 class Args(ScoredArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    group_size: int = 1  # Samples of each prompt
-    num_inference_steps: int = 4  # Denoising steps of the student
-    eval_num_inference_steps: int = 4  # Denoising steps in an evaluation, which injects no noise
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
+    eval_num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 4  # Denoising steps in an evaluation
 
     # Algorithm
     algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS
     teachers: str = ""  # Teachers as NAME=FOLDER of weights, with commas between (default: the model before training)
-    teacher_substeps: int = 1  # Steps that a teacher takes within each step of the student
-    teacher_guidance_scale: float | None = None  # Guidance scale of the teachers (default: --guidance-scale)
-    teacher_true_cfg_scale: float | None = None  # Classifier-free guidance of the teachers (default: --true-cfg-scale)
-    noise_level: float = 0.7  # Strength of the noise that opd and opd-cps inject
-    train_low: int = 0  # First step of the student that is trained
+    teacher_substeps: Annotated[int, at_least(1)] = 1  # Steps that a teacher takes within each step of the student
+    teacher_guidance_scale: Annotated[float | None, at_least(0)] = None  # Their guidance scale (default: the student's)
+    teacher_true_cfg_scale: Annotated[float | None, at_least(1)] = None  # As --true-cfg-scale (default: the student's)
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise that opd and opd-cps inject
+    train_low: Annotated[int, at_least(0)] = 0  # First step of the student that is trained
     train_high: int | None = None  # One past the last one (default: all steps, without the last one where noise is)
-
-
-LEAST = {"noise_level": 1e-6, "teacher_substeps": 1, "train_low": 0}  # setting -> least value
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_urls(args.scorer_url, "--scorer-url")
     check_media(args, num_ranks())
-    check_least(args, LEAST)
     low, high = trained_steps(args)
     num_batches(args, num_ranks(), num_trained=max(1, high - low))
     most = args.num_inference_steps - (args.algo != "opd-ode")
@@ -70,10 +67,6 @@ def check_args(args: Args) -> None:
          f"--train-low and --train-high must bound steps of the student (0 to {most} with {args.algo}), "
          f"got {low} and {high}"),
         (args.noise_level <= 1 or args.algo != "opd-cps", "--noise-level must be <= 1 for opd-cps"),
-        (args.teacher_true_cfg_scale is None or args.teacher_true_cfg_scale >= 1,
-         f"--teacher-true-cfg-scale must be >= 1, got {args.teacher_true_cfg_scale}"),
-        (args.teacher_guidance_scale is None or args.teacher_guidance_scale >= 0,
-         f"--teacher-guidance-scale must be >= 0, got {args.teacher_guidance_scale}"),
     )  # fmt: skip
     names = parse_teachers(args.teachers)
     with flag("--prompts: "):

@@ -26,10 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 from omni_rl.media.preferences import check_preferences, read_latent
-from omni_rl.settings.args import MOST, ScoredArgs, check_scored, num_ranks
-from omni_rl.settings.cli import check_least, check_most, flag, parse_cli, require
+from omni_rl.settings.args import ScoredArgs, check_scored, num_ranks
+from omni_rl.settings.cli import flag, parse_cli, require
+from omni_rl.settings.fields import at_least, check_bounds
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -40,20 +42,16 @@ class Args(ScoredArgs):
 
     # Algorithm
     preferences: str = ""  # File of pairs, .jsonl, to train on offline, instead of --prompts and a scorer
-    dpo_beta: float = 2000.0  # Strength of the pull to the reference
-    levels_per_pair: int = 1  # Noise levels that each pair is trained at
-    level_shift: float = 1.0  # Shift of the logit-normal noise levels, towards noise where > 1
-
-
-LEAST = {"batch_size": 2, "dpo_beta": 1e-12, "levels_per_pair": 1, "level_shift": 1e-6}  # setting -> least value
+    dpo_beta: Annotated[float, at_least(1e-12)] = 2000.0  # Strength of the pull to the reference
+    levels_per_pair: Annotated[int, at_least(1)] = 1  # Noise levels that each pair is trained at
+    level_shift: Annotated[float, at_least(1e-6)] = 1.0  # Shift of the logit-normal levels, > 1 towards noise
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
+    check_bounds(args)
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
     check_scored(replace(args, prompts=args.preferences, batch_size=2) if offline else args, num_ranks())
-    check_least(args, LEAST)
-    check_most(args, MOST)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
     if offline:

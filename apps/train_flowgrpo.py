@@ -19,11 +19,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.settings.cli import check_least, parse_cli, require
+from omni_rl.settings.cli import parse_cli, require
+from omni_rl.settings.fields import at_least
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -43,40 +44,33 @@ class Args(JudgedArgs):
         "grpo-guard",
         "flow-dppo",
     ] = "flowgrpo"  # Algorithm, a row of the table ALGOS
-    noise_level: float = 0.7  # Strength of the injected noise, as the algorithm's step rule defines it
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as the step rule defines it
     window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
-    window_low: int = 0  # First step that may be stochastic
+    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
     window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
-    iters_per_window: int = 1  # Training steps that share a window
-    window_stride: int = 1  # Steps that a sliding window moves at a time
+    iters_per_window: Annotated[int, at_least(1)] = 1  # Training steps that share a window
+    window_stride: Annotated[int, at_least(1)] = 1  # Steps that a sliding window moves at a time
     same_start_noise: bool = False  # Start a group from one noise, and compute the steps before its window once
     compress_ratio: float | None = None  # Share of the steps after the window to keep, taken by DPM-Solver++
-    clip_range: float = 1e-4  # PPO clip half-width
-    kl_threshold: float = 1e-5  # Size of flow-dppo's trust region, nats per latent element
-    adv_clip_max: float = 5.0  # Bound on advantages
-    best_worst_n: int = 0  # Samples of a group to train on, half of them best and half worst; 0 is all
+    clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width
+    kl_threshold: Annotated[float, at_least(1e-30)] = 1e-5  # Size of flow-dppo's trust region, nats per latent element
+    adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
+    best_worst_n: Annotated[int, at_least(0)] = 0  # Samples of a group to train on, best and worst; 0 is all
     filter_groups: bool = False  # Leave out groups whose samples all score alike
     step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
-    kl_coef: float = 0.0  # Weight of the KL to the policy before training
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
     correction_level: Literal["step", "trajectory"] = "trajectory"  # Unit that shares an importance weight
     correction_mode: Literal["truncate", "mask"] = "truncate"  # Treatment of importance weights beyond the bounds
-    correction_low: float = 0.99  # Least importance weight per latent element
+    correction_low: Annotated[float, at_least(0)] = 0.99  # Least importance weight per latent element
     correction_high: float = 1.01  # Largest importance weight per latent element
-
-
-LEAST = {  # setting -> least value
-    "noise_level": 1e-6, "window_low": 0, "iters_per_window": 1, "window_stride": 1, "correction_low": 0,
-    "best_worst_n": 0, "clip_range": 1e-7, "kl_threshold": 1e-30, "adv_clip_max": 1e-6, "kl_coef": 0.0,
-}  # fmt: skip
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
-    check_least(args, LEAST)
     check_judged(args)
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size

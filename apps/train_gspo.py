@@ -21,10 +21,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_rl.settings.args import num_ranks
-from omni_rl.settings.cli import check_least, parse_cli, require
+from omni_rl.settings.cli import parse_cli, require
+from omni_rl.settings.fields import at_least
 from omni_rl.settings.token_args import TokenArgs, check_tokens
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -39,29 +40,20 @@ class Args(TokenArgs):
 
     # Algorithm
     algo: Literal["gspo", "grpo", "dapo", "cispo", "dr-grpo"] = "gspo"  # Algorithm, a row of the table ALGOS
-    clip_low: float | None = None  # Width of the clip range below a ratio of 1 (default: the algorithm's)
-    clip_high: float | None = None  # Width of the clip range above a ratio of 1 (default: the algorithm's)
-    rounds: int = 4  # Most rollouts of a step for dapo, which leaves out groups that score alike
-    overlong_tokens: int | None = (
-        None  # Last tokens of --max-new-tokens with a penalty (default: a fifth for dapo, or 0)
-    )
+    clip_low: Annotated[float | None, at_least(1e-7)] = None  # Clip width below 1 (default: the algorithm's)
+    clip_high: Annotated[float | None, at_least(1e-7)] = None  # Clip width above 1 (default: the algorithm's)
+    rounds: Annotated[int, at_least(1)] = 4  # Most rollouts of a step for dapo
+    overlong_tokens: Annotated[int | None, at_least(0)] = None  # Last tokens with a penalty (default: a fifth, or 0)
     mask_truncated: bool = False  # Leave answers without an end out of the update
-    kl_coef: float = 0.0  # Weight of the KL to the policy before training
-    ratio_tolerance: float | None = (
-        None  # Largest |ratio - 1| to the sampler (default: 1e-4 in float32, 1e-3 for vllm, or any)
-    )
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
+    ratio_tolerance: Annotated[float | None, at_least(0)] = None  # Largest |ratio - 1| (default: 1e-4, 1e-3 or any)
     rollout_correction: Correction = "auto"  # Weights for vllm: off, or token_ or sequence_ with truncate or mask
-    rollout_correction_cap: float = 2.0  # Largest of these importance weights; a larger one is cut, or masked to 0
-
-
-LEAST = {"clip_low": 1e-7, "clip_high": 1e-7, "rounds": 1, "overlong_tokens": 0, "kl_coef": 0.0,
-         "ratio_tolerance": 0.0, "rollout_correction_cap": 1.0}  # fmt: skip
+    rollout_correction_cap: Annotated[float, at_least(1)] = 2.0  # Largest importance weight; others are cut or masked
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_tokens(args, num_ranks())
-    check_least(args, {name: least for name, least in LEAST.items() if vars(args)[name] is not None})
     require(
         ((args.overlong_tokens or 0) <= args.max_new_tokens,
          f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),

@@ -23,10 +23,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.settings.cli import check_least, parse_cli, require
+from omni_rl.settings.cli import parse_cli, require
+from omni_rl.settings.fields import at_least, between
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -39,32 +40,25 @@ class Args(JudgedArgs):
     algo: Literal["nft", "awm"] = "nft"  # Algorithm, a row of the table ALGOS
     sample_with: Literal["old", "policy"] = "old"  # Policy that draws the samples
     old_schedule: Literal["copy", "linear", "delayed_linear"] = "copy"  # Schedule of the share the old policy keeps
-    old_decay_max: float = 1.0  # Largest share of itself that the old policy keeps at a refresh
-    old_every: int = 1  # Training steps between two refreshes of the old policy
+    old_decay_max: Annotated[float, between(0, 1)] = 1.0  # Largest share of itself that the old policy keeps
+    old_every: Annotated[int, at_least(1)] = 1  # Training steps between two refreshes of the old policy
     train_levels: int | None = None  # Noise levels that each sample is trained at (default: all of the trained range)
-    train_low: int = 0  # First step of the rollout's schedule whose level may be trained at
+    train_low: Annotated[int, at_least(0)] = 0  # First step of the rollout's schedule whose level may be trained at
     train_high: int | None = None  # One past the last such step (default: one past the last of all)
-    nft_beta: float = 1.0  # DiffusionNFT: distance of the two contrasted policies from the old one
+    nft_beta: Annotated[float, at_least(1e-12)] = 1.0  # DiffusionNFT: distance of both policies from the old one
     adv_mode: Literal["continuous", "positive_only", "negative_only", "one_only", "binary"] = (
         "continuous"  # DiffusionNFT: map from an advantage to the probability to be good
     )
     weighting: Literal["uniform", "t", "t2", "huber", "ghuber"] = "ghuber"  # AWM: weighting of a sample's error
-    clip_range: float = 1.0  # AWM: clip half-width of the ratio
-    adv_clip_max: float = 5.0  # Bound on advantages
-    kl_coef: float = 0.0  # Weight of the velocity's distance to that of the policy before training
-    old_kl_coef: float = 0.0  # Weight of the velocity's distance to that of the old policy
-
-
-LEAST = {  # setting -> least value
-    "old_decay_max": 0.0, "old_every": 1, "train_low": 0, "nft_beta": 1e-12, "clip_range": 1e-7, "adv_clip_max": 1e-6,
-    "kl_coef": 0.0, "old_kl_coef": 0.0,
-}  # fmt: skip
+    clip_range: Annotated[float, at_least(1e-7)] = 1.0  # AWM: clip half-width of the ratio
+    adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity before training
+    old_kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the distance to the velocity of the old policy
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
-    check_least(args, LEAST)
     check_judged(args)
     low, high, count = trained_levels(args)
     num_batches(args, num_ranks(), num_trained=max(1, count))
@@ -74,7 +68,6 @@ def check_args(args: Args) -> None:
          f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
          f"got {low} and {high}"),
         (1 <= count <= high - low, f"--train-levels must be from 1 to the {high - low} trained steps, got {count}"),
-        (args.old_decay_max <= 1, f"--old-decay-max must be <= 1, got {args.old_decay_max}"),
     )  # fmt: skip
 
 

@@ -22,10 +22,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_rl.settings.args import MediaArgs, check_media, num_batches, num_ranks
-from omni_rl.settings.cli import check_least, parse_cli, require
+from omni_rl.settings.cli import parse_cli, require
+from omni_rl.settings.fields import at_least, between
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -38,36 +39,29 @@ class Args(MediaArgs):
     RATES = (5e-6, 1e-5)
 
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
-    group_size: int = 1  # Samples of each prompt
-    num_inference_steps: int = 25  # Denoising steps of a rollout
-    lr: float | None = None  # Learning rate of AdamW; unset, 1e-5 with LoRA and 5e-6 without
-    max_grad_norm: float = 0.1  # Norm down to which larger gradients are scaled
+    group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 25  # Denoising steps of a rollout
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 1e-5 with LoRA and 5e-6 without
+    max_grad_norm: Annotated[float, at_least(1e-12)] = 0.1  # Norm down to which larger gradients are scaled
 
     # Algorithm
     reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards
     reward_model: str = ""  # Folder or hub id of the reward's weights (required, here or in a preset)
     positive_words: str = "Clear"  # Words of praise, separated by commas; a step puts one before all its prompts
     negative_words: str = "Smudged"  # Words of blame, separated by commas; a step puts one before all its prompts
-    level_low: float = 0.2  # Lowest noise level to train at; 0 is data
+    level_low: Annotated[float, at_least(0)] = 0.2  # Lowest noise level to train at; 0 is data
     level_high: float = 0.95  # Highest noise level to train at, < 1; 1 is noise
-    level_step: float = 0.1  # Length of the model's one step, as a share of the range of levels
-    discount_low: float = 0.1  # Share of the plain reward left when denoising, at the lowest level
-    discount_high: float = 0.25  # Share of the plain reward left when denoising, at the highest level
-    inversion_discount_low: float = 0.3  # Share of the plain reward left when inverting, at the lowest level
-    inversion_discount_high: float = 0.01  # Share of the plain reward left when inverting, at the highest level
+    level_step: Annotated[float, at_least(1e-3)] = 0.1  # Length of the one step, as a share of the levels' range
+    discount_low: Annotated[float, at_least(0)] = 0.1  # Share of the plain reward when denoising, lowest level
+    discount_high: Annotated[float, at_least(0)] = 0.25  # Share of the plain reward when denoising, highest level
+    inversion_discount_low: Annotated[float, at_least(0)] = 0.3  # Share of it when inverting, at the lowest level
+    inversion_discount_high: Annotated[float, at_least(0)] = 0.01  # Share of it when inverting, at the highest level
     threshold: float = 0.7  # Relative reward from which on there is no gradient
-
-
-LEAST = {  # setting -> least value
-    "level_low": 0.0, "level_step": 1e-3, "discount_low": 0.0, "discount_high": 0.0, "inversion_discount_low": 0.0,
-    "inversion_discount_high": 0.0,
-}  # fmt: skip
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_media(args, num_ranks())
-    check_least(args, LEAST)
     num_batches(args, num_ranks())
     require(
         (args.reward_model, "--reward-model must be given, or come from --preset NAME or --config FILE.toml"),

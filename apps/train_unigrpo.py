@@ -22,11 +22,12 @@ What is decided here, as no code has been released:
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_reward.rules import Rules, open_rules
 from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
-from omni_rl.settings.cli import check_least, check_most, flag, parse_cli, require
+from omni_rl.settings.cli import flag, parse_cli, require
+from omni_rl.settings.fields import at_least, between
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -36,42 +37,32 @@ class Args(ScoredArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Sampling
-    max_thought_tokens: int = 512  # Most tokens of a thought
-    temperature: float = 1.0  # Temperature of thoughts in the rollout, and of the log-probs that are trained
-    eval_temperature: float = 1.0  # Temperature of thoughts in an evaluation
-    eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
+    eval_temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
+    eval_top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
 
     # Scorer
     thought_reward: str = ""  # Rules that grade thoughts, added to the picture's score, as in '0.5*contains'
 
     # Algorithm
-    noise_level: float = 0.7  # Strength of the injected noise, as Flow-GRPO's step rule defines it
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as Flow-GRPO's step rule defines it
     window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
-    window_low: int = 0  # First step that may be stochastic
+    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
     window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
-    clip_range: float = 1e-4  # PPO clip half-width of a step's ratio
-    thought_clip_low: float = 0.2  # Width of the clip range of a token's ratio below 1
-    thought_clip_high: float = 0.2  # Width of the clip range of a token's ratio above 1
-    thought_weight: float = 1.0  # Weight of the thought's loss beside the picture's
+    clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width of a step's ratio
+    thought_clip_low: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio below 1
+    thought_clip_high: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio above 1
+    thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss beside the picture's
     adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
-    kl_coef: float = 0.0  # Weight, in the thought's loss, of the KL to the policy before training
-    velocity_coef: float = 0.0  # Weight of the squared distance to the velocity before training
+    kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the policy before training
+    velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the velocity before training
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
-
-
-LEAST = {
-    "max_thought_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3, "eval_top_p": 1e-3, "noise_level": 1e-6,
-    "window_low": 0, "clip_range": 1e-7, "thought_clip_low": 1e-7, "thought_clip_high": 1e-7, "thought_weight": 0.0,
-    "kl_coef": 0.0, "velocity_coef": 0.0,
-}  # fmt: skip
-MOST = {"max_thought_tokens": 2**16, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0}
 
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_scored(args, num_ranks())
-    check_least(args, LEAST)
-    check_most(args, MOST)
     num_batches(args, num_ranks())
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size

@@ -12,12 +12,13 @@ largest difference of a clean latent from the embedded engine's, before any upda
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from engines import LEAST, checkpoint, open_engine, prompts, setting, table
 from engines import Args as Common
-from omni_rl.settings.cli import check_least, parse_cli
+from engines import checkpoint, open_engine, prompts, setting, table
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, check_bounds
 from omni_rollout import Model, Params, Trajectory, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -43,7 +44,7 @@ class Args(Common):
     """What is compared."""
 
     dtype: Literal["both", "float32", "bfloat16"] = "both"  # Of weights and products
-    true_cfg_scale: float = 4.0  # Of the half of the cases that have guidance
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Of the half of the cases that have guidance
 
 
 def main(args: Args) -> None:
@@ -152,7 +153,7 @@ def full_column(engine: Any, trainer: Trainer, before: list[Trajectory], sample:
 
 def check_args(args: Args) -> None:
     """Raises ValueError for sizes that leave nothing to compare."""
-    check_least(args, LEAST)
+    check_bounds(args)
 
 
 if __name__ == "__main__":

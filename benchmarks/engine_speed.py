@@ -11,12 +11,13 @@ work, since others may use the machine. Needs vLLM-Omni.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from engines import LEAST, MB, checkpoint, now, open_engine, prompts, setting, table
+from engines import MB, checkpoint, now, open_engine, prompts, setting, table
 from engines import Args as Common
-from omni_rl.settings.cli import check_least, parse_cli
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, check_bounds
 from omni_rollout import Model, Params, Parts
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -33,8 +34,8 @@ class Args(Common):
     """What is timed."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # Of weights and products; auto is the device's own
-    true_cfg_scale: float = 4.0  # Of the rows that have guidance
-    rounds: int = 3  # Of which the fastest counts
+    true_cfg_scale: Annotated[float, at_least(1.001)] = 4.0  # Of the rows that have guidance
+    rounds: Annotated[int, at_least(1)] = 3  # Of which the fastest counts
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def row(name: str, embedded: float, ours: float, *, ratio: bool = True) -> list[
 
 def check_args(args: Args) -> None:
     """Raises ValueError for sizes that leave nothing to time."""
-    check_least(args, LEAST | {"rounds": 1})
+    check_bounds(args)
 
 
 if __name__ == "__main__":

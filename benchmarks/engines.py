@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from omni_rl.settings.fields import at_least
 from omni_rollout import Model, Prompt
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import local_device, synchronize
@@ -30,10 +31,6 @@ REPO = Path(__file__).resolve().parents[1]
 TEXT = 'a pink sign that says "K7QX"'
 HEAD_SIZE, ROPE_AXES = 128, (16, 56, 56)  # Qwen-Image's
 MB = 2**20
-LEAST = {  # setting -> least value
-    "height": 16, "width": 16, "num_inference_steps": 2, "batch_size": 1, "true_cfg_scale": 1.001, "lora_rank": 1,
-    "random": 0, "random_heads": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,13 +38,13 @@ class Args:
     """What is sampled."""
 
     model: str = str(Path(__file__).parents[1] / "checkpoints" / "tiny-signs-qwen-image")  # Folder of a pipeline
-    height: int = 32  # Pixels
-    width: int = 96  # Pixels
-    num_inference_steps: int = 10  # Denoising steps
-    batch_size: int = 8  # Samples of one prompt, in one forward
-    lora_rank: int = 16  # Of the adapters that are merged
-    random: int = 0  # Blocks of a transformer with random weights that takes the place of the model's; 0 keeps that one
-    random_heads: int = 24  # Its heads, of 128 channels each; Qwen-Image has 60 blocks and 24 heads
+    height: Annotated[int, at_least(16)] = 32  # Pixels
+    width: Annotated[int, at_least(16)] = 96  # Pixels
+    num_inference_steps: Annotated[int, at_least(2)] = 10  # Denoising steps
+    batch_size: Annotated[int, at_least(1)] = 8  # Samples of one prompt, in one forward
+    lora_rank: Annotated[int, at_least(1)] = 16  # Of the adapters that are merged
+    random: Annotated[int, at_least(0)] = 0  # Blocks of a random transformer in the model's place; 0 is none
+    random_heads: Annotated[int, at_least(1)] = 24  # Its heads, of 128 channels each; Qwen-Image has 24
 
 
 def prompts(args: Args) -> list[Prompt]:

@@ -9,6 +9,7 @@ The trainers are read, not imported.
 import ast
 import inspect
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,6 +97,8 @@ def settings(source: str) -> list[Setting]:
 def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
     """The fields of a class in one of the sources by name, with those of its bases that are there too."""
     found: dict[str, Setting] = {}
+    nodes = [node for source in sources for node in ast.parse(source).body]
+    aliases = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
     for source in sources:
         for node in ast.parse(source).body:
             if not isinstance(node, ast.ClassDef) or node.name != name:
@@ -108,12 +111,15 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                 if isinstance(field, ast.AnnAssign):
                     key = ast.unparse(field.target)
                     group, text = notes.get(key, Note("", ""))
-                    found[key] = Setting(key, words_of(field.annotation), default_of(field.value), text, group)
+                    found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, group)
     return found
 
 
-def words_of(annotation: ast.expr) -> list[str]:
+def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]:
     """The words that a setting must be one of, in code quotes; empty where it takes others."""
+    while isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        annotation = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+    annotation = aliases.get(ast.unparse(annotation), annotation)
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Literal":
         return []
     words = ast.literal_eval(annotation.slice)

@@ -81,7 +81,7 @@ SETTINGS = {
     "--group-size 1": "--group-size must be >= 2, got 1",
     "--batch-size 3": r"--batch-size times ranks \(3\) must divide a step's samples \(8\)",
     "--num-minibatches 7": r"--num-minibatches must divide a rank's batches times the steps trained of each \(4 x ",
-    "--lr nan": "--lr must be finite, .* got nan",
+    "--lr nan": "--lr must be <= 1, got nan",
     "--true-cfg-scale 0.5": "--true-cfg-scale must be >= 1, got 0.5",
     "--guidance-scale 2": "--guidance.scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale, got 2",
     "--ema-decay 1": "--ema-decay must be < 1, got 1.0",

@@ -10,7 +10,7 @@ import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from helpers import REPO
@@ -18,8 +18,6 @@ from omni_rl.settings import cli
 from omni_rl.settings.args import MediaArgs, RunArgs, ScoredArgs
 from omni_rl.settings.cli import (
     Note,
-    check_finite,
-    check_most,
     field_notes,
     from_toml,
     hush,
@@ -29,6 +27,7 @@ from omni_rl.settings.cli import (
     to_toml,
     wrap_command,
 )
+from omni_rl.settings.fields import between, check_bounds
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class Args:
     steps_per_day: int = 3  # Steps of a day, 100 % of them
 
     # Optimizer
-    lr: float = 1e-3  # Learning rate
+    lr: Annotated[float, between(0, 1)] = 1e-3  # Learning rate
     shard: Literal["none", "ddp"] = "none"  # Spread of the weights
     correction: Literal[0, 1] = 1  # Variance uses n - correction
     size: int | None = None  # Size of a window (default: all)
@@ -78,11 +77,11 @@ def test_the_command_line_counts_more_than_the_file_and_that_more_than_the_prese
 
 def test_check_prints_the_settings_and_ends_before_anything_is_loaded(capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit, match=r"^0$"):
-        parse_cli(Args, check_finite, ["--check", "--lr", "0.5"], app="none")
+        parse_cli(Args, check_bounds, ["--check", "--lr", "0.5"], app="none")
     assert tomllib.loads(capsys.readouterr().out)["lr"] == 0.5
     with pytest.raises(SystemExit, match=r"^2$"):
-        parse_cli(Args, check_finite, ["--lr", "inf", "--check"], app="none")
-    assert "error: --lr must be finite" in capsys.readouterr().err
+        parse_cli(Args, check_bounds, ["--lr", "inf", "--check"], app="none")
+    assert "error: --lr must be <= 1, got inf" in capsys.readouterr().err
 
 
 def test_a_flag_is_taken_with_hyphens_and_underscores():
@@ -139,14 +138,14 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_code_2(words: str, tmp_path, m
 
 def test_a_rule_of_the_program_is_a_mistake_too(capfd):
     with pytest.raises(SystemExit):
-        parse_cli(Args, lambda args: check_most(args, {"lr": 1.0}), ["--lr", "2"], app="program")
+        parse_cli(Args, check_bounds, ["--lr", "2"], app="program")
     assert "error: --lr must be <= 1, got 2.0\n" in capfd.readouterr().err
 
 
 def test_one_rank_of_a_machine_speaks(monkeypatch, capfd):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as caught:
-        parse_cli(Args, check_finite, ["--lr", "inf"], app="program")
+        parse_cli(Args, check_bounds, ["--lr", "inf"], app="program")
     assert (caught.value.code, *capfd.readouterr()) == (2, "", "")
 
 
@@ -204,16 +203,16 @@ def test_any_text_comes_back_from_toml(text: str):
 def test_numbers_are_finite_and_fit_what_computes_with_them():
     @dataclass
     class Numbers:
-        seed: int = 2**63 - 1
+        seed: Annotated[int, between(0, 2**63 - 1)] = 2**63 - 1
         count: int = 2**31 - 1
         share: float = 3.4e38
         flag: bool = True
         text: str = "x"
 
-    check_finite(Numbers())
+    check_bounds(Numbers())
     for wrong in (Numbers(seed=2**63), Numbers(count=-(2**31)), Numbers(share=1e39), Numbers(share=float("nan"))):
         with pytest.raises(ValueError, match=r"^--(seed|count|share) must be .*, got "):
-            check_finite(wrong)
+            check_bounds(wrong)
 
 
 def shown(capsys, *words: str, width: int = 80) -> str:

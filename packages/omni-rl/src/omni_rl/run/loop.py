@@ -24,8 +24,8 @@ from omni_train.signals import catch_stop, resume_command
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
-from omni_rl.run.run import HIDDEN, AnyRun, Step
-from omni_rl.settings.args import RunArgs, without_secrets
+from omni_rl.run.run import AnyRun, Step
+from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
 
 
 class Loop:
@@ -178,7 +178,7 @@ def _model_card(run: AnyRun[RunArgs], evals: Sequence[Mapping[str, float]]) -> d
         "algorithm": run.algorithm,
         "settings": {name: value for name, value in settings.items() if value != plain[name]},
         "scores": {"held-out": evals[-1]["eval/reward"], **first, **more},
-        "command": command_line(sys.argv, hide=HIDDEN),
+        "command": command_line(sys.argv, hide=secret_flags(run.args)),
     }
 
 

@@ -73,23 +73,14 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.metrics import COLUMNS, EXTREMES
 from omni_rl.run.world import World
-from omni_rl.settings.args import (
-    MAY_CHANGE,
-    SECRET,
-    MediaArgs,
-    RunArgs,
-    offloaded,
-    parse_numbers,
-    sharding,
-    without_secrets,
-)
+from omni_rl.settings.args import MediaArgs, RunArgs, offloaded, parse_numbers, secret_flags, sharding, without_secrets
 from omni_rl.settings.cli import flag, require, to_toml
 from omni_rl.settings.eval_sets import EvalSet
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, marked
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)
 OwnArgsT = TypeVar("OwnArgsT", bound=MediaArgs)
-HIDDEN = ["--" + name.replace("_", "-") for name in SECRET]
 
 
 class AnyRun(ABC, Generic[ArgsT]):
@@ -349,8 +340,8 @@ class AnyRun(ABC, Generic[ArgsT]):
         self.saved = self.checkpoints.latest()
         self.first_step = self.saved.step + 1 if self.saved else 0
         if self.saved:
-            may_change = MAY_CHANGE if args.lr_decay else (*MAY_CHANGE, "train_steps")  # a falling rate depends on it
-            check_config(self.saved, self.config, ignore=(*may_change, "scorer"))
+            more = () if args.lr_decay else ("train_steps",)  # a falling rate depends on it
+            check_config(self.saved, self.config, ignore=(*marked(type(args), MAY_CHANGE, SECRET), *more, "scorer"))
             self.checkpoints.verify(self.saved, self._add_adapters(self.model.empty_net(), *self.frozen))
         if args.eval_only:
             self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
@@ -512,7 +503,7 @@ class AnyRun(ABC, Generic[ArgsT]):
             facts |= {"gathered": "once in " + " and ".join(self.unshard)} if self.unshard else {}
             facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}
             changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
-            write_versions(folder, hide=HIDDEN, changed=changed, facts=facts)
+            write_versions(folder, hide=secret_flags(args), changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
         nets = {net for net in (self.engine.net, self.net) if net is not None}
         self.log = self.world.open_log(

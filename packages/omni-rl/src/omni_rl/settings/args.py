@@ -7,10 +7,10 @@ fields; `omni_rl.settings.cli.field_notes` says how comments become the help.
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 from omni_train.prompts.sampler import PromptSampler
@@ -18,11 +18,16 @@ from omni_train.prompts.sampler import PromptSampler
 from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import check_tracker
-from omni_rl.settings.cli import check_finite, check_least, check_most, flag, require
+from omni_rl.settings.cli import flag, require
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, check_sets, check_urls
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between, check_bounds, flag_of, marked
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
+Shard = Literal["auto", "none", "ddp", "fsdp2"]
+Unshard = Literal["auto", "none", "rollout", "all"]
+Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
+OnFailure = Literal["raise", "mask", "mask_group"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 
@@ -38,67 +43,67 @@ class RunArgs:
     RATES = (1e-5, 3e-4)
 
     # Run
-    name: str = "run"  # Name of the run, which writes to runs/NAME; the same command continues it
-    seed: int = 0  # Seed of prompts, noise and everything else that is drawn
-    train_steps: int = 300  # Training steps; each is one rollout and its updates
-    save_every: int = 10  # Training steps between two checkpoints
-    keep_checkpoints: int = 2  # Number of newest checkpoints to keep
-    async_save: bool = True  # Write checkpoints while training goes on, from a copy of all trained state on the host
-    eval_every: int = 50  # Training steps between two evaluations
-    eval_only: bool = False  # Evaluate the weights as they are on all sets, into runs/NAME/eval-STEP, and stop
-    track: str = "none"  # Trackers that get metrics and images too: tensorboard, wandb, trackio, with commas between
-    project: str = "omni-rl"  # Project name in the trackers
-    profile: int = 0  # Step of which a trace is written for each phase, counted from 1; 0 is none
-    hang_timeout_s: float = 1800.0  # Longest wait of a rank for another in seconds, after which the run ends
-    verbose: bool = False  # Show the warnings and progress bars of other libraries too
-    dry_run: bool = False  # Check the settings, print them and the plan of a step, and stop
+    name: Annotated[str, MAY_CHANGE] = "run"  # Name of the run in runs/NAME, which the same command continues
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of prompts, noise and everything else that is drawn
+    train_steps: Annotated[int, at_least(0)] = 300  # Training steps; each is one rollout and its updates
+    save_every: Annotated[int, at_least(1), MAY_CHANGE] = 10  # Training steps between two checkpoints
+    keep_checkpoints: Annotated[int, at_least(1), MAY_CHANGE] = 2  # Number of newest checkpoints to keep
+    async_save: Annotated[bool, MAY_CHANGE] = True  # Write checkpoints from a copy on the host while training goes on
+    eval_every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
+    eval_only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
+    track: Annotated[str, MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
+    project: Annotated[str, MAY_CHANGE] = "omni-rl"  # Project name in the trackers
+    profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
+    hang_timeout_s: Annotated[float, between(1, 1e6), MAY_CHANGE] = 1800.0  # Longest wait for a rank in seconds
+    verbose: Annotated[bool, MAY_CHANGE] = False  # Show the warnings and progress bars of other libraries too
+    dry_run: Annotated[bool, MAY_CHANGE] = False  # Check the settings, print them and the plan of a step, and stop
 
     # Model
     model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
-    lora_rank: int = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
-    lora_alpha: int = 0  # LoRA scale times rank: the scale is alpha / rank; 0 is twice the rank
+    lora_rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
+    lora_alpha: Annotated[int, at_least(0)] = 0  # LoRA scale times rank: the scale is alpha / rank; 0 is twice the rank
     lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
     lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
     gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
-    attention: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"  # Kernels of attention, by torch's names
-    keep_products_gb: float = 0.0  # Memory for products of matrices that are then not recomputed, per rank in GB
-    offload: str = ""  # Parts that wait on the host: encoder, engine, optimizer, activations, with commas between
-    shard: Literal["auto", "none", "ddp", "fsdp2"] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
-    shard_size: int = 0  # Ranks in a row that share a copy of the weights in fsdp2; 0 is all
-    unshard: Literal["auto", "none", "rollout", "all"] = "auto"  # Phases in which fsdp2 keeps gathered weights
+    attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Kernels of attention, by torch's names
+    keep_products_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # Memory of products that are not recomputed
+    offload: Annotated[str, MAY_CHANGE] = ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
+    shard: Annotated[Shard, MAY_CHANGE] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
+    shard_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Ranks that share a copy of the weights in fsdp2; 0 is all
+    unshard: Annotated[Unshard, MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
 
     # Data
     prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
-    eval_prompts: str = ""  # File of evaluation prompts, .txt, .jsonl or .parquet (required, here or in a preset)
-    media_root: str = ""  # Folder below which prompts may name files too, beside the folder of their own file
-    eval: tuple[EvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
-    eval_samples_per_prompt: int = 1  # Samples of each evaluation prompt, for eval/best@n and pass@k
-    pass_threshold: float | None = None  # Score from which on an evaluation's sample passes, for eval/pass@k
-    prompts_per_step: int = 32  # Prompts in a training step, over all ranks
-    group_size: int = 16  # Samples of each prompt
-    batch_size: int = 16  # Samples per forward of a rank, in rollout and update alike
+    eval_prompts: Annotated[str, MAY_CHANGE] = ""  # File of evaluation prompts (required, here or in a preset)
+    media_root: Annotated[str, MAY_CHANGE] = ""  # Folder below which prompts may name files, beside their own file's
+    eval: Annotated[tuple[EvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
+    eval_samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
+    pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Score from which on a sample passes, for eval/pass@k
+    prompts_per_step: Annotated[int, at_least(1)] = 32  # Prompts in a training step, over all ranks
+    group_size: Annotated[int, between(1, 65_536)] = 16  # Samples of each prompt
+    batch_size: Annotated[int, between(1, 65_536)] = 16  # Samples per forward of a rank, in rollout and update alike
 
     # Engine
-    engine_sleep: bool = True  # Move the engine's own weights off the accelerator during updates
+    engine_sleep: Annotated[bool, MAY_CHANGE] = True  # Move the engine's own weights off the accelerator during updates
 
     # Scorer
-    scorer_token_file: str = ""  # File with the token of the reward servers
-    scorer_timeout_s: float = 120.0  # Longest that one request for scores may take in seconds, restarts included
-    score_batch_size: int = 0  # Most samples in a request to --scorer-url; 0 is those of a batch
-    scorer_proxy: Literal["none", "env"] = "none"  # Proxy for scorers on other hosts; env takes HTTP_PROXY's
-    on_failure: Literal["raise", "mask", "mask_group"] = "raise"  # End the run, or leave out the samples or groups
+    scorer_token_file: Annotated[str, SECRET] = ""  # File with the token of the reward servers
+    scorer_timeout_s: Annotated[float, between(1e-3, 1e6), MAY_CHANGE] = 120.0  # Longest wait for scores in seconds
+    score_batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Most samples in a request; 0 is a batch
+    scorer_proxy: Annotated[Literal["none", "env"], MAY_CHANGE] = "none"  # Proxy for other hosts; env: HTTP_PROXY
+    on_failure: Annotated[OnFailure, MAY_CHANGE] = "raise"  # End the run, or leave out the samples or groups
 
     # Optimizer
-    num_minibatches: int = 1  # Optimizer steps per rollout
-    lr: float | None = None  # Learning rate of AdamW; unset, 3e-4 with LoRA and 1e-5 without
+    num_minibatches: Annotated[int, at_least(1)] = 1  # Optimizer steps per rollout
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 3e-4 with LoRA and 1e-5 without
     lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
-    warmup_steps: int = 0  # Training steps over which the learning rate rises
-    weight_decay: float = 1e-4  # Weight decay of AdamW
-    max_grad_norm: float = 1.0  # Norm down to which larger gradients are scaled
-    ema_decay: float = 0.0  # Share that a moving average of the weights keeps each step, evaluated and saved; 0 is off
+    warmup_steps: Annotated[int, at_least(0)] = 0  # Training steps over which the learning rate rises
+    weight_decay: Annotated[float, between(0, 1e3)] = 1e-4  # Weight decay of AdamW
+    max_grad_norm: Annotated[float, at_least(1e-12)] = 1.0  # Norm down to which larger gradients are scaled
+    ema_decay: Annotated[float, at_least(0)] = 0.0  # Share that an average of the weights keeps each step; 0 is off
 
     def __post_init__(self) -> None:
         """Put numbers in place of what is not given, so that printed and saved settings have them."""
@@ -111,35 +116,35 @@ class MediaArgs(RunArgs):
     """Settings of a run that draws pictures, videos or sound."""
 
     # Run
-    eval_num_inference_steps: int = 10  # Denoising steps in an evaluation, which injects no noise
-    device_memory_gb: float = 0.0  # Memory of an accelerator in GB of 10^9 bytes; a dry run tells whether a step fits
+    eval_num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
+    device_memory_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # Memory of an accelerator, for a dry run
 
     # Data
-    eval: tuple[MediaEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+    eval: Annotated[tuple[MediaEvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
 
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
     freeze_audio: bool = False  # Train nothing of what acts on the sound alone, of a model that draws video with sound
-    compile: bool = False  # Compile the blocks of the denoiser, for rollout and update alike
+    compile: Annotated[bool, MAY_CHANGE] = False  # Compile the blocks of the denoiser, for rollout and update alike
 
     # Sampling
-    height: int = 512  # Height in pixels
-    width: int = 512  # Width in pixels
-    num_frames: int = 1  # Frames of a video; 1 for pictures
-    frame_rate: float = 24.0  # Frames of a video in a second
-    num_inference_steps: int = 10  # Denoising steps of a rollout
-    guidance_scale: float = 1.0  # Guidance of pipelines that call it so; for most 1 is off
-    true_cfg_scale: float = 1.0  # Classifier-free guidance of pipelines that call it so, as Qwen-Image's; 1 is off
+    height: Annotated[int, between(1, 2**14)] = 512  # Height in pixels
+    width: Annotated[int, between(1, 2**14)] = 512  # Width in pixels
+    num_frames: Annotated[int, between(1, 2**14)] = 1  # Frames of a video; 1 for pictures
+    frame_rate: Annotated[float, between(1e-3, 1e3)] = 24.0  # Frames of a video in a second
+    num_inference_steps: Annotated[int, between(2, 10_000)] = 10  # Denoising steps of a rollout
+    guidance_scale: Annotated[float, between(0, 1e3)] = 1.0  # Guidance of pipelines that call it so; for most 1 is off
+    true_cfg_scale: Annotated[float, between(1, 1e3)] = 1.0  # Guidance of pipelines that call it so; 1 is off
     guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
 
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
-    decode_batch_size: int = 0  # Samples that the VAE decodes at a time; 0 is all of a batch
-    text_cache_mb: float = 1024.0  # Most memory of a rank's encoded texts and references, kept from step to step
-    text_cache: str = ""  # Folder of encoded texts on disk, which ranks and runs may share (default: none)
+    decode_batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0 is a batch
+    text_cache_mb: Annotated[float, at_least(0), MAY_CHANGE] = 1024.0  # Most memory for encoded texts of a rank
+    text_cache: Annotated[str, MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
 
     # Scorer
-    watch_scorer_url: str = ""  # URL of a second reward server, which only evaluations ask
+    watch_scorer_url: Annotated[str, SECRET] = ""  # URL of a second reward server, which only evaluations ask
 
     # Optimizer
     low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
@@ -149,8 +154,11 @@ class MediaArgs(RunArgs):
 class ScoredArgs(MediaArgs):
     """Settings of a run whose samples a reward server grades."""
 
+    # Data
+    group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
+
     # Scorer
-    scorer_url: str = ""  # URL of the reward server, or several of equal ones separated by commas
+    scorer_url: Annotated[str, SECRET] = ""  # URL of the reward server, or several of equal ones separated by commas
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class JudgedArgs(ScoredArgs):
     # Algorithm
     reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
     reward_media: str = ""  # Parts that judge one medium alone and move no other, as clap=audio,hpsv3=video
-    sound_weight: float | None = None  # Share of the sound in the loss (default: that of its latent elements)
+    sound_weight: Annotated[float | None, between(0, 1)] = None  # Share of the sound in the loss (default: by size)
     adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
     adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
 
@@ -168,39 +176,6 @@ class JudgedArgs(ScoredArgs):
     def apart(self) -> bool:
         """Whether the loss takes the frames and the sound of a sample apart."""
         return bool(self.reward_media) or self.sound_weight is not None
-
-
-SECRET = ("scorer_url", "scorer_token_file", "watch_scorer_url")  # not for files that others may read
-MAY_CHANGE = (  # settings that a run may continue with although its checkpoint has others
-    *SECRET, "name", "scorer_timeout_s", "scorer_proxy", "on_failure", "hang_timeout_s", "save_every",
-    "keep_checkpoints", "async_save", "eval_every", "eval_num_inference_steps", "eval_prompts", "track", "project",
-    "media_root",
-    "eval", "eval_only", "eval_samples_per_prompt", "pass_threshold",
-    "shard", "shard_size", "unshard", "engine_sleep", "dry_run", "verbose", "device_memory_gb", "text_cache",
-    "text_cache_mb", "keep_products_gb", "attention", "compile", "profile", "score_batch_size", "offload",
-    "decode_batch_size",
-)  # fmt: skip
-LEAST = {  # setting -> least value
-    "seed": 0, "train_steps": 0, "save_every": 1, "keep_checkpoints": 1, "eval_every": 1,
-    "eval_samples_per_prompt": 1, "hang_timeout_s": 1.0,
-    "lora_rank": 0, "lora_alpha": 0, "prompts_per_step": 1, "group_size": 1, "batch_size": 1, "num_minibatches": 1,
-    "lr": 0.0, "warmup_steps": 0, "weight_decay": 0.0, "max_grad_norm": 1e-12, "ema_decay": 0.0,
-    "keep_products_gb": 0.0, "profile": 0, "shard_size": 0, "scorer_timeout_s": 1e-3, "score_batch_size": 0,
-}  # fmt: skip
-MOST = {  # setting -> greatest value that its arithmetic, or a socket's clock, bears
-    "hang_timeout_s": 1e6, "group_size": 65_536, "eval_samples_per_prompt": 65_536,
-    "batch_size": 65_536, "lora_rank": 65_536, "lr": 1.0,
-    "weight_decay": 1e3, "scorer_timeout_s": 1e6,
-}  # fmt: skip
-MEDIA_LEAST = {
-    "eval_num_inference_steps": 2, "height": 1, "width": 1, "num_inference_steps": 2,
-    "guidance_scale": 0.0, "true_cfg_scale": 1.0, "device_memory_gb": 0.0, "text_cache_mb": 0.0, "num_frames": 1,
-    "frame_rate": 1e-3, "decode_batch_size": 0,
-}  # fmt: skip
-MEDIA_MOST = {
-    "eval_num_inference_steps": 10_000, "num_inference_steps": 10_000, "height": 16_384,
-    "width": 16_384, "guidance_scale": 1e3, "true_cfg_scale": 1e3, "num_frames": 16_384, "frame_rate": 1e3,
-}  # fmt: skip
 
 
 def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> None:
@@ -211,9 +186,7 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     Raises:
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
     """
-    check_finite(args)
-    check_least(args, LEAST)
-    check_most(args, MOST)
+    check_bounds(args)
     with flag("--track: "):
         check_tracker(args.track, args.project)
     name, mode = PurePath(args.name), sharding(args, world_size)
@@ -259,8 +232,6 @@ def check_media(args: MediaArgs, world_size: int) -> None:
         ValueError: as `check_run`.
     """
     check_run(args, world_size, is_planned=bool(args.device_memory_gb))
-    check_least(args, MEDIA_LEAST)
-    check_most(args, MEDIA_MOST)
     engine = ENGINES.get(args.engine)
     require(
         (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
@@ -323,7 +294,6 @@ def check_scored(args: ScoredArgs, world_size: int) -> None:
         ValueError: as `check_media`, or for the URL or the size of a group.
     """
     check_urls(args.scorer_url, "--scorer-url")
-    check_least(args, {"group_size": 2})
     check_media(args, world_size)
 
 
@@ -384,8 +354,6 @@ def check_judged(args: JudgedArgs) -> None:
     """Raise ValueError when the settings of several rewards, or of several media, do not fit together."""
     parse_numbers(args.reward_parts, "--reward-parts")
     parse_judges(args.reward_media, args.reward_parts)
-    weight = args.sound_weight
-    require((weight is None or 0 <= weight <= 1, f"--sound-weight must be in [0, 1], got {weight}"))
 
 
 def parse_judges(text: str, parts: str) -> dict[str, str]:
@@ -438,9 +406,14 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
     return pairs
 
 
+def secret_flags(args: RunArgs) -> list[str]:
+    """Return the flags whose values are not for files that others may read."""
+    return [flag_of(name) for name in marked(type(args), SECRET)]
+
+
 def without_secrets(args: ArgsT) -> ArgsT:
     """The settings without those that are not for files others may read."""
-    hidden: dict[str, Any] = {field.name: "" for field in fields(args) if field.name in SECRET}
+    hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
     sets = tuple(
         replace(own, scorer_url=own.scorer_url and "...") for own in args.eval
     )  # "..." is refused, not guessed

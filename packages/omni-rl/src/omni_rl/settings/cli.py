@@ -25,9 +25,10 @@ from urllib.parse import urlsplit
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
+from omni_rl.settings.fields import flag_of
+
 ConfigT = TypeVar("ConfigT")
 
-FLOAT32_MAX = 3.4028234663852886e38
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 OTHER_NAMES = {  # names that users bring from other projects, and what to use here
     "learning-rate": "--lr", "beta": "--kl-coef, --dpo-beta or --nft-beta", "kl-beta": "--kl-coef",
@@ -348,38 +349,6 @@ def flag(words: str) -> Iterator[None]:
         yield
     except (OSError, ValueError) as exc:
         raise ValueError(re.sub(r"^--(\S+): \1 ", r"--\1 ", f"{words}{exc}")) from exc
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting: --group-size for group_size."""
-    return f"--{name.replace('_', '-')}"
-
-
-def check_least(config: object, least: Mapping[str, float]) -> None:
-    """Raises ValueError when a setting is below its least value, or no number at all (NaN)."""
-    for name, bound in least.items():
-        value = getattr(config, name)
-        require((value >= bound, f"{flag_of(name)} must be >= {bound:g}, got {value}"))
-
-
-def check_most(config: object, most: Mapping[str, float]) -> None:
-    """Raises ValueError when a setting is above its greatest value, or no number at all (NaN)."""
-    for name, bound in most.items():
-        value = getattr(config, name)
-        require((value <= bound, f"{flag_of(name)} must be <= {bound:g}, got {value}"))
-
-
-def check_finite(config: object) -> None:
-    """Raises ValueError when a number of the dataclass does not fit its type's arithmetic.
-
-    The seed is a signed 64-bit integer, other integers have 32 bits, and floats are finite in float32.
-    """
-    for name, value in vars(config).items():
-        if type(value) in (int, float):
-            bits = 63 if name == "seed" else 31
-            words = f"finite, within +-{FLOAT32_MAX:.1e}" if type(value) is float else f"a whole number below 2^{bits}"
-            bound = FLOAT32_MAX if type(value) is float else 2**bits - 1
-            require((abs(value) <= bound, f"{flag_of(name)} must be {words}, got {value}"))
 
 
 def require(*rules: tuple[object, str]) -> None:

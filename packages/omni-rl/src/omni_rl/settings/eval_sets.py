@@ -3,11 +3,13 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from omni_train.prompts.files import RecordCheck, load_prompts
 
-from omni_rl.settings.cli import FLOAT32_MAX, flag, require
+from omni_rl.settings.cli import flag, require
+from omni_rl.settings.fields import SECRET, at_least, between, check_bounds
 
 
 @dataclass(frozen=True)
@@ -16,22 +18,22 @@ class EvalSet:
 
     name: str = ""  # Name of the set, whose score is the metric eval/NAME/reward (required)
     prompts: str = ""  # File of prompts, .txt, .jsonl or .parquet (required)
-    num_prompts: int = 0  # Number of prompts, the first ones of the file; 0 is all
-    seed: int = 0  # Seed of what is drawn; a set and its seed give the same noise in every run
-    samples_per_prompt: int | None = None  # Samples of each prompt (default: --eval-samples-per-prompt)
-    pass_threshold: float | None = None  # Score from which on a sample passes (default: --pass-threshold)
-    scorer_url: str = ""  # URL of a reward server that alone grades this set (default: what grades the run)
+    num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, the first ones of the file; 0 is all
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, which is the same in every run
+    samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples of a prompt (default: the run's)
+    pass_threshold: float | None = None  # Score from which on a sample passes (default: the run's)
+    scorer_url: Annotated[str, SECRET] = ""  # URL of a reward server of this set (default: the run's)
 
 
 @dataclass(frozen=True)
 class MediaEvalSet(EvalSet):
     """A set of a run that draws pictures, videos or sound."""
 
-    num_inference_steps: int | None = None  # Denoising steps (default: --eval-num-inference-steps)
-    height: int | None = None  # Height in pixels (default: --height)
-    width: int | None = None  # Width in pixels (default: --width)
-    guidance_scale: float | None = None  # As --guidance-scale, the default
-    true_cfg_scale: float | None = None  # As --true-cfg-scale, the default
+    num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps (default: the run's)
+    height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels (default: the run's)
+    width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels (default: the run's)
+    guidance_scale: Annotated[float | None, between(0, 1000)] = None  # As --guidance-scale, the default
+    true_cfg_scale: Annotated[float | None, between(1, 1000)] = None  # As --true-cfg-scale, the default
     guidance: str = ""  # Knobs to add to --guidance
 
 
@@ -39,17 +41,9 @@ class MediaEvalSet(EvalSet):
 class TokenEvalSet(EvalSet):
     """A set of a run that draws text."""
 
-    max_new_tokens: int | None = None  # Most tokens of an answer (default: --max-new-tokens)
-    temperature: float | None = None  # Temperature (default: --eval-temperature)
-    top_p: float | None = None  # As --eval-top-p, the default
-
-
-BOUNDS = {  # setting -> least and greatest value
-    "num_prompts": (0, 2**31 - 1), "seed": (0, 2**63 - 1), "samples_per_prompt": (1, 65_536),
-    "pass_threshold": (-FLOAT32_MAX, FLOAT32_MAX), "num_inference_steps": (2, 10_000), "height": (1, 16_384),
-    "width": (1, 16_384), "guidance_scale": (0, 1e3), "true_cfg_scale": (1, 1e3), "max_new_tokens": (1, 2**20),
-    "temperature": (1e-3, 100), "top_p": (1e-3, 1),
-}  # fmt: skip
+    max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Most tokens of an answer (default: the run's)
+    temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval-temperature)
+    top_p: Annotated[float | None, between(1e-3, 1)] = None  # As --eval-top-p, the default
 
 
 def check_sets(
@@ -68,10 +62,7 @@ def check_sets(
             (names.count(own.name) == 1, f"{at}.name must be that of no other set, got {own.name!r}"),
             (own.prompts, f"{at}.prompts must be given"),
         )  # fmt: skip
-        for name, (least, most) in BOUNDS.items():
-            value = getattr(own, name, None)
-            rule = f"{at}.{name} must be between {least:g} and {most:g}, got {value}"
-            require((value is None or least <= value <= most, rule))
+        check_bounds(own, at)
         check_urls(own.scorer_url, f"{at}.scorer_url")
         with flag(f"{at}.prompts: "):
             count = len(load_prompts(own.prompts, check=check(), media_root=media_root))

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Annotated, Literal
 
 from omni_reward.rules import SCORER, Rules, open_rules
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.settings.args import RunArgs, check_run
-from omni_rl.settings.cli import check_least, check_most, flag, require
+from omni_rl.settings.cli import flag, require
 from omni_rl.settings.eval_sets import TokenEvalSet, check_sets, check_urls
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between
 
 
 @dataclass(frozen=True)
@@ -21,37 +22,32 @@ class TokenArgs(RunArgs):
     RATES = (1e-6, 3e-6)
 
     # Sampling
-    max_prompt_tokens: int = 0  # Most tokens of a prompt, those of its media among them; 0 is any
-    max_new_tokens: int = 1024  # Most tokens of an answer
-    temperature: float = 1.0  # Temperature of the rollout, and of the log-probs that are trained
-    eval_temperature: float = 1.0  # Temperature of an evaluation
-    eval_top_p: float = 0.7  # Share of the probability, from the likeliest token on, that an evaluation draws from
+    max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
+    max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Most tokens of an answer
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
+    eval_temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of an evaluation
+    eval_top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
 
     # Data
-    eval: tuple[TokenEvalSet, ...] = ()  # Further evaluation sets, each a table [[eval]] of a TOML file
+    group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
+    eval: Annotated[tuple[TokenEvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
 
     # Engine
     engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
-    gpu_memory_utilization: float = 0.3  # Share of the device's memory that vllm takes while it samples
+    gpu_memory_utilization: Annotated[float, between(1e-3, 1)] = 0.3  # Share of the device's memory for vllm
 
     # Scorer
     reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
-    scorer_url: str = ""  # URL of the server that --reward calls scorer, or several of equal ones with commas between
+    scorer_url: Annotated[str, SECRET] = ""  # URL of the server that --reward calls scorer, or equal ones with commas
 
     # Optimizer
-    lr: float | None = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
-    tokens_per_batch: int = 0  # Most tokens of a forward in the update, padding among them; 0 is any
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
+    tokens_per_batch: Annotated[int, at_least(0)] = 0  # Most tokens of a forward in the update, with padding; 0 is any
 
     @property
     def rules(self) -> Rules:
         """What --reward says."""
         return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
-
-
-LEAST = {"group_size": 2, "max_prompt_tokens": 0, "max_new_tokens": 1, "temperature": 1e-3, "eval_temperature": 1e-3,
-         "eval_top_p": 1e-3, "tokens_per_batch": 0, "gpu_memory_utilization": 1e-3}  # fmt: skip
-MOST = {"max_new_tokens": 2**20, "temperature": 100.0, "eval_temperature": 100.0, "eval_top_p": 1.0,
-        "gpu_memory_utilization": 1.0}  # fmt: skip
 
 
 def check_tokens(args: TokenArgs, world_size: int) -> None:
@@ -61,8 +57,6 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
         ValueError: as `check_run`.
     """
     check_run(args, world_size)
-    check_least(args, LEAST)
-    check_most(args, MOST)
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
