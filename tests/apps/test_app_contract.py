@@ -212,7 +212,7 @@ MISTAKES = {
     "train_flowgrpo": {
         "--scorer-url x": "--scorer-url must be http(s)://host[:port][/path], got 'x'",
         f"{SCORED} --reward-parts kB=1,kB=2": "--reward-parts must be NAME=NUMBER",
-        f"{SCORED} --lr nan": "--lr must be finite, within +-3.4e+38, got nan",
+        f"{SCORED} --lr nan": "--lr must be <= 1, got nan",
     },
     "train_nft": {
         "": "--scorer-url must be the URL of a reward server",
