@@ -346,9 +346,9 @@ def test_check_refuses_servers_with_different_scorers(serve: Callable[..., str])
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"url": []}, "url must be one URL or more, got none"),
+        ({"url": []}, "url must name one server or more, each once, got"),
         ({"url": ["http://h", "h"]}, "url must be http"),
-        ({"url": ["http://h", "http://h/"]}, "url must name each server once"),
+        ({"url": ["http://h", "http://h/"]}, "url must name one server or more, each once, got"),
         ({"url": "http://h", "on_failure": "zero"}, "on_failure must be one of .*, got 'zero'"),
         ({"url": "http://h", "mask_limit": 0}, "mask_limit must be >= 1, got 0"),
         ({"url": "http://h", "proxy": "http://p"}, "proxy must be one of .*, got 'http://p'"),

@@ -60,7 +60,7 @@ class Batcher:
         self._feeding: asyncio.Task[None] | None = None
 
     async def score(self, request: ScoreRequest) -> list[Score]:
-        """The scores of one request.
+        """Return the scores of one request.
 
         Raises:
             ScorerFailedError: the scorer failed on it.
@@ -88,7 +88,7 @@ class Batcher:
                 self._settle(job, outcome)
 
     def _take(self) -> list[_Piece]:
-        """Samples for the next call, off the queue: those of the first job, and of later ones that fit it."""
+        """Take samples for the next call off the queue: those of the first job, and of later ones that fit it."""
         first, room = self._queue[0], self._scorer.batch_size
         if room is None:
             return [self._cut(first, first.num_left)]
@@ -118,7 +118,7 @@ class Batcher:
             job.done.set_result(job.scores)
 
     def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
-        """Scores of each piece, or how the scorer failed on it; runs in the worker."""
+        """Return the scores of each piece, or how the scorer failed on it; runs in the worker."""
         try:
             scores = iter(self._call(pieces))
         except BaseException as exc:  # a scorer may raise anything, even a panic of Rust
@@ -139,7 +139,7 @@ class Batcher:
 
 
 def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """The traceback from the scorer's first line on."""
+    """Return the traceback from the scorer's first line on."""
     while traceback and traceback.tb_next and traceback.tb_frame.f_globals.get("__package__") == "omni_reward":
         traceback = traceback.tb_next
     return traceback

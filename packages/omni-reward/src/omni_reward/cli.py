@@ -20,7 +20,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> Parser:
-    """Parser of `python -m omni_reward.server`."""
+    """Return the parser of `python -m omni_reward.server`."""
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
     add = parser.add_argument
     scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
@@ -50,12 +50,12 @@ def refuse_without(exc: ImportError) -> NoReturn:
 
 
 def public_name(scorer: str) -> str:
-    """The text of --scorer without the folders of files."""
+    """Return the text of --scorer without the folders of files."""
     return re.sub(r"python:[^\s*]*/", "python:", scorer)
 
 
 def read_options(items: list[str]) -> dict[str, str]:
-    """Settings of the scorer by name, from the NAME=VALUE texts of the command line.
+    """Return the scorer's settings by name, from the NAME=VALUE texts of the command line.
 
     Raises:
         ValueError: a text is something else.
@@ -67,7 +67,7 @@ def read_options(items: list[str]) -> dict[str, str]:
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """Socket bound to the address, so that nobody can take the port before the server listens.
+    """Bind a socket to the address, so that nobody can take the port before the server listens.
 
     Raises:
         ValueError: there is no such address, or others can reach it and there is no token.

@@ -72,7 +72,9 @@ class RewardClient:
         mask_limit: int = 16,
         proxy: Proxy = "none",
     ) -> None:
-        self.urls = _check_urls([url] if isinstance(url, str) else list(url))
+        self.urls = tuple(base.rstrip("/") for base in ([url] if isinstance(url, str) else url))
+        if not self.urls or len(set(self.urls)) < len(self.urls):
+            raise ValueError(f"url must name one server or more, each once, got {self.urls}")
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
         for name, count in (("max_in_flight", max_in_flight), ("mask_limit", mask_limit)):
@@ -92,7 +94,7 @@ class RewardClient:
     def submit(
         self, media: Media, prompts: Sequence[str], meta: Meta | None = None, references: References | None = None
     ) -> Future[list[Score]]:
-        """Future of N scores, in the order of the prompts; its `result()` raises a RewardError when the request fails.
+        """Return a future of N scores, in order; its `result()` raises a RewardError when the request fails.
 
         The arguments are encoded and sent in a thread of the client, from where they lie: do not change them before
         the future is done. Meta that JSON cannot hold is a ValueError of the `result()`.
@@ -126,7 +128,7 @@ class RewardClient:
 
     @cached_property
     def takes_references(self) -> bool:
-        """Whether the scorer wants the samples' references; asks the (first) server when it is first read.
+        """True if the scorer takes the samples' references; asks the (first) server when it is first read.
 
         Raises:
             RewardError: as of `info`.
@@ -143,7 +145,7 @@ class RewardClient:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
 
     def info(self) -> dict[str, Any]:
-        """Reply of the (first) server to GET /info: scorer, scorer_version, media, references, limits and more.
+        """Return the first server's reply to GET /info: scorer, scorer_version, media, references, limits and more.
 
         `limits["max_waiting"]` is the number of requests that may wait there while one is scored.
 
@@ -211,7 +213,7 @@ class RewardClient:
             self._num_under_way += change
 
     def _score(self, request: ScoreRequest) -> list[Score]:
-        """Scores of one request, or abstentions when it fails and may be masked; runs in a worker thread."""
+        """Return the scores of a request, or abstentions when it fails and may be masked; runs in a worker thread."""
         try:
             scores = self._exchange(self._endpoints, request, time.monotonic() + self._timeout_s)
         except RewardError as exc:
@@ -228,7 +230,7 @@ class RewardClient:
         return scores
 
     def _exchange(self, endpoints: Endpoints, request: ScoreRequest, deadline: float) -> list[Score]:
-        """Scores of one request, after as many attempts as it takes and the deadline allows."""
+        """Return the scores of a request, after as many attempts as it takes and the deadline allows."""
         body = wire.encode_request(request)
 
         def attempt(url: str) -> list[Score]:
@@ -242,9 +244,8 @@ class RewardClient:
         return endpoints.call(attempt, deadline)
 
     def _info(self, url: str) -> dict[str, Any]:
-        reply = self._ask(url, "/info")
         try:
-            info = wire.parse_message(reply, "the reply")
+            info = wire.parse_message(self._ask(url, "/info"), "the reply")
         except ValueError as exc:
             raise RewardFormatError(f"GET {url}/info: {exc}", fatal=isinstance(exc, MismatchError)) from exc
         info.setdefault("references", False)  # a server of an earlier release takes none
@@ -257,16 +258,6 @@ class RewardClient:
 
     def _ask(self, url: str, path: str) -> bytes:
         return self._transports[url].exchange("GET", path, time.monotonic() + self._timeout_s)
-
-
-def _check_urls(urls: Sequence[str]) -> tuple[str, ...]:
-    """The URLs without trailing slashes."""
-    if not urls:
-        raise ValueError("url must be one URL or more, got none")
-    bare = tuple(url.rstrip("/") for url in urls)
-    if len(set(bare)) != len(bare):
-        raise ValueError(f"url must name each server once, got {list(urls)}")
-    return bare
 
 
 def _build_request(

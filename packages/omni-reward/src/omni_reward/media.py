@@ -34,7 +34,7 @@ _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 30, 100, 100
 
 
 def shown(value: object) -> str:
-    """The first characters of a value's repr, which is never made in full: a client may have sent megabytes."""
+    """Return the start of a value's repr, which is never made in full: a client may have sent megabytes."""
     return _SHORT.repr(value)[:80]
 
 
@@ -127,7 +127,7 @@ def check_media(kind: str, array: object, meta: Meta) -> None:
 
 
 def as_texts(texts: object) -> np.ndarray:
-    """An array [N] of the strings in a list.
+    """Return an array [N] of the strings in a list.
 
     Raises:
         ValueError: it is no list, or a string is none, too long or no Unicode.
@@ -156,7 +156,7 @@ def check_references(references: References, count: int) -> None:
 
 
 def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:
-    """Grey, silent or empty samples of these kinds, and the rates that belong into the meta of each.
+    """Return grey, silent or empty samples of these kinds, and the rates for the meta of each.
 
     Raises:
         ValueError: a kind has no sample that suits every scorer.
@@ -169,7 +169,7 @@ def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]
 
 
 def media_kind(kind: object) -> MediaKind:
-    """The kind of that name.
+    """Return the kind of that name.
 
     Raises:
         ValueError: there is none.

@@ -43,7 +43,7 @@ class Replies:
         self._num_bytes = 0
 
     async def get(self, request_id: str, body: bytes | bytearray, make: Make, drop: Drop = lambda: False) -> bytes:
-        """The reply to the request, made unless it is there already.
+        """Return the reply to the request, made unless it is there already.
 
         Args:
             request_id: the request's name.

@@ -36,12 +36,12 @@ _LETTER = re.compile(
 
 
 def exact(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the answer is the line's "answer", spaces around it aside, else 0."""
+    """Return 1 where the answer is the line's "answer", spaces around it aside, else 0."""
     return float(answer.strip() == str(meta["answer"]).strip())
 
 
 def contains(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the line's "answer" stands in the answer as a word or a number of its own, else 0.
+    """Return 1 where the line's "answer" stands in the answer as a word or a number of its own, else 0.
 
     A number is not found in a longer one: 7 neither in 7.5, 1.7, 3/7 and 7,000 nor in -7.
     """
@@ -55,12 +55,12 @@ def contains(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def regex(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the line's "pattern", a regular expression, is found in the answer, else 0."""
+    """Return 1 where the line's "pattern", a regular expression, is found in the answer, else 0."""
     return float(_compile('"pattern"', str(meta["pattern"])).search(answer) is not None)
 
 
 def choice(answer: str, meta: Mapping[str, object]) -> float:
-    r"""1 where the option that the answer states last is the line's "answer", a letter, else 0.
+    r"""Return 1 where the option that the answer states last is the line's "answer", a letter, else 0.
 
     An option is stated by a lone letter, by "answer is B", "option (B)" or "\boxed{B}", else by a capital on its own.
     """
@@ -73,7 +73,7 @@ def choice(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def number(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the answer's last number equals that of the line's "answer", else 0; of either, that after "####"."""
+    """Return 1 where the answer and the line's "answer" have one last number, else 0; in either, that after "####"."""
     right, said = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
     if not right:
         raise ValueError(f'"answer" must hold a number, got {meta["answer"]!r:.80}')
@@ -81,19 +81,19 @@ def number(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def numbers(text: str) -> list[str]:
-    """The numbers in a text, with their signs, decimals and commas between thousands."""
+    """Return the numbers in a text, with their signs, decimals and commas between thousands."""
     return [found for found in _NUMBER.findall(text) if found]
 
 
 def math(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
+    """Return 1 where math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
     from math_verify import parse, verify
 
     return float(verify(_right(str(meta["answer"])), parse(answer)))
 
 
 def json_entries(answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the answer is a JSON object, maybe fenced, with the line's "json", entries or a list of keys, else 0."""
+    """Return 1 where the answer is a JSON object, maybe fenced, with the entries or keys of "json", else 0."""
     wanted = meta["json"]
     if not isinstance(wanted, dict | list):
         raise ValueError(f'"json" must be an object or a list of keys, got {wanted!r:.80}')
@@ -108,7 +108,7 @@ def json_entries(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def has_format(pattern: re.Pattern[str], answer: str, meta: Mapping[str, object]) -> float:
-    """1 where the pattern fits the whole answer, else 0."""
+    """Return 1 where the pattern fits the whole answer, else 0."""
     return float(pattern.fullmatch(answer) is not None)
 
 
@@ -241,7 +241,7 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=4096)
 def _right(answer: str) -> list[object]:
-    """What math-verify reads in a line's answer, which needs no dollars around it."""
+    """Return what math-verify reads in a line's answer, which needs no dollars around it."""
     from math_verify import parse
 
     found: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")

@@ -88,7 +88,7 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
     receive_timeout_s: float = 60.0,
     show_errors: bool = False,
 ) -> Starlette:
-    """ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
+    """Return an ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
 
     Args:
         score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
@@ -184,7 +184,7 @@ class _Service:
         return request
 
     async def _answer(self, request: ScoreRequest) -> bytes:
-        """Body of the reply, once the scorer has had its turn at the request."""
+        """Return the body of the reply, once the scorer has had its turn at the request."""
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
@@ -212,8 +212,7 @@ class _Service:
 
     @asynccontextmanager
     async def _receive(self, request: Request) -> AsyncIterator[bytearray]:
-        """Body of a request, which counts as long as the `with` lasts."""
-        self._check_room()
+        """Yield the body of a request, which counts as long as the `with` lasts."""
         body = bytearray()  # the scorer's arrays lie in it, and may be written to
         try:
             try:
@@ -221,8 +220,7 @@ class _Service:
                     await self._collect(request, body)
             except TimeoutError as exc:
                 raise HTTPException(408, "the body took too long to arrive") from exc
-            self._check_room()  # bodies that trickle take nobody's place
-            self._num_requests += 1
+            self._num_requests += 1  # only now: bodies that trickle take nobody's place
             try:
                 yield body
             finally:
@@ -230,28 +228,26 @@ class _Service:
         finally:
             self._num_bytes -= len(body)
 
-    def _check_room(self) -> None:
-        if self._num_requests > self._limits.max_waiting:
-            raise _busy("too many requests are waiting")
-
     async def _collect(self, request: Request, body: bytearray) -> None:
         """Fill the body, which is refused as soon as it is too long, whatever its Content-Length."""
-        most = self._limits.max_body_bytes
-        too_large = HTTPException(413, f"the body must be at most {most} bytes")
         declared = request.headers.get("content-length", "")
-        if declared.isdecimal() and int(declared) > most:
-            raise too_large
-        async for chunk in request.stream():
+        self._check_room(int(declared) if declared.isdecimal() else 0)
+        async for chunk in request.stream():  # the last one is empty, so that there is room when all are there
             body += chunk
             self._num_bytes += len(chunk)
-            if len(body) > most:
-                raise too_large
-            if self._num_bytes > self._limits.max_waiting_bytes:
-                raise _busy("too many bytes are waiting")
+            self._check_room(len(body))
+
+    def _check_room(self, length: int) -> None:
+        """Refuse a body that is so long already, and any while too many requests or bytes wait."""
+        limits = self._limits
+        if length > limits.max_body_bytes:
+            raise HTTPException(413, f"the body must be at most {limits.max_body_bytes} bytes")
+        if self._num_requests > limits.max_waiting or self._num_bytes > limits.max_waiting_bytes:
+            raise HTTPException(503, "too many requests or bytes are waiting", headers={"Retry-After": "1"})
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
-    """Result of the work, which is cancelled when the client hangs up."""
+    """Return the result of the work, which is cancelled when the client hangs up."""
     reply, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
     try:
         await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -267,10 +263,6 @@ async def _hang_up(request: Request) -> None:
     """Return when the client of a request with a whole body hangs up."""
     if (await request.receive())["type"] != "http.disconnect":
         await asyncio.Event().wait()  # a server that does not tell
-
-
-def _busy(message: str) -> HTTPException:
-    return HTTPException(503, message, headers={"Retry-After": "1"})
 
 
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:

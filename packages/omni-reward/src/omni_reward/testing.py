@@ -43,7 +43,7 @@ class Server:
 def serving(
     scorer: str, *flags: str, token: str | None = None, python: str = sys.executable, env: Env | None = None
 ) -> Iterator[Server]:
-    """Server of a scorer, in a process that ends with the block; an interrupt from the keyboard does not reach it.
+    """Start a server of a scorer, which ends with the block; an interrupt from the keyboard does not reach it.
 
     Args:
         scorer: as of `python -m omni_reward.server --scorer`.
@@ -75,7 +75,7 @@ def serving(
 
 @contextmanager
 def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = None) -> Iterator[str]:
-    """URL of a server of a score function or Scorer, in a thread of this process."""
+    """Start a server of a score function or Scorer in a thread of this process; yield its URL."""
     import uvicorn
 
     from omni_reward.server import create_app
@@ -94,7 +94,7 @@ def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = N
 
 
 def main(argv: list[str]) -> int:
-    """Run a command beside a scorer; its exit code."""
+    """Run a command beside a scorer, and return its exit code."""
     end = argv.index("--") if "--" in argv else 0
     if not 0 < end < len(argv) - 1:
         raise SystemExit("usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND")

@@ -83,9 +83,9 @@ class Transport:
         Thread(target=self._send, args=(answer, method, path, deadline, body), daemon=True).start()
         try:
             response, reply = answer.result(timeout_s)
-        except (TimeoutError, requests.Timeout, urllib3.exceptions.TimeoutError) as exc:
-            raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s:.1f} s") from exc
-        except (requests.RequestException, urllib3.exceptions.HTTPError) as exc:
+        except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
+            if isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
+                raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s:.1f} s") from exc
             raise RewardConnectError(f"{where}: {exc}") from exc
         if len(reply) > MAX_REPLY_BYTES:
             raise RewardFormatError(f"{where}: the reply is longer than {MAX_REPLY_BYTES} bytes")

@@ -96,7 +96,7 @@ class Score:
 
     @classmethod
     def of(cls, value: float, *, parts: Parts | None = None, details: Details | None = None) -> "Score":
-        """Score of a number straight from a model; one that float32 cannot hold, such as NaN, becomes an abstention."""
+        """Return the score of a model's number; one that float32 cannot hold, such as NaN, becomes an abstention."""
         if abs(value) <= MAX_VALUE:
             return cls(float(value), parts=parts or {}, details=details or {})
         return cls(None, abstained=f"the scorer returned {value}", details=details or {})
@@ -156,17 +156,17 @@ class Scorer:
 
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
-        """The Scorer itself, or one of images around a plain function."""
+        """Return the Scorer itself, or one of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
     def _more(self, references: References, since: float) -> list[object]:
-        """The arguments after meta."""
+        """Return the arguments after meta."""
         return [references] * self.references + [since] * self.timed
 
     def __call__(
         self, media: Arrays, prompts: list[str], meta: Meta, references: References = (), *, since: float | None = None
     ) -> list[Score]:
-        """N scores, in the order of the samples. since: as `timed` has it, now if it is not given.
+        """Return N scores, in the order of the samples. since: as `timed` has it, now if it is not given.
 
         Raises:
             ValueError: the function returned another number of scores.
@@ -179,12 +179,12 @@ class Scorer:
 
 
 def protocol_of(media: Collection[str]) -> int:
-    """The version of the protocol for these kinds of media: the first one that has them, which older ends speak too."""
+    """Return the version of the protocol for these kinds of media: the first one that has them."""
     return 2 if TEXT in media else 1
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
-    """Body of a request, in parts to be sent one after the other: a safetensors header, then the arrays' own memory.
+    """Return the body of a request in parts, to be sent in order: a safetensors header, then the arrays' own memory.
 
     Samples that share a reference, one array in memory, send it once.
 
@@ -225,7 +225,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
 
 
 def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
-    """Request in a body that nobody has checked yet; its arrays lie in the body.
+    """Return the request in a body that nobody has checked yet; its arrays lie in the body.
 
     Raises:
         ValueError: the body is not a request, or holds more than max_batch samples.
@@ -249,15 +249,14 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
     request_id: Any = fields.get("request_id")
     references = _take_references(media, fields.get("references", []))
     decoded = ScoreRequest(media, prompts, meta, request_id, fields.get("ids", []), references)
-    _check_id("request_id", request_id)
-    _check_ids(decoded.ids, count)
+    _check_ids(request_id, decoded.ids, count)
     return decoded
 
 
 def encode_reply(
     request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, protocol: int = 1
 ) -> bytes:
-    """Body of a reply, in the order of the request and in its protocol."""
+    """Return the body of a reply, in the order of the request and in its protocol."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
@@ -269,7 +268,7 @@ def encode_reply(
 
 
 def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: int = 1) -> list[Score]:
-    """Scores in a reply that nobody has checked yet, one per sample. protocol: that of the request.
+    """Return the scores in a reply that nobody has checked yet, one per sample. protocol: that of the request.
 
     Raises:
         MismatchError: it is a reply to something else, or its results are not those samples in that order.
@@ -298,17 +297,17 @@ def check_token(token: str | None) -> None:
 
 
 def to_json(value: object) -> str:
-    """Plain ASCII JSON, where a NaN or an infinity is a ValueError."""
+    """Return plain ASCII JSON, where a NaN or an infinity is a ValueError."""
     return json.dumps(value, allow_nan=False)
 
 
 def clean(text: str, limit: int) -> str:
-    """The first characters of a text, without halves of surrogate pairs, so that it can be printed and stored."""
+    """Return the start of a text without halves of surrogate pairs, so that it can be printed and stored."""
     return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
 def parse_message(text: bytes | str, what: str, *protocols: int) -> dict[str, Any]:
-    """JSON object of one of these versions of the protocol, of any by default, its other fields unchecked.
+    """Return a JSON object of one of these versions of the protocol, of any by default, its other fields unchecked.
 
     Raises:
         MismatchError: it is of another version.
@@ -333,7 +332,7 @@ def _decode_result(i: int, result: dict[str, Any]) -> Score:
 
 
 def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors blob, with text under `request` in its metadata, and where the tensors begin."""
+    """Return the header of a safetensors blob, with text under `request` in its metadata, and the tensors' start."""
     size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
@@ -347,7 +346,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
 
 
 def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: int) -> Arrays:
-    """The tensors of a safetensors blob, which begin at `start`, as arrays over its own memory."""
+    """Return the tensors of a safetensors blob, which begin at `start`, as arrays over its own memory."""
     found: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
     for name, entry in entries.items():
         match entry:
@@ -400,12 +399,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _place(array: np.ndarray) -> tuple[int, ...]:
-    """What tells an array from all others that are alive: where it lies in memory, and how."""
+    """Return what tells an array from all others that are alive: where it lies in memory, and how."""
     return array.ctypes.data, *array.shape, *array.strides
 
 
 def _take_references(arrays: Arrays, numbers: object) -> References:
-    """The samples' references, of which the request gives the numbers; their pictures leave the arrays."""
+    """Return the samples' references, of which the request gives the numbers; their pictures leave the arrays."""
     pictures: list[np.ndarray] = []
     while (picture := arrays.pop(f"{REFERENCE}{len(pictures)}", None)) is not None:
         pictures.append(picture)
@@ -418,23 +417,19 @@ def _take_references(arrays: Arrays, numbers: object) -> References:
     return [tuple(pictures[i] for i in own) for own in numbers]
 
 
-def _check_ids(ids: object, count: int) -> None:
+def _check_ids(request_id: object, ids: object, count: int) -> None:
     if not isinstance(ids, list) or len(ids) != count:
         raise ValueError(f"ids must be a list of one id per prompt ({count}), got {shown(ids)}")
-    for name in ids:
-        _check_id("ids", name)
+    for name, value in (("request_id", request_id), *(("ids", each) for each in ids)):
+        if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
+            raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {shown(value)}")
+        check_text(name, value)
     if len(set(ids)) != count:
         raise ValueError(f"ids must differ from one another, got {shown(ids)}")
 
 
-def _check_id(name: str, value: object) -> None:
-    if not isinstance(value, str) or not 1 <= len(value) <= MAX_ID_CHARS:
-        raise ValueError(f"{name} must be 1 to {MAX_ID_CHARS} characters, got {shown(value)}")
-    check_text(name, value)
-
-
 def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """The object as JSON brings it back, after a check of its size and depth."""
+    """Return the object as JSON brings it back, after a check of its size and depth."""
     try:
         text = json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, of half a surrogate pair, is one
