@@ -139,8 +139,7 @@ def main(args: Args) -> None:
     from omni_rl.flow.sampling import by_shapes, expand_groups
     from omni_rl.flow.scorers import LocalScorer, Scorer, abstain, connect
     from omni_rl.flow.scoring import collect, submit
-    from omni_rl.report.media import still, whole_files
-    from omni_rl.report.sheet import contact_sheet, score_label
+    from omni_rl.media.write import contact_sheet, score_label, still, whole_files
     from omni_rollout import Params
     from omni_rollout.engines.diffusers import DiffusersEngine
     from omni_rollout.models import open_model

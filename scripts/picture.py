@@ -20,8 +20,8 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 from omni_reward.scorers.text import target_text
+from omni_rl.media.write import contact_sheet, score_label
 from omni_rl.report.folder import step_folders
-from omni_rl.report.sheet import contact_sheet, score_label
 from omni_train.files import load_metrics
 from omni_train.prompts.files import load_prompts
 from PIL import Image

@@ -9,7 +9,7 @@ import torch
 from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_rl.media.images import read_picture
-from omni_rl.report.sheet import contact_sheet
+from omni_rl.media.write import contact_sheet
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model

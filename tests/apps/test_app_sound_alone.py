@@ -45,7 +45,7 @@ def test_a_scorer_gets_the_sound_and_its_rate_and_the_report_plays_it(here):
 
 def test_pictures_are_no_preferences_of_sounds():
     row = ROWS["stable-audio3"]
-    with pytest.raises(ValueError, match=r"win\.png must be the \.safetensors file of a latent, as the model draws"):
+    with pytest.raises(ValueError, match=r"win\.png must be the \.safetensors file of a latent"):
         read_latent(open_model(row.checkpoint()), Parts(), Path("win.png"), row.unguided)
 
 

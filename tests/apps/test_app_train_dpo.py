@@ -274,8 +274,8 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
         assert not (here / "runs").exists()
         return str(caught.value)
 
-    assert '"lose": must name a file that ends in one of' in fault()
-    assert '"win": must name a file that ends in one of' in fault(win="w.txt", lose="w.safetensors")
+    assert '"lose": must name a file with a suffix of' in fault()
+    assert '"win": must name a file with a suffix of' in fault(win="w.txt", lose="w.safetensors")
     assert "must name a file that exists, got gone.png" in fault(lose="gone.png")
     outside = "must name a file in the folder of the preference file"
     assert outside in fault(lose="../outside.safetensors")

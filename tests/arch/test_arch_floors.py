@@ -51,6 +51,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
         *("omni_sched", "omni_losses", "omni_reward", "omni_rollout", "omni_train"),
     },
     "omni_rl/media/videos.py": {"av"},
+    "omni_rl/media/write.py": {"av"},
     "omni_rl/report/serve.py": {"starlette", "uvicorn"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }

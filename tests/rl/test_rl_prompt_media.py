@@ -8,7 +8,7 @@ import numpy as np
 import omni_rl.media.prompts as media
 import pytest
 from omni_rl.media import images as pictures
-from omni_rl.media import videos
+from omni_rl.media import videos, write
 from PIL import Image
 
 
@@ -20,7 +20,7 @@ def sound(path, points):
 
 
 def test_what_is_remembered_is_bounded_in_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(media, "MAX_KEPT", 4 * 300)
+    monkeypatch.setattr(media, "MAX_CACHED", 4 * 300)
     one, two, three = (sound(tmp_path / f"{i}.wav", 100 * i) for i in (1, 2, 3))
     first, second = media.read_sound(one)[0], media.read_sound(two)[0]
     assert media.read_sound(one)[0] is first
@@ -67,11 +67,11 @@ def tone():
 
 
 def frames_of(path):
-    return videos.video_facts(path) and videos.read_video(path)
+    return videos.video_facts(path) and videos.read_video(path)[0]
 
 
 def film(kind):
-    return lambda: videos.encode_video(np.arange(4 * 24 * 40 * 3, dtype=np.uint8).reshape(4, 24, 40, 3), 8, kind)
+    return lambda: write.encode_video(np.arange(4 * 24 * 40 * 3, dtype=np.uint8).reshape(4, 24, 40, 3), 8, kind)
 
 
 FILES = {  # the file's name, its bytes, and what reads it
@@ -83,6 +83,7 @@ FILES = {  # the file's name, its bytes, and what reads it
     "moving webp": ("a.webp", lambda: picture("WEBP", save_all=True, duration=100, lossless=True), media.read_video),
     "mp4": ("a.mp4", film(".mp4"), frames_of),
     "webm": ("a.webm", film(".webm"), frames_of),
+    "mp4 of a prompt": ("a.mp4", film(".mp4"), media.read_video),
     "wav": ("a.wav", tone, media.read_sound),
 }
 

@@ -10,10 +10,10 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
+from omni_rl.media.write import encode
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
 from omni_rl.report.data import evaluations
 from omni_rl.report.folder import command_line, read_lines, step_folders
-from omni_rl.report.media import encode
 from PIL import Image
 from rl.report_runs import images, samples
 
@@ -86,7 +86,7 @@ def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
     [
         (np.zeros((2, 4, 4, 3), dtype=np.float32), "image must be a uint8 array, got float32"),
         (np.zeros((2, 3, 4, 4), dtype=np.uint8), r"image must have the shape .*'H', 'W', 3\), got \(1, 3, 4, 4\)"),
-        (np.zeros((3, 4, 4, 3), dtype=np.uint8), "media must be of 2 samples, got 3"),
+        (np.zeros((3, 4, 4, 3), dtype=np.uint8), "media must have 2 samples, got 3"),
         (np.zeros((2, 4, 3), dtype=np.uint8), "image must have the shape"),
         ([{"video": np.zeros((2, 4, 4, 3), dtype=np.uint8)}] * 2, r"'fps'\] must be a finite number > 0 for video"),
         ([{"speech": np.zeros((2, 1), dtype=np.float32)}] * 2, "media must be of the kinds"),

@@ -8,9 +8,10 @@ import av
 import numpy as np
 import pytest
 import torch
+from omni_rl.media import write
 from omni_rl.media.videos import read_video, video_facts
-from omni_rl.report import Sample, data, media, write_eval, write_report, write_samples
-from omni_rl.report.media import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
+from omni_rl.media.write import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
+from omni_rl.report import Sample, data, write_eval, write_report, write_samples
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
 
@@ -38,7 +39,7 @@ def test_a_small_video_keeps_every_bit_and_its_speed():
 @pytest.fixture
 def without_av(monkeypatch):
     """As where PyAV is not installed."""
-    monkeypatch.setattr(media, "has_av", lambda: False)
+    monkeypatch.setattr(write, "has_av", lambda: False)
 
 
 def test_a_large_video_is_reduced_and_a_long_one_loses_frames_and_no_time(without_av):
@@ -58,7 +59,7 @@ def test_a_large_video_is_a_webm_of_its_speed(tmp_path):
     data, suffix = animate(np.full((9, 241, 481, 3), (200, 40, 90), np.uint8), 12.5)
     (tmp_path / f"a{suffix}").write_bytes(data)
     assert video_facts(tmp_path / "a.webm") == (9, 160, 320, 12.5)
-    assert (read_video(tmp_path / "a.webm") - torch.tensor([200.0, 40, 90])).abs().max() < 8
+    assert (read_video(tmp_path / "a.webm")[0] - torch.tensor([200.0, 40, 90])).abs().max() < 8
 
 
 def test_a_sound_is_a_flac_without_loss():

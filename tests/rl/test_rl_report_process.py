@@ -128,7 +128,7 @@ def test_a_process_that_dies_is_said_once_and_the_run_goes_on(tmp_path, capfd):
             log.log(step, {"loss": 1.0})
             report._process.wait()
     told = capfd.readouterr().err
-    assert told.count("has ended (exit code -9): training goes on without new pictures") == 1
+    assert told.count("has ended (exit code -9): training continues without new images") == 1
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 4
 
 
@@ -193,5 +193,5 @@ def test_the_first_reason_of_a_sample_without_a_score_is_said_once(tmp_path, cap
         report.show_samples(1, images(1), samples([0.5]))
         report.show_eval(2, images(3), [*samples([0.1, 0.2]), *no_word])
         report.show_samples(3, images(1), no_word)
-    told = "WARNING: 1 of 3 samples of the evaluation after step 2 have no score; the first, as no [2J word at http://host\n"
+    told = "WARNING: 1 of 3 samples of the evaluation after step 2 have no score; first: no [2J word at http://host\n"
     assert capfd.readouterr().err == told

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 from helpers import REPO
+from omni_rl.media.write import contact_sheet, score_label
 from omni_rl.report import Sample, write_eval
-from omni_rl.report.sheet import contact_sheet, score_label
 from PIL import Image
 from rl.report_runs import images, samples, write_run
 

@@ -9,7 +9,8 @@ from helpers import REPO
 from model_rows import ROWS
 from omni_rl.media import preferences, videos
 from omni_rl.media.preferences import check_preferences, read_latent
-from omni_rl.media.videos import ANIMATIONS, encode_video, read_video, video_facts
+from omni_rl.media.videos import ANIMATIONS, read_video, video_facts
+from omni_rl.media.write import encode_video
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from PIL import Image
@@ -41,7 +42,7 @@ def write(path, frames, fps=12.5):
 def test_a_video_has_the_frames_that_were_written(tmp_path, kind):
     path = write(tmp_path / f"a{kind}", film())
     assert video_facts(path) == (5, 32, 64, 12.5)
-    frames = read_video(path)
+    frames = read_video(path)[0]
     assert frames.dtype == torch.uint8
     assert np.abs(frames.numpy().astype(int) - film()).mean() < (0.01 if kind in ANIMATIONS else 3)
 
@@ -97,7 +98,7 @@ def test_a_picture_is_no_video_and_a_video_no_picture(tmp_path):
 def test_without_pyav_it_is_said_how_to_install_it(tmp_path, monkeypatch):
     path = write(tmp_path / "a.mp4", film())
     monkeypatch.setattr(videos, "has_av", lambda: False)
-    with pytest.raises(ValueError, match=r"a.mp4 takes PyAV to read it: pip install 'omni-rl\[video\]'"):
+    with pytest.raises(ValueError, match=r"a.mp4 needs PyAV: pip install 'omni-rl\[video\]'"):
         video_facts(path)
 
 

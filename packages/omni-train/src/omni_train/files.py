@@ -117,17 +117,15 @@ def _sync_files(folder: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def read_jsonl(path: str | Path, skip: int = 0) -> list[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The objects of a file with one a line. What follows the last newline was torn by a crash and is left out.
-
-    skip: lines at the beginning that are left out unread.
 
     Raises:
         ValueError: any other line is no JSON object, or the file none that `read_regular` takes.
         OSError: the file cannot be read.
     """
     entries = []
-    for number, line in enumerate(read_regular(path).split(b"\n")[skip:-1], start=skip + 1):
+    for number, line in enumerate(read_regular(path).split(b"\n")[:-1], start=1):
         try:
             entry = json.loads(line.decode(), parse_int=parse_int)
         except (ValueError, RecursionError) as exc:
@@ -166,10 +164,10 @@ def load_metrics(path: str | Path) -> list[dict[str, float]]:
     return [steps[step] for step in sorted(steps)]
 
 
-def read_steps(path: str | Path, skip: int = 0) -> list[dict[str, float]]:
-    """Every line of a `metrics.jsonl` after the first `skip`; null becomes NaN. Raises as `load_metrics`."""
-    entries = read_jsonl(path, skip)
-    for number, entry in enumerate(entries, start=skip + 1):
+def read_steps(path: str | Path) -> list[dict[str, float]]:
+    """Return every line of a `metrics.jsonl`; null becomes NaN. Raises as `load_metrics`."""
+    entries = read_jsonl(path)
+    for number, entry in enumerate(entries, start=1):
         if type(entry.get("step")) is not int or not all(isinstance(v, int | float | None) for v in entry.values()):
             raise damaged_line(path, number, "must be numbers, one of them the step")
     return [{name: math.nan if value is None else value for name, value in entry.items()} for entry in entries]

@@ -1,4 +1,4 @@
-"""Picture files: their check before any weight is loaded, and their pixels."""
+"""Image files: their check before any weight is loaded, and their pixels."""
 
 import struct
 import wave
@@ -19,25 +19,15 @@ FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
 ENDINGS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "WEBP": b""}  # of a whole file; WebP's header has its size
 MAX_PIXELS = 2**25  # 8K and a little more, 0.1 GB
 EXIF_ORIENTATION, ON_ITS_SIDE = 0x0112, (5, 6, 7, 8)
-DECODER_ERRORS = (  # of PIL, wave and PyAV, all of which were seen on files with broken bytes
-    *(
-        OSError,
-        EOFError,
-        SyntaxError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RuntimeError,
-        ArithmeticError,
-    ),
-    *(struct.error, wave.Error, zlib.error, Image.DecompressionBombError),
-)
+DECODER_ERRORS = (  # of PIL, wave and PyAV, seen on files with broken bytes
+    OSError, EOFError, SyntaxError, ValueError, TypeError, LookupError, AttributeError, RuntimeError, ArithmeticError,
+    struct.error, wave.Error, zlib.error, Image.DecompressionBombError,
+)  # fmt: skip
 
 
 @contextmanager
 def decoding(path: Path, kind: str) -> Iterator[None]:
-    """Raise whatever a decoder raises as a ValueError that names the file and the kind that it should be."""
+    """Raise a decoder's errors as a ValueError that names the file and its expected kind."""
     try:
         yield
     except DECODER_ERRORS as exc:
@@ -45,11 +35,10 @@ def decoding(path: Path, kind: str) -> Iterator[None]:
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """(width, height) in pixels, upright; reads a file's header and its last bytes, of a PNG without EXIF there all.
+    """Return (width, height) in pixels, upright; reads the header and the last bytes, a PNG without EXIF to its end.
 
     Raises:
-        ValueError: there is no such file, or it is no whole picture of the kind that its name says, or of more than
-            MAX_PIXELS.
+        ValueError: the file is missing, damaged, not of the kind of its suffix, or has more than MAX_PIXELS.
     """
     kind = FORMATS.get(path.suffix.lower())
     if kind is None or not path.is_file():
@@ -70,10 +59,10 @@ def picture_size(path: Path) -> tuple[int, int]:
 
 
 def read_picture(path: Path) -> "Tensor":
-    """The pixels of a picture, upright, uint8 [H, W, 3]; the same tensor as long as it is remembered.
+    """Return the pixels of an image, upright, uint8 [H, W, 3]; a cached tensor.
 
     Raises:
-        ValueError: as `picture_size`, or its pixels are broken.
+        ValueError: as `picture_size`, or its pixels are damaged.
     """
     return _pixels(path.resolve(), path.stat().st_mtime_ns)
 
@@ -89,25 +78,25 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
 
 
 def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
-    """(height, width) of a prompt's references.
+    """Return (height, width) of each of a prompt's references.
 
     Raises:
-        ValueError: a file is missing, or no whole picture.
+        ValueError: as `picture_size`.
     """
     return [picture_size(path)[::-1] for path in record.images]
 
 
 class AllOrNone:
-    """A check of one prompt after the other: all have references, in any number and of any sizes, or none has.
+    """A check of prompts in turn: all have references, of any number and sizes, or none has.
 
-    Models call their net more often for some, and ranks whose weights are sharded must all call it equally often.
+    References may add calls of the net, and ranks with sharded weights must all call it equally often.
     """
 
     def __init__(self) -> None:
         self.first: int | None = None
 
     def __call__(self, record: PromptRecord) -> None:
-        """Raises ValueError for a prompt unlike the first, a chat, and a file that is no whole picture."""
+        """Raise ValueError for a prompt that differs from the first, a chat, or a damaged image."""
         if "messages" in record.meta:
             raise ValueError('must have the key "prompt", a string: messages are for models that answer in text')
         num = len(reference_sizes(record))

@@ -1,4 +1,4 @@
-"""Preference files, which docs/preferences.md describes: their check before any weight is loaded, and their latents."""
+"""Preference files (docs/preferences.md): their check before any weight is loaded, and their latents."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,19 +17,19 @@ if TYPE_CHECKING:  # the check runs before torch is imported
 
 SIDES = ("win", "lose")
 SUFFIXES = tuple(dict.fromkeys((*FORMATS, *VIDEOS, ".safetensors")))
-SPEED = 0.05  # of the frame rate, by which a video's may differ: the times in a .gif are whole hundredths of a second
+MAX_SPEED_ERROR = 0.05  # share of the frame rate; times in a .gif are whole hundredths of a second
 
 
 def check_preferences(
     path: str | Path, shape: tuple[int, int, int], *, frame_rate: float, media_root: str = ""
 ) -> None:
-    """Check that every pair names two whole files in the file's own folder, of the pair's or the run's size.
+    """Check that every pair names two complete files in the preference file's folder, of the pair's or the run's size.
 
-    Decodes nothing, or a first frame, so a large file is checked in seconds. shape: frames, height and width; a pair
-    may have another height and width. frame_rate: of videos. media_root: as `load_prompts`, for the references.
+    At most a first frame is decoded, so a large file is checked in seconds. shape: frames, height and width, of which a
+    pair may set the last two. frame_rate: of videos. media_root: for references, as in `load_prompts`.
 
     Raises:
-        ValueError: a name, a path or a file breaks these rules; the pair and the file are named.
+        ValueError: a name, a path or a file breaks a rule; the message names the pair and the file.
     """
     folder = Path(path).parent
     for record in load_prompts(path, media_root=media_root):
@@ -42,10 +42,10 @@ def check_preferences(
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":
-    """A sample's latent, float32: the tensor `x0` of a .safetensors file, or the VAE's code of an image or a video.
+    """Return a sample's latent, float32: tensor `x0` of a .safetensors file, or the VAE's code of an image or a video.
 
     Raises:
-        ValueError: it has another shape than the model's latents, or there is no such tensor.
+        ValueError: its shape is not that of the model's latents, or there is no such tensor.
     """
     shape = model.latent_shape(params)
     if path.suffix.lower() == ".safetensors":
@@ -54,22 +54,21 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
                 raise ValueError(f"{path} must hold a tensor x0, has {sorted(file.keys())}")
             x0: Tensor = file.get_tensor("x0").float()
     elif "audio" in model.MEDIA:
-        raise ValueError(f"{path} must be the .safetensors file of a latent, as the model draws sound")
+        raise ValueError(f"{path} must be the .safetensors file of a latent, as the model generates sound")
     else:
-        frames = read_video(path) if _is_video(path) else read_picture(path)[None]
-        x0 = model.encode_media(
-            parts, {"video": frames[None]} if "video" in model.MEDIA else {"image": frames}, params
-        )[0]
+        frames = read_video(path)[0] if _is_video(path) else read_picture(path)[None]
+        media = {"video": frames[None]} if "video" in model.MEDIA else {"image": frames}
+        x0 = model.encode_media(parts, media, params)[0]
     if x0.shape != shape:
         raise ValueError(f"{path} must be a sample of latent shape {shape}, got {tuple(x0.shape)}")
     return x0
 
 
 def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
-    """The file that a side of a pair names, which must exist in `folder` or below."""
+    """Return the file of a side of a pair, which must exist in `folder` or below."""
     name = record.meta.get(side)
     if not isinstance(name, str) or Path(name).suffix.lower() not in SUFFIXES:
-        raise ValueError(f"must name a file that ends in one of {SUFFIXES}, got {name!r}")
+        raise ValueError(f"must name a file with a suffix of {SUFFIXES}, got {name!r}")
     path = folder / name
     if not any(path.resolve().is_relative_to(root) for root in real_roots(folder)):
         raise ValueError(f"must name a file in the folder of the preference file, got {name!r}")
@@ -79,25 +78,22 @@ def _file_of(record: PromptRecord, side: str, folder: Path) -> Path:
 
 
 def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> None:
-    """Raise ValueError unless the file is whole and, where it is a video or an image, of that (frames, H, W)."""
+    """Refuse a damaged file, and an image or a video that is not of this (frames, H, W) or frame rate."""
     if path.suffix.lower() == ".safetensors":
         try:
             with safe_open(path, framework="np"):
                 return
         except SafetensorError as exc:
             raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
-    is_picture = path.suffix.lower() in FORMATS
-    *found, fps = (1, *picture_size(path)[::-1], frame_rate) if is_picture else video_facts(path)
-    if is_picture and _is_video(path):
-        *found, fps = video_facts(path)
+    *found, fps = video_facts(path) if _is_video(path) else (1, *picture_size(path)[::-1], frame_rate)
     if tuple(found) != shape:
         raise ValueError(f"{path} must be {_described(*shape)}, got {_described(*found)}")
-    if shape[0] > 1 and abs(fps / frame_rate - 1) > SPEED:
+    if shape[0] > 1 and abs(fps / frame_rate - 1) > MAX_SPEED_ERROR:
         raise ValueError(f"{path} must have {frame_rate:g} frames per second, as --frame-rate says, got {fps:g}")
 
 
 def _is_video(path: Path) -> bool:
-    """Whether a file moves; a .webp may or may not."""
+    """Return True if the file is a video; a .webp may be one."""
     return path.suffix.lower() in VIDEOS and (path.suffix.lower() not in FORMATS or video_facts(path)[0] > 1)
 
 

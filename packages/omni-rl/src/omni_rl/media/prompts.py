@@ -1,4 +1,4 @@
-"""Sound and video that a prompt speaks of."""
+"""Sound and video files of prompts."""
 
 import wave
 from collections.abc import Callable
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from omni_train.prompts.files import PromptRecord
-from PIL import Image, ImageSequence
 
+from omni_rl.media import videos
 from omni_rl.media.images import decoding
-from omni_rl.media.videos import num_frames
 
 if TYPE_CHECKING:
     from omni_rollout import Prompt
@@ -20,21 +19,18 @@ if TYPE_CHECKING:
 
 MAX_SOUND_S, MAX_FRAMES = 600, 768
 MAX_PIXELS = 2**28  # of all frames of a video, 0.8 GB
-MAX_KEPT = 2**30  # bytes of sounds, and of videos, that are remembered
+MAX_CACHED = 2**30  # bytes of sounds, and of videos
 
 
-def remembered(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
-    """The function, with its newest results kept within MAX_KEPT bytes."""
-    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by the file and the time of its last change
+def cached(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Path], tuple[Tensor, float]]":
+    """Wrap the function with a cache of its newest results, within MAX_CACHED bytes."""
+    found: dict[tuple[Path, int], tuple[Tensor, float]] = {}  # by file and time of its last change
 
     @wraps(read)
     def recall(path: Path) -> "tuple[Tensor, float]":
         key = path.resolve(), path.stat().st_mtime_ns if path.is_file() else 0
-        if key in found:
-            found[key] = found.pop(key)  # the newest is the last
-            return found[key]
-        found[key] = read(path)
-        while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_KEPT:
+        found[key] = found.pop(key) if key in found else read(path)  # the newest is the last
+        while len(found) > 1 and sum(tensor.nbytes for tensor, _ in found.values()) > MAX_CACHED:
             found.pop(next(iter(found)))
         return found[key]
 
@@ -42,7 +38,7 @@ def remembered(read: "Callable[[Path], tuple[Tensor, float]]") -> "Callable[[Pat
 
 
 def with_media(prompt: "Prompt", record: PromptRecord) -> "Prompt":
-    """The prompt with the sound and the video of its record."""
+    """Return the prompt with the sound and the video of its record."""
     rates = dict(prompt.rates)
     audio = video = None
     if record.audio:
@@ -53,17 +49,16 @@ def with_media(prompt: "Prompt", record: PromptRecord) -> "Prompt":
 
 
 def media_files(record: PromptRecord) -> list[Path]:
-    """The files of a prompt's pictures, sound and video."""
+    """Return the files of a prompt's images, sound and video."""
     return [*record.images, *(file for file in (record.audio, record.video) if file)]
 
 
-@remembered
+@cached
 def read_sound(path: Path) -> "tuple[Tensor, float]":
-    """A WAV file of 16 bits as float32 [points, channels] in [-1, 1], and its sample rate; the same tensor as long
-    as it is remembered.
+    """Return a 16-bit WAV file as float32 [points, channels] in [-1, 1], and its sample rate; a cached tensor.
 
     Raises:
-        ValueError: there is no such file, it is no whole WAV of 16 bits, or longer than MAX_SOUND_S.
+        ValueError: the file is missing, damaged, not 16-bit WAV, or longer than MAX_SOUND_S.
     """
     import torch
 
@@ -78,30 +73,17 @@ def read_sound(path: Path) -> "tuple[Tensor, float]":
     return torch.from_numpy(np.frombuffer(data, "<i2").reshape(-1, channels).astype(np.float32) / 32768), float(rate)
 
 
-@remembered
+@cached
 def read_video(path: Path) -> "tuple[Tensor, float]":
-    """The frames of an animated WebP or GIF, uint8 [F, H, W, 3], and how many a second has; the same tensor as long as
-    it is remembered.
+    """Return the frames of a video file, uint8 [F, H, W, 3], and its frames per second; a cached tensor.
 
     Raises:
-        ValueError: there is no such file, it is no whole picture of these, or has more than MAX_FRAMES frames or
-            MAX_PIXELS.
+        ValueError: as `videos.video_facts`, or it has more than MAX_FRAMES frames or MAX_PIXELS.
     """
-    import torch
-
-    with decoding(path, "whole animated WebP or GIF"):
-        file = Image.open(path, formats=["WEBP", "GIF"])
-        count = num_frames(file, path)
-    with file:
-        if count > MAX_FRAMES:
-            raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
-        if count * file.width * file.height > MAX_PIXELS:
-            rule = f"{path} must have at most {MAX_PIXELS} pixels in all"
-            raise ValueError(f"{rule}, got {count} frames of {file.width} x {file.height}")
-        with decoding(path, "whole animated WebP or GIF"):
-            read = [
-                (np.array(image.convert("RGB")), image.info.get("duration", 0))
-                for image in ImageSequence.Iterator(file)
-            ]
-            frames, times = zip(*read, strict=True)
-            return torch.from_numpy(np.stack(frames)), 1000 * len(times) / (sum(times) or 40 * len(times))
+    count, height, width, _ = videos.video_facts(path)
+    if count > MAX_FRAMES:
+        raise ValueError(f"{path} must have at most {MAX_FRAMES} frames, got {count}")
+    if count * height * width > MAX_PIXELS:
+        size = f"{count} frames of {width} x {height}"
+        raise ValueError(f"{path} must have at most {MAX_PIXELS} pixels in all, got {size}")
+    return videos.read_video(path)

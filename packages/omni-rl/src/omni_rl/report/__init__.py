@@ -1,11 +1,11 @@
-"""Reports of runs: one HTML file a run, drawn from plain files that the trainer writes.
+"""Reports of runs: one HTML file per run, made from plain files that the trainer writes.
 
-    ReportProcess(folder)                         draws it while the run goes on, in a process of its own
-    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     the files that it is drawn from
-    write_report(folder)                          runs/NAME/report.html, of the files that are there
+    ReportProcess(folder)                         writes it during the run, in a separate process
+    write_versions(folder), write_eval(folder, ...), write_samples(folder, ...)     its other files
+    write_report(folder)                          runs/NAME/report.html from these files
     python -m omni_rl.report runs/a runs/b     several runs in one page
 
-The report is a function of the run folder alone: `omni_rl.report.folder` lists its files.
+The report is a function of the run folder only: `omni_rl.report.folder` lists its files.
 """
 
 from omni_rl.report.folder import Sample as Sample

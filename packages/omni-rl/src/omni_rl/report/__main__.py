@@ -2,9 +2,9 @@
 
 omni-rl report runs/a            writes runs/a/report.html
 omni-rl report runs/a runs/b     writes runs/comparison.html
-omni-rl report --serve runs/     shows all runs of the folder in a browser while they go on
+omni-rl report --serve runs/     shows all runs of the folder in a browser, live
 
-`python -m omni_rl.report` is the same. Add --help to --serve for its flags.
+`python -m omni_rl.report` is the same. --serve --help lists its flags.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. A folder that cannot be read ends it with one line and exit code 2."""
+    """Run the command line. An error ends it with one line and exit code 2."""
     words = sys.argv[1:] if argv is None else argv
     if "--serve" in words:
         from omni_rl.report.serve import main as serve

@@ -1,6 +1,6 @@
-"""The content of a report as plain data: curves thinned out, pictures chosen within a budget of bytes, alarms.
+"""The content of a report as plain data: thinned curves, images within a budget of bytes, alarms.
 
-Everything here is read from files, hence from outside: it stays data until the page draws it as text.
+It comes from files and is not trusted: it stays data until the page draws it as text.
 """
 
 import base64
@@ -12,7 +12,6 @@ import tomllib
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from statistics import median
 from types import UnionType
@@ -25,15 +24,16 @@ from omni_rl.report.folder import read_lines, step_folders
 from omni_rl.run.alarms import find_alarms
 from omni_rl.run.metrics import CHARTS, METRICS, Chart
 
-MAX_POINTS = 400  # of a curve; longer ones show the mean, the least and the greatest of each stretch of steps
+MAX_POINTS = 400  # of a curve; a longer one has mean, minimum and maximum of intervals of steps
 MAX_BARS = 60  # of the seconds per phase
-MAX_GROUPS = 12  # whose best and worst samples are shown
-EVAL_BYTES = 2_000_000  # of the evaluations' pictures in the page, over all runs
-SAMPLE_BYTES = 600_000  # of the samples' pictures
-PLAYED = 6  # times as many bytes of what plays, so that a page stays below 20 MB
+MAX_GROUPS = 12  # groups whose best and worst samples are shown
+EVAL_BYTES = 2_000_000  # of evaluations' images in the page, over all runs
+SAMPLE_BYTES = 600_000  # of samples' images in the page
+PLAYED = 6  # bytes of video and sound count one sixth, so that a page stays below 20 MB
+MIN_EVALS, MIN_PROMPTS = 8, 4  # that a page keeps while it can
 MAX_TEXT = 400  # characters of a prompt, a reason, a detail
-MAX_ANSWER = 2000  # characters of a text that was drawn
-MAX_DETAILS = 6  # that a scorer gives with a score
+MAX_ANSWER = 2000  # characters of a sampled text
+MAX_DETAILS = 6  # of a score
 MEDIA_TYPES = {
     ".png": "image/png", ".webp": "image/webp", ".webm": "video/webm", ".wav": "audio/wav", ".flac": "audio/flac",
 }  # fmt: skip
@@ -47,8 +47,8 @@ REFERENCE: Kinds = {"file": str, "size": list}
 GROUP: Kinds = {"prompt": str, "rewards": list, "shown": list}
 START: Kinds = {"command": str, "commit": str}
 Steps = Sequence[Mapping[str, float]]
-Source = Callable[[Path], str]  # of a file, what the page loads it from
-Drawings = Sequence[tuple[Mapping[str, Path], Mapping[str, Any]]]  # files of samples, and what is known of them
+Source = Callable[[Path], str]  # from a file to its URL in the page
+Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # the files of a sample, and its row
 
 
 def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -68,15 +68,11 @@ def _inline(file: Path) -> str:
     return f"data:{MEDIA_TYPES[file.suffix]};base64,{base64.b64encode(read_regular(file)).decode()}"
 
 
-def _linked(folder: Path, link: str, file: Path) -> str:
-    return f"{link}/{quote(file.relative_to(folder).as_posix())}"
-
-
 def outline(folder: Path, steps: Steps) -> dict[str, Any]:
-    """What is known of a run without its curves and pictures: how far it is, its settings, its starts.
+    """Return the progress, the settings and the starts of a run.
 
     Raises:
-        ValueError: a file of it cannot be read.
+        ValueError: one of its files cannot be read.
     """
     config = read_config(folder)
     total = config.get("train_steps")
@@ -87,7 +83,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
         "step": int(steps[-1]["step"]) if steps else 0,
         "total": total if isinstance(total, int) and total < 2**53 else None,
         "seconds": sum(seconds),
-        "pace_s": sum(recent) / len(recent) if recent else None,  # with evaluations, for the time that is left
+        "pace_s": sum(recent) / len(recent) if recent else None,  # with evaluations, for the remaining time
         "logged_at": (folder / "metrics.jsonl").stat().st_mtime,
         "config": config,
         "starts": _entries(folder / "versions.jsonl", START),
@@ -95,9 +91,9 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
 
 
 def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dict[str, Any]:
-    """All that the page needs of a run. The pictures of `num_runs` such runs fit into one page.
+    """Return the data of a run in a page of `num_runs` runs.
 
-    link: address of the folder, from which the page is to load all its pictures; None puts them into the page.
+    link: address of the folder, from which the page loads all images; None embeds some of them in the page.
 
     Raises:
         ValueError: `folder` has no metrics, or a file in it cannot be read.
@@ -108,35 +104,38 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
     steps = load_metrics(path)
     found = outline(folder, steps)
     trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
-    source = _inline if link is None else partial(_linked, folder, link)
-    of_evals, of_samples = (EVAL_BYTES // num_runs, SAMPLE_BYTES) if link is None else (math.inf, math.inf)
+
+    def linked(file: Path) -> str:
+        return f"{link}/{quote(file.relative_to(folder).as_posix())}"
+
+    source, share = (_inline, 1.0) if link is None else (linked, math.inf)
     return {
         **found,
-        "step_s": median(trained) if trained else None,  # evaluations and saves, which few steps have, do not move it
+        "step_s": median(trained) if trained else None,  # not moved by the few evaluations and saves
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
         "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
-        **evaluations(folder, found["step"], of_evals, source),
-        "groups": groups(folder, found["step"], of_samples, source) if num_runs == 1 else [],
+        **evaluations(folder, found["step"], share * EVAL_BYTES // num_runs, source),
+        "groups": groups(folder, found["step"], share * SAMPLE_BYTES, source) if num_runs == 1 else [],
     }
 
 
 def shown_names(steps: Steps) -> list[str]:
-    """The metrics that are drawn as curves, sorted; of the times only those that a chart asks for."""
+    """Return the metrics that are drawn as curves, sorted; a time is drawn only if it has a chart."""
     asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
     found = {name for step in steps for name in step} - {"step"}
     return sorted(name for name in found if name in asked or not name.startswith("time/"))
 
 
 def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[float]]:
-    """The points of a metric: x and y, and where there are more than `limit`, means y of stretches with low and high.
+    """Return the points x, y of a metric; above `limit` points, means y of intervals with low and high.
 
-    A stretch is one of `limit` equal parts of the steps; x is its middle. Values that are not finite are left out.
+    An interval is one of `limit` equal parts of the steps, x is its middle. Values that are not finite are left out.
     """
     points = [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
     if len(points) <= limit:
         return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]}
-    parts = _stretches(points, limit)
+    parts = _intervals(points, limit)
     values = [[y for _, y in part] for part in parts]
     return {
         "x": [(part[0][0] + part[-1][0]) / 2 for part in parts],
@@ -147,12 +146,12 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
 
 
 def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
-    """Mean seconds per step of each phase, and of the rest of the step, over at most `limit` stretches of steps."""
+    """Return mean seconds per step of each phase, and of the rest of the step, in at most `limit` intervals."""
     timed = [(step["step"], step) for step in steps if math.isfinite(step.get("time/step_s", math.nan))]
-    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # names its phases in the order they run
+    fullest = sorted((step for _, step in timed), key=len, reverse=True)  # its phases are in the order they ran
     found = dict.fromkeys(name for step in fullest for name in step if name.startswith("time/") and name.endswith("_s"))
     names = [name for name in found if name != "time/step_s"]
-    parts = _stretches(timed, limit) if timed else []
+    parts = _intervals(timed, limit) if timed else []
 
     def mean(part: list[tuple[float, Mapping[str, float]]], name: str) -> float:
         return sum(value for _, step in part if math.isfinite(value := step.get(name, 0.0))) / len(part)
@@ -168,19 +167,28 @@ def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
 
 
 def evaluations(folder: Path, last: int, budget: float, source: Source = _inline) -> dict[str, Any]:
-    """The prompts of the last evaluation and their pictures at each evaluation.
+    """Return the prompts of the last evaluation and their samples at each evaluation, within `budget` bytes.
 
-    Where all would exceed `budget` bytes, evaluations between the first and the last go, then prompts. What is of
-    steps after `last` is left out: a resumed run has yet to come there again.
+    Steps after `last` are left out: a resumed run will reach them again.
     """
-    stored, references = [], {}
+    stored: list[tuple[int, dict[Any, Shown]]] = []
+    references: dict[Any, list[Shown]] = {}
     for step, path in step_folders(folder / "eval", last):
         rows = _entries(path / "rows.json", ROW)
         stored.append((step, {(row["prompt"], row["seed"]): (_files(path, row), row) for row in rows}))
         references = {(row["prompt"], row["seed"]): _references(path, row) for row in rows}
-    keys = list(stored[-1][1]) if stored else []
-    kept = [(step, {key: rows[key] for key in keys if key in rows}) for step, rows in stored]
-    kept, keys = _within(kept, keys, references, budget)
+    kept, keys = stored, list(references)
+
+    def size() -> int:
+        shown = [rows[key] for _, rows in kept for key in keys if key in rows]
+        return sum(_size(files) for files, _ in (*shown, *(each for key in keys for each in references[key])))
+
+    while keys and size() > budget:
+        count = len(kept) - 1
+        if count >= MIN_EVALS or (len(keys) <= MIN_PROMPTS and count > 1):  # the first, the last, others between
+            kept = [stored[round(i * (len(stored) - 1) / (count - 1))] for i in range(count)]
+        else:
+            keys = keys[:-1]
     evals = [
         {"step": step, "pictures": [_picture(*rows[key], source) if key in rows else None for key in keys]}
         for step, rows in kept
@@ -193,7 +201,7 @@ def evaluations(folder: Path, last: int, budget: float, source: Source = _inline
 
 
 def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> list[dict[str, Any]]:
-    """Best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
+    """Return best and worst samples of the latest groups up to step `last`, the latest first, within `budget` bytes."""
     shown: list[dict[str, Any]] = []
     for step, path in reversed(step_folders(folder / "samples", last)):
         for group in _entries(path / "groups.json", GROUP):
@@ -210,36 +218,8 @@ def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> 
     return shown
 
 
-def spread(items: Sequence[Any], count: int) -> list[Any]:
-    """`count` of the items, the first and the last among them, the others evenly between; the last alone for one."""
-    if count >= len(items):
-        return list(items)
-    if count < 2:
-        return list(items[len(items) - count :])
-    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
-
-
-def _within(
-    kept: list[Any], keys: list[Any], references: Mapping[Any, Drawings], budget: float
-) -> tuple[list[Any], list[Any]]:
-    """Evaluations and prompts whose pictures fit: at least eight evaluations while there are four prompts or more."""
-    sizes = {(step, key): _size(files) for step, rows in kept for key, (files, _) in rows.items()}
-    every, least_evals, least_prompts = list(kept), 8, 4
-
-    def total() -> int:
-        drawn = sum(sizes.get((step, key), 0) for step, _ in kept for key in keys)
-        return drawn + sum(_size(files) for key in keys for files, _ in references[key])
-
-    while keys and total() > budget:
-        if len(kept) > least_evals or (len(keys) <= least_prompts and len(kept) > 2):
-            kept = spread(every, len(kept) - 1)
-        else:
-            keys = keys[:-1]
-    return kept, keys
-
-
-def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tuple[float, Any]]]:
-    """The points (x, ...) in the parts, of `count` equal parts of x, that hold any; each alone if they are no more."""
+def _intervals(points: Sequence[tuple[float, Any]], count: int) -> list[list[tuple[float, Any]]]:
+    """Return the points (x, ...) in `count` equal parts of x without the empty ones; one each if they are no more."""
     if len(points) <= count:
         return [[point] for point in points]
     first, last = points[0][0], points[-1][0]
@@ -250,17 +230,11 @@ def _stretches(points: Sequence[tuple[float, Any]], count: int) -> list[list[tup
 
 
 def _picture(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) -> dict[str, Any]:
-    details = [(name[:60], _text(value)) for name, value in list(row["details"].items())[:MAX_DETAILS]]
+    details = {name[:60]: _text(value) for name, value in list(row["details"].items())[:MAX_DETAILS]}
     answer = {"answer": _text(row["answer"], MAX_ANSWER)} if row.get("answer") is not None else {}
-    return (
-        _drawing(files, row, source)
-        | answer
-        | {
-            "reward": _score(row["reward"]),
-            "details": dict(details),
-            "abstained": row["abstained"] and _text(row["abstained"]),
-        }
-    )
+    abstained = row["abstained"] and _text(row["abstained"])
+    score = {"reward": _score(row["reward"]), "details": details, "abstained": abstained}
+    return _drawing(files, row, source) | answer | score
 
 
 def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) -> dict[str, Any]:
@@ -268,14 +242,14 @@ def _drawing(files: Mapping[str, Path], row: Mapping[str, Any], source: Source) 
     return {"src": sources.pop("file", None), "size": row["size"], "details": {}, **sources}
 
 
-def _references(folder: Path, row: Mapping[str, Any]) -> Drawings:
-    """The pictures that a sample was made from; none in a folder of an earlier release."""
+def _references(folder: Path, row: Mapping[str, Any]) -> list[Shown]:
+    """Return the references of a sample; none in a folder of an earlier release."""
     entries = [_checked(entry, REFERENCE, folder) for entry in row.get("references") or ()]
     return [(_files(folder, entry), entry) for entry in entries]
 
 
 def _text(value: object, most: int = MAX_TEXT) -> str:
-    """A number with five digits, or a text in the form that scorers compare, without what no font can draw."""
+    """Return a number with five digits, or a normalized text of printable characters."""
     if isinstance(value, float):
         return f"{value:.5g}"
     text = unicodedata.normalize("NFKC", str(value)[:most])
@@ -287,30 +261,30 @@ def _score(value: object) -> float | None:
 
 
 def _short(value: float) -> float:
-    """Five digits are more than a screen shows."""
+    """Round to five digits, more than a screen shows."""
     return float(f"{value:.5g}")
 
 
 def _files(folder: Path, row: Mapping[str, Any]) -> dict[str, Path]:
-    """The files of a sample: what is shown, the strip of a video's frames, the sound."""
+    """Return the files of a sample: image or video, the strip of a video's frames, the sound."""
     files = {name: folder / Path(row[name]).name for name in ("file", "strip", "sound") if row.get(name)}
-    for file in files.values():  # never one elsewhere, whatever the row says
+    for file in files.values():  # their names have no folder
         if file.suffix not in MEDIA_TYPES:
             raise ValueError(f"{file} must be one of the kinds {', '.join(MEDIA_TYPES)}")
     return files
 
 
 def _size(files: Mapping[str, Path]) -> int:
-    """Bytes in the page, where three take four characters, of what stands still; less count those of what plays."""
+    """Return the size in the page: base64 is 4/3 of the file; video and sound count less."""
     plays = ("sound", "file") if "strip" in files else ("sound",)
     return sum(file.stat().st_size * 4 // 3 // (PLAYED if name in plays else 1) for name, file in files.items())
 
 
 def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
-    """The objects of a JSON file that holds a list of them, or one a line; none if a file of lines is missing.
+    """Return the objects of a JSON file with a list, or of JSON lines; none if a file of lines is missing.
 
     Raises:
-        ValueError: one of them is not what the functions of `omni_rl.report.folder` write.
+        ValueError: one of them is not as the functions of `omni_rl.report.folder` write it.
     """
     if path.suffix == ".jsonl":
         return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(read_lines(path), start=1)]
@@ -324,7 +298,7 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
 
 
 def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
-    """The entry, which is an object with a value of its kind for each name."""
+    """Return the entry, checked: an object with a value of its kind for each name."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
     for name, kind in kinds.items():
@@ -334,7 +308,7 @@ def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings of a run; none without its config.toml.
+    """Return the settings of a run; none without its config.toml.
 
     Raises:
         ValueError: the file is not valid TOML.

@@ -1,20 +1,19 @@
-"""The files of a run folder that its report is drawn from, and the functions with which a trainer writes them.
+"""The files of a run folder that its report is made from, and the functions that write them.
 
     runs/NAME/
-      metrics.jsonl      a line a step                                             RunLog
+      metrics.jsonl      a line per step                                           RunLog
       config.toml        the settings                                              the app
-      versions.jsonl     a line a start: command, commit, versions                 write_versions
+      versions.jsonl     a line per start: command, commit, versions               write_versions
       eval/000080/       the same prompts and seeds at every evaluation            write_eval
       eval/000080.png    more of them on one sheet, with their scores              write_eval
       samples/000082/    best and worst of some groups, of the last steps          write_samples
-      report.html        all of it in one page                                     write_report
+      report.html        one page of all this                                      write_report
 
-A folder of pictures appears whole or not at all, and a line torn by a crash is left out. One rank writes it all.
-Credentials in URLs are left out of every text.
+A folder of images is written completely or not at all, and a line torn by a crash is ignored. Only one rank writes.
+No text contains the credentials of a URL.
 """
 
 import hashlib
-import io
 import json
 import math
 import os
@@ -38,17 +37,16 @@ import numpy as np
 from omni_reward.media import check_media, check_references
 from omni_train.files import read_jsonl, read_regular, write_atomically, write_folder_atomically
 
-from omni_rl.report.media import STRIP_FRAMES, Media, files_of, still
-from omni_rl.report.sheet import contact_sheet, score_label
+from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, files_of, score_label, still
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Shown = np.ndarray | Tensor | Mapping[str, np.ndarray | Tensor]  # a picture, or media by kind
+    Shown = np.ndarray | Tensor | Mapping[str, np.ndarray | Tensor]  # an image, or media by kind
     AllMedia = Sequence[Shown] | Mapping[int, Shown] | np.ndarray | Tensor
 
-MAX_SHEET = 64  # pictures on the sheet of an evaluation
-SHEET_SIDE = 256  # pixels; larger pictures are reduced to this on the sheet
+MAX_SHEET = 64  # images on the sheet of an evaluation
+SHEET_SIDE = 256  # pixels; larger images are reduced to this on the sheet
 LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "pillow", "vllm", "triton")
 
 
@@ -58,14 +56,14 @@ class Sample:
 
     Args:
         prompt: its text.
-        reward: its score; None where the scorer gave none.
+        reward: its score; None if the scorer abstained.
         group: samples of one group compete.
         seed: of its noise.
-        details: what the scorer adds to the score; `target` and `read` are the text that was wanted and that was read.
+        details: of the score, from the scorer; `target` and `read` are the wanted text and the text that was read.
         abstained: why there is no score.
-        references: the pictures that it was made from, uint8 [H, W, 3] each, arrays or tensors.
-        rates: how fast its media play: `fps` of video, `sample_rate` of audio.
-        answer: the text that was drawn, where it is one; its media are then those that it answers.
+        references: the images of an edit, uint8 [H, W, 3] each, arrays or tensors.
+        rates: `fps` of video, `sample_rate` of audio.
+        answer: the sampled text of a text model; the media are then the prompt's.
     """
 
     prompt: str
@@ -82,12 +80,12 @@ class Sample:
 def write_eval(
     folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, limit: int = 16, keep: int = 48
 ) -> None:
-    """Keep the first `limit` samples of the evaluation after `step` steps, and a sheet of the first 64. Needs pillow.
+    """Write the first `limit` samples of the evaluation after `step` steps, and a sheet of the first 64.
 
-    media: of each of `samples` its media by kind: `image` uint8 [H, W, 3], `video` uint8 [F, H, W, 3], `audio` float32
-    [S, C], arrays or tensors on any device, of which only those that are kept are copied to the host; or a mapping of
-    those alone, by their places. Pictures need no name: uint8 [N, H, W, 3] or N of uint8 [H, W, 3] do.
-    keep: where there are more evaluations, those nearest to their neighbours go, never the first and the last.
+    media: the media of each sample by kind: `image` uint8 [H, W, 3], `video` uint8 [F, H, W, 3], `audio` float32
+    [S, C], arrays or tensors on any device, of which only the written ones are copied to the host; or a mapping of
+    these only, by index. Images may come without a kind: uint8 [N, H, W, 3] or N of uint8 [H, W, 3].
+    keep: the most evaluations in the folder; the one nearest to its neighbours is deleted, never the first or last.
 
     Raises:
         ValueError: media have another dtype or shape, or no rate, or `keep` is below 2.
@@ -100,13 +98,10 @@ def write_eval(
     wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
     home = Path(folder) / "eval"
     write_folder_atomically(home / f"{step:06}", {"rows.json": _json(rows), **files})
-    if all(shown.values()):  # texts alone have no sheet
-        sheet = contact_sheet(
-            [still(own) for own in shown.values()], labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide
-        )
-        file = io.BytesIO()
-        sheet.save(file, "PNG")
-        write_atomically(home / f"{step:06}.png", file.getvalue())
+    if all(shown.values()):  # texts have no sheet
+        stills = [still(own) for own in shown.values()]
+        sheet = contact_sheet(stills, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
+        write_atomically(home / f"{step:06}.png", encode_png(np.asarray(sheet)))
     stored = step_folders(home)
     while len(stored) > keep:
         nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
@@ -118,9 +113,9 @@ def write_eval(
 def write_samples(
     folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, groups: int = 4, keep: int = 3
 ) -> None:
-    """Keep best and worst sample of the step's first `groups` groups, and drop all but the last `keep` steps.
+    """Write the best and worst sample of the step's first `groups` groups, and delete all but the last `keep` steps.
 
-    media: as `write_eval` takes them. A group without any score keeps its first sample. Needs pillow.
+    media: as in `write_eval`. Of a group without any score the first sample is written.
 
     Raises:
         ValueError: media have another dtype or shape, or no rate, or `keep` is below 1.
@@ -131,10 +126,10 @@ def write_samples(
     files: dict[str, bytes] = {}
     for group, indices in first_groups(samples, groups).items():
         best = best_and_worst(samples, indices)
-        shown, drawn = _rows(host_media(media, samples, best), samples, best)
+        shown, own = _rows(host_media(media, samples, best), samples, best)
         rewards = [samples[i].reward for i in indices]
         entries.append({"group": group, "prompt": samples[indices[0]].prompt, "rewards": rewards, "shown": shown})
-        files |= drawn
+        files |= own
     home = Path(folder) / "samples"
     write_folder_atomically(home / f"{step:06}", {"groups.json": _json(entries), **files})
     for _, old in step_folders(home)[:-keep]:
@@ -154,9 +149,9 @@ def write_versions(
     Args:
         folder: the run folder.
         argv: the program and its arguments; None takes those of this process.
-        hide: flags whose values are left out, such as `--scorer-url`.
+        hide: flags whose values are omitted, such as `--scorer-url`.
         changed: settings of `config.toml` that differ from their defaults; the report shows them first.
-        facts: further facts to show, such as the number of ranks.
+        facts: more to show, such as the number of ranks.
     """
     words = list(sys.argv if argv is None else argv)
     entry = {
@@ -173,13 +168,13 @@ def write_versions(
 
 @cache
 def _packages() -> dict[str, str]:
-    """The libraries that a run depends on, and their versions; metadata of all that is installed is slow to read."""
+    """Return the versions of LIBRARIES; the metadata of all distributions is slow to read."""
     found = {dist.name.lower().replace("_", "-"): dist.version for dist in distributions() if dist.name}
     return {name: found[name] for name in sorted(found) if name.startswith(LIBRARIES)}
 
 
 def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
-    """Return the command in a shell's words, with `...` for the values of the flags in `hide`, however spelt."""
+    """Return the command as a shell line, with `...` for the values of the flags in `hide`, in any spelling."""
     hidden, words = set(hide), []
     for before, word in pairwise(("", *argv)):
         flag, equals, _ = word.partition("=")
@@ -191,33 +186,31 @@ def command_line(argv: Sequence[str], hide: Iterable[str] = ()) -> str:
 
 
 def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
-    """(step, folder) of the folders named after a step up to `last`, in step order; none if `home` is missing."""
+    """Return (step, folder) of the folders of steps up to `last`, in step order; none if `home` is missing."""
     if not home.is_dir():
         return []
-    found = sorted(
-        (int(path.name), path) for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)
-    )
-    return [(step, path) for step, path in found if step <= last]
+    folders = [path for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
+    return sorted((step, path) for path in folders if (step := int(path.name)) <= last)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines, without a last line torn by a crash; none if the file is missing.
+    """Return the objects of a file of JSON lines, without a last line torn by a crash; none if the file is missing.
 
     Raises:
-        ValueError: any other line is no JSON object.
+        ValueError: another line is no JSON object.
     """
     return read_jsonl(path) if path.exists() else []
 
 
 def _json(document: object) -> str:
-    """JSON without the credentials of URLs: nobody who reads a report needs them."""
+    """Return JSON without the credentials of URLs."""
     return re.sub(r"(?<=://)[^\s/\"]*@", "", json.dumps(document, default=str))
 
 
 def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int]) -> dict[int, Media]:
-    """The samples that are shown, by their places, as arrays by kind; no other is copied to the host."""
+    """Return the media of the samples at `shown` as arrays by kind; no other sample is copied to the host."""
     if not isinstance(media, Mapping) and len(media) != len(samples):
-        raise ValueError(f"media must be of {len(samples)} samples, got {len(media)}")
+        raise ValueError(f"media must have {len(samples)} samples, got {len(media)}")
     hosted: dict[int, Media] = {}
     for i in shown:
         given = media[i]
@@ -229,7 +222,7 @@ def host_media(media: "AllMedia", samples: Sequence[Sample], shown: Iterable[int
 
 
 def host_references(sample: Sample) -> list[np.ndarray]:
-    """The sample's references as arrays, uint8 [H, W, 3]."""
+    """Return the sample's references as arrays, uint8 [H, W, 3]."""
     arrays = [_host(image) for image in sample.references]
     if arrays:
         check_references([tuple(arrays)], 1)
@@ -241,7 +234,7 @@ def _host(array: "np.ndarray | Tensor") -> np.ndarray:
 
 
 def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
-    """The first `count` groups of a step, each with the places of its samples."""
+    """Return the first `count` groups of a step, each with the indices of its samples."""
     members: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         members.setdefault(sample.group, []).append(i)
@@ -249,7 +242,7 @@ def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
 
 
 def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:
-    """Best first; one index where both are the same, or where nothing has a score."""
+    """Return the indices of the best and the worst sample; one if they are equal or nothing has a score."""
     scored = [(reward, i) for i in indices if (reward := samples[i].reward) is not None and math.isfinite(reward)]
     if not scored:
         return list(indices[:1])
@@ -260,18 +253,16 @@ def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[in
 def _rows(
     shown: Mapping[int, Media], samples: Sequence[Sample], indices: Iterable[int]
 ) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
-    """The samples as JSON takes them, each with the names of its files, and the files."""
+    """Return the samples as JSON rows with the names of their files, and the files."""
     rows: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
     for i in indices:
         row, own = files_of(f"{i:04}", shown[i], samples[i].rates)
         files |= own
         references = []
-        for picture in host_references(samples[i]):
-            name = (
-                f"reference-{hashlib.sha256(picture.tobytes()).hexdigest()[:16]}"  # one file for samples that share it
-            )
-            reference, own = files_of(name, {"image": picture}, {})
+        for image in host_references(samples[i]):
+            digest = hashlib.sha256(image.tobytes()).hexdigest()[:16]  # samples share the file of a reference
+            reference, own = files_of(f"reference-{digest}", {"image": image}, {})
             references.append(reference)
             files |= own
         details = {str(name): plain(value) for name, value in samples[i].details.items()}
@@ -280,19 +271,19 @@ def _rows(
 
 
 def plain(value: object) -> object:
-    """The value if it is a text or a number, or else a short text of it, however deeply it is nested."""
+    """Return the value if it is a text or a number, else a short text of it."""
     return value if isinstance(value, str | int | float | None) else reprlib.repr(value)
 
 
 def _add_line(path: Path, entry: Mapping[str, object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     before = read_regular(path) if os.path.lexists(path) else b""
-    kept = before[: before.rfind(b"\n") + 1]  # what follows the last newline is torn
+    kept = before[: before.rfind(b"\n") + 1]  # the rest was torn by a crash
     write_atomically(path, kept + _json(entry).encode() + b"\n")
 
 
 def _launcher() -> str:
-    """What started this process: python, or torchrun with its numbers of nodes and of processes on each."""
+    """Return what started this process: python, or torchrun with its numbers of nodes and of processes per node."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return "python"
     nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
@@ -300,7 +291,7 @@ def _launcher() -> str:
 
 
 def _commit(folder: Path) -> str:
-    """The commit of the repository that holds the folder, `+` behind it where files differ; empty without one."""
+    """Return the commit of the folder's repository, with `+` if files differ; empty without a repository."""
     git = shutil.which("git")
     words = ["-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+"]
     return subprocess.run([git, *words], capture_output=True, text=True).stdout.strip() if git else ""

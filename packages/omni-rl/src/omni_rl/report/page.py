@@ -1,7 +1,7 @@
-"""The report as one HTML file that asks for nothing else, neither from the network nor from the disk.
+"""The report as one HTML file that loads nothing else, from network or disk.
 
-What was read from files stands in the page as JSON, in a script element that no browser runs, without any `<`. The
-page's own script reads it and sets it as text. A content security policy lets no other script run.
+Data from files is JSON without `<` in a script element that browsers do not run. The page's script reads it and sets it
+as text; a content security policy blocks any other script.
 """
 
 import base64
@@ -21,10 +21,10 @@ from omni_rl.report.data import charts, run_data
 
 
 def write_report(folder: str | Path) -> Path:
-    """Write `folder`/report.html anew from what the run folder holds, and return its path.
+    """Write `folder`/report.html from the run folder, and return its path.
 
     Raises:
-        ValueError: `folder` holds no metrics, or a file in it cannot be read.
+        ValueError: `folder` has no metrics, or a file in it cannot be read.
     """
     path = Path(folder) / "report.html"
     write_atomically(path, page([run_data(Path(folder))]))
@@ -32,7 +32,7 @@ def write_report(folder: str | Path) -> Path:
 
 
 def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
-    """Write one page that lays the curves, pictures and settings of several runs beside each other.
+    """Write one page that compares the curves, images and settings of several runs.
 
     Raises:
         ValueError: fewer than two folders, two of one name, or one of them cannot be read.
@@ -46,9 +46,9 @@ def write_comparison(folders: Sequence[str | Path], path: str | Path) -> Path:
 
 
 def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
-    """The HTML of a page over one run, or over several.
+    """Return the HTML of a page of one run, or of several.
 
-    live: whether a server draws it anew each time, and has the pictures.
+    live: True if a server makes it on request, and serves the images.
     """
     title = " and ".join(run["name"] for run in runs)
     data = {"runs": runs, "charts": charts(runs), "live": live}
@@ -56,7 +56,7 @@ def page(runs: Sequence[Mapping[str, Any]], *, live: bool = False) -> str:
 
 
 def list_page(title: str) -> str:
-    """The HTML of a page that asks its server for the runs that there are."""
+    """Return the HTML of a page that asks its server for the list of runs."""
     return _document(title, {"title": title}, "list.js", "data:", connect="'self'")
 
 
@@ -74,17 +74,17 @@ def _document(title: str, data: object, script_name: str, media: str, connect: s
         "script": script,
     }
     template = here.joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # in one pass: parts are not searched
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], template)  # one pass: parts are not searched
 
 
 def embed(data: object) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element or begin another."""
+    """Return JSON that is safe in a script element: nothing in it can end the element or begin another."""
     text = json.dumps(_plain(data), allow_nan=False, separators=(",", ":"), default=str)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 
 def _plain(value: Any) -> Any:
-    """The value with numbers that JSON cannot hold as words."""
+    """Return the value with non-finite numbers as words."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -1,0 +1,238 @@
+"""Samples of any kind as files that a browser shows, and contact sheets of many.
+
+| kind | sample | files |
+|---|---|---|
+| image | uint8 [H, W, 3] | the image |
+| video | uint8 [F, H, W, 3] | a video, and a strip of some of its frames |
+| audio | float32 [S, C] | the sound, and its waveform if there is no video |
+
+Letters: F frames, H height, W width, S points in time, C channels. PyAV (`omni-rl[video]`) writes .mp4, .webm and
+.flac; without it videos are animated WebP and sounds WAV.
+"""
+
+import io
+import math
+import unicodedata
+import wave
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+from omni_rl.media.videos import CONTAINERS, has_av
+
+EXACT_SIDE = 128  # pixels; images up to this size are lossless
+MAX_SIDE = 320  # pixels; larger images are reduced to this and stored as WebP
+MAX_FRAMES = 32  # of a video; a longer one keeps every n-th frame and its speed
+STRIP_FRAMES = 6
+SOUND_RATE = 24_000  # Hz; sound at twice this rate or more is reduced to less than twice
+MAX_SOUND_S = 10  # seconds of a sound that are kept
+Media = Mapping[str, np.ndarray]  # of one sample, by kind
+
+
+def files_of(name: str, media: Media, rates: Mapping[str, float]) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return what the page shows of a sample: the names of its files and its size in pixels; and the files."""
+    if not media:
+        return {"file": None, "size": [0, 0]}, {}
+    image = still(media)
+    data, suffix = encode(image, max_side=MAX_SIDE * (STRIP_FRAMES // 2 if "video" in media else 1))
+    row: dict[str, Any] = {"file": f"{name}{suffix}", "size": [image.shape[1], image.shape[0]]}
+    files = {row["file"]: data}
+    if "video" in media:
+        few, slower = few_frames(media, rates)
+        data, suffix = animate(few["video"], slower["fps"])
+        row |= {"strip": row["file"], "file": f"{name}-moving{suffix}", "size": [*few["video"].shape[2:0:-1]]}
+        files[row["file"]] = data
+    if "audio" in media:
+        data, suffix = encode_sound(media["audio"], rates["sample_rate"])
+        row["sound"] = f"{name}{suffix}"
+        files[row["sound"]] = data
+    return row, files
+
+
+def whole_files(media: Media, rates: Mapping[str, float]) -> dict[str, bytes]:
+    """Return a sample's files by suffix: an image unchanged, video and sound whole with PyAV, else as on the page."""
+    if "image" in media:
+        return {".png": encode_png(media["image"])}
+    video, sound, rate = media.get("video"), media.get("audio"), rates.get("sample_rate", 0)
+    if has_av() and video is not None:
+        return {".mp4": encode_video(video, rates["fps"], ".mp4", sound, rate)}
+    if has_av() and sound is not None:
+        return {".flac": encode_flac(sound, round(rate))}
+    made = [animate(video, rates["fps"])] if video is not None else []
+    made += [encode_sound(sound, rate)] if sound is not None else []
+    return {suffix: data for data, suffix in made}
+
+
+def still(media: Media) -> np.ndarray:
+    """Return one image, uint8 [height, width, 3], of a sample of any kind."""
+    if "image" in media:
+        return media["image"]
+    return strip(media["video"]) if "video" in media else waveform(media["audio"])
+
+
+def strip(video: np.ndarray, count: int = STRIP_FRAMES) -> np.ndarray:
+    """Return kept frames of a video side by side: the first, the last and others between, uint8 [H, width, 3]."""
+    video = video[:: _every(video)]
+    chosen = np.unique(np.linspace(0, len(video) - 1, count).round().astype(int))
+    gap = np.full((video.shape[1], max(1, video.shape[2] // 64), 3), 255, np.uint8)
+    return np.concatenate([part for i in chosen for part in (gap, video[i])][1:], axis=1)
+
+
+def waveform(sound: np.ndarray, height: int = 48, width: int = 192) -> np.ndarray:
+    """Return an image of a sound's amplitude over time."""
+    pieces = np.array_split(np.abs(sound).max(axis=1), min(width, len(sound)))
+    swing = np.array([piece.max() for piece in pieces]).clip(0, 1).repeat(width // len(pieces))
+    far = np.abs(np.linspace(-1, 1, height))[:, None]
+    return np.where((far <= np.maximum(swing, 0.03))[..., None], (70, 110, 170), (245, 245, 245)).astype(np.uint8)
+
+
+def few_frames(media: Media, rates: Mapping[str, float]) -> tuple[Media, Mapping[str, float]]:
+    """Return the media with every n-th frame of a video, at most MAX_FRAMES, and the rates at which they play."""
+    every = _every(media["video"])
+    return {**media, "video": media["video"][::every]}, {**rates, "fps": rates["fps"] / every}
+
+
+def _every(video: np.ndarray) -> int:
+    return -(-len(video) // MAX_FRAMES)
+
+
+def encode(image: np.ndarray, *, max_side: int = MAX_SIDE) -> tuple[bytes, str]:
+    """Return an image, uint8 [H, W, 3], as a small file, and the suffix of its name."""
+    if max(image.shape) <= EXACT_SIDE:
+        return encode_png(image), ".png"
+    reduced = Image.fromarray(image)
+    reduced.thumbnail((max_side, max_side), Image.Resampling.LANCZOS)
+    return _saved(reduced, "WEBP", quality=82), ".webp"
+
+
+def encode_png(image: np.ndarray) -> bytes:
+    """Return an image, uint8 [H, W, 3], without loss."""
+    return _saved(Image.fromarray(image), "PNG")
+
+
+def _saved(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def animate(frames: np.ndarray, fps: float) -> tuple[bytes, str]:
+    """Return frames, uint8 [F, H, W, 3], as a small video, and the suffix of its name.
+
+    It is an animated WebP, lossless if small; larger ones are a WebM if PyAV is installed.
+    """
+    images = [Image.fromarray(frame) for frame in frames]
+    exact = max(images[0].size) <= EXACT_SIDE
+    for image in images:
+        image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.LANCZOS)
+    width, height = (side // 2 * 2 for side in images[0].size)
+    if not exact and has_av() and min(width, height):
+        return encode_video(np.stack([np.asarray(image)[:height, :width] for image in images]), fps, ".webm"), ".webm"
+    times = np.diff(np.round(np.arange(len(frames) + 1) * 1000 / fps)).astype(int).tolist()
+    options: dict[str, Any] = {"lossless": True} if exact else {"quality": 75, "method": 2}
+    options |= {"save_all": True, "append_images": images[1:], "duration": times, "loop": 0}
+    return _saved(images[0], "WEBP", **options), ".webp"
+
+
+def encode_sound(sound: np.ndarray, rate: float) -> tuple[bytes, str]:
+    """Return the beginning of a sound, float32 [S, C], in one 16-bit channel: FLAC with PyAV, else WAV; its suffix."""
+    every = max(1, int(rate // SOUND_RATE))
+    mono = sound[: int(MAX_SOUND_S * rate)].mean(axis=1)
+    mono = np.pad(mono, (0, -len(mono) % every)).reshape(-1, every).mean(axis=1)
+    written_rate = max(1, round(rate / every))
+    if has_av():
+        return encode_flac(mono[:, None], written_rate), ".flac"
+    file = io.BytesIO()
+    with wave.open(file, "wb") as written:
+        written.setparams((1, 2, written_rate, 0, "NONE", ""))
+        written.writeframes(_levels(mono).astype("<i2").tobytes())
+    return file.getvalue(), ".wav"
+
+
+def encode_video(frames: np.ndarray, fps: float, kind: str, sound: np.ndarray | None = None, rate: float = 0) -> bytes:
+    """Return a video of frames, uint8 [F, H, W, 3], of even height and width, with a sound, float32 [S, C].
+
+    kind: a key of CONTAINERS. sound: mono or stereo. rate: of the sound, Hz.
+    """
+    import av
+
+    video_codec, sound_codec = CONTAINERS[kind]
+    written = io.BytesIO()
+    with av.open(written, "w", format=kind[1:]) as file:
+        stream: Any = file.add_stream(video_codec, rate=Fraction(fps).limit_denominator(1001))
+        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
+        stream.options = {"crf": "30", "b": "0", "cpu-used": "6"} if kind == ".webm" else {"crf": "18"}
+        packets_of_sound = None if sound is None else _add_sound(file, sound_codec, sound, rate)
+        for frame in frames:
+            file.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        file.mux(stream.encode())
+        if packets_of_sound is not None:
+            file.mux(packets_of_sound())
+    return written.getvalue()
+
+
+def encode_flac(sound: np.ndarray, rate: int) -> bytes:
+    """Return a sound, float32 [S, C], in 16 bits, without loss."""
+    import av
+
+    written = io.BytesIO()
+    with av.open(written, "w", format="flac") as file:
+        file.mux(_add_sound(file, "flac", sound, rate)())
+    return written.getvalue()
+
+
+def _add_sound(file: Any, codec: str, sound: np.ndarray, rate: float) -> Callable[[], list[Any]]:
+    """Add a sound stream to a file before its first packet; return a function that makes the stream's packets."""
+    import av
+
+    layout = "mono" if sound.shape[1] == 1 else "stereo"
+    stream = file.add_stream(codec, rate=round(rate), layout=layout)
+    frame = av.AudioFrame.from_ndarray(_levels(sound).reshape(1, -1), format="s16", layout=layout)
+    frame.sample_rate = round(rate)
+    return lambda: [*stream.encode(frame), *stream.encode()]
+
+
+def _levels(sound: np.ndarray) -> np.ndarray:
+    return (sound.clip(-1, 1) * 32767).round().astype(np.int16)
+
+
+def contact_sheet(
+    images: Sequence[np.ndarray],
+    labels: Sequence[str],
+    *,
+    columns: int = 8,
+    margin: int = 4,
+    max_side: float = math.inf,
+) -> Image.Image:
+    """Return one image of all `images` in rows of `columns`, each with its label below.
+
+    images: N of uint8 [H, W, 3], RGB, of any sizes. If all are narrower than 192 pixels, they are enlarged by a whole
+    factor, so that labels fit and pixels stay sharp. labels: N texts, cut to the width; a glyph that the font lacks
+    becomes a question mark. max_side: pixels; a larger image reduces the scale of all.
+    """
+    height, width = (max(image.shape[axis] for image in images) for axis in (0, 1))
+    scale = max(1, 192 // width) if max(height, width) <= max_side else max_side / max(height, width)
+    height, width = round(height * scale), round(width * scale)
+    resample = Image.Resampling.NEAREST if scale >= 1 else Image.Resampling.LANCZOS
+    columns = min(columns, len(images))
+    cell_width, cell_height = width + margin, height + margin + 16
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * cell_width + margin, rows * cell_height + margin), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    for i, (image, label) in enumerate(zip(images, labels, strict=True)):
+        x, y = margin + i % columns * cell_width, margin + i // columns * cell_height
+        size = [max(1, round(side * scale)) for side in image.shape[1::-1]]
+        sheet.paste(Image.fromarray(image).resize(size, resample), (x, y))
+        text = unicodedata.normalize("NFKC", label).encode("ascii", "replace").decode()
+        draw.text((x, y + height), text[: width // 6], font=font, fill="black")
+    return sheet
+
+
+def score_label(value: float | None, details: Mapping[str, object]) -> str:
+    """Return the label of a scored image: the wanted text, the text that was read, the score."""
+    if value is None:
+        return "no score"
+    return f"{details['target']} -> {details.get('read', '')}   {value:.2f}" if "target" in details else f"{value:.2f}"
