@@ -9,7 +9,6 @@ from collections import Counter
 from functools import partial
 from itertools import chain
 from types import ModuleType, SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -37,18 +36,9 @@ def shared_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("prompts")
 
 
-ORDERS = pytest.mark.parametrize("max_sorted", [2**16, 0], ids=["sorted", "shuffled"])
-
-
-@ORDERS
 @settings(max_examples=40, deadline=None)
 @given(num=st.integers(1, 24), data=st.data(), seed=st.integers(-(2**63), 2**63 - 1))
-def test_steps_repeat_nothing_and_epochs_use_everything_once(shared_folder, max_sorted, num, data, seed):
-    with patch("omni_train.prompts.sampler.MAX_SORTED", max_sorted):
-        check_steps(shared_folder, num, data, seed)
-
-
-def check_steps(shared_folder, num, data, seed):
+def test_steps_repeat_nothing_and_epochs_use_everything_once(shared_folder, num, data, seed):
     per_step = data.draw(st.integers(1, num))
     path = write(shared_folder, "drawn.txt", *(f"prompt {i}" for i in range(num)))
     sampler = PromptSampler(path, prompts_per_step=per_step, seed=seed)
@@ -76,9 +66,7 @@ def test_seeds_and_epochs_have_their_own_order(prompts):
     assert len({tuple(order) for order in orders}) == 6
 
 
-@ORDERS
-def test_every_prompt_is_as_likely_at_every_place(prompts, max_sorted, monkeypatch):
-    monkeypatch.setattr("omni_train.prompts.sampler.MAX_SORTED", max_sorted)
+def test_every_prompt_is_as_likely_at_every_place(prompts):
     sampler = PromptSampler(prompts(5), prompts_per_step=1, seed=0)
     for place in (0, 1, 4):
         counts = Counter()
@@ -87,17 +75,7 @@ def test_every_prompt_is_as_likely_at_every_place(prompts, max_sorted, monkeypat
         assert all(320 < counts[i] < 480 for i in range(5))  # 400 with a standard deviation of 18
 
 
-def test_neighbours_in_a_shuffle_say_nothing_of_each_other(prompts, monkeypatch):
-    monkeypatch.setattr("omni_train.prompts.sampler.MAX_SORTED", 0)
-    order = [PromptSampler(prompts(2000), prompts_per_step=2000, seed=0).at(step) for step in range(2)]
-    ranks = [[record.index for record in step] for step in order]
-    pairs = [*zip(ranks[0][:-1], ranks[0][1:], strict=True), *zip(ranks[0], ranks[1], strict=True)]
-    for distance in (1, 2, 3):  # of 4,000 pairs about 2 in 2,000 are so near: 4 each way
-        assert sum(abs(a - b) == distance for a, b in pairs) < 20
-    assert abs(sum(a < b for a, b in pairs) - len(pairs) / 2) < 5 * len(pairs) ** 0.5
-
-
-def test_the_order_of_a_small_file_is_that_of_hashes(prompts):
+def test_the_order_of_an_epoch_is_that_of_hashes(prompts):
     def digest(epoch, i):
         data = b"".join(number.to_bytes(8, "little", signed=True) for number in (7, epoch, i))
         return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little") % 2**63
@@ -107,17 +85,14 @@ def test_the_order_of_a_small_file_is_that_of_hashes(prompts):
         assert [r.index for r in sampler.at(epoch)] == sorted(range(50), key=lambda i: digest(epoch, i))
 
 
-def test_a_step_of_a_large_file_costs_what_it_draws_and_not_the_file(prompts, monkeypatch):
-    num, calls = 2**16 + 1, []
-    path = prompts(num)
-    sampler = PromptSampler(path, prompts_per_step=4, seed=0)
+def test_an_epoch_is_ordered_once_and_not_at_each_step(prompts, monkeypatch):
+    num, calls = 1000, []
+    sampler = PromptSampler(prompts(num), prompts_per_step=4, seed=2**40)
     hashed = prompt_sampler._hash
     monkeypatch.setattr(prompt_sampler, "_hash", lambda *numbers: (calls.append(numbers), hashed(*numbers))[1])
-    last = num // 4  # its last place is of the next epoch
-    for step in (0, 1, last, last + 1):
+    for step in range(num // 4 + 1):  # the last one is of the next epoch
         assert len({record.index for record in sampler.at(step)}) == 4
-    assert 4 * 4 <= len(calls) < 3000
-    assert sampler.at(last)[0].text == f"prompt {sampler.at(last)[0].index}"
+    assert len(calls) == 2 * num
 
 
 def test_text_lines(tmp_path):

@@ -13,12 +13,13 @@ from omni_train.weights.card import CARD_FILE
 
 REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
-FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays where it was
+FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays at its commit
+
 EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
 
 
 def local_file(place: str | Path) -> Path:
-    """The path itself, or for an address the file in the hub's cache, fetched where it is missing.
+    """Return the path itself, or for an address the file in the hub's cache, fetched if it is missing.
 
     Raises:
         ValueError: an address of another form, or a file that cannot be fetched and is not in the cache.
@@ -34,10 +35,10 @@ def local_file(place: str | Path) -> Path:
 def check_named(place: str | Path, suffixes: Sequence[str]) -> None:
     """Check a file before it is fetched or opened: its suffix, and that it is no pipe or device, which may never end.
 
-    suffixes: those it may have; none is any.
+    suffixes: those it may have; empty for any.
 
     Raises:
-        ValueError: it has another one, or is there and is no regular file.
+        ValueError: it has another one, or exists and is no regular file.
     """
     path = Path(place)
     if suffixes and path.suffix not in suffixes:
@@ -55,9 +56,9 @@ def is_from_hub(place: str) -> bool:
 
 
 def real_roots(folder: str | Path) -> list[Path]:
-    """Return the folders below which the files of a folder lie, without links: it, and the blobs of the hub's cache.
+    """Return the folders that hold the files of a folder, without links: itself, and the blobs of the hub's cache.
 
-    There the files of a snapshot are links to blobs of the same repository.
+    The files of a snapshot in the cache are links to blobs of the same repository.
     """
     home = Path(folder).resolve()
     caches = [up.parents[1] for up in (home, *home.parents) if up.parent.name == "snapshots"]
@@ -76,16 +77,16 @@ def _fetch(address: str) -> Path:
 
         return Path(hf_hub_download(repo, file, repo_type=kind, revision=revision))
     except (ImportError, OSError, ValueError) as exc:
-        told = " ".join(str(exc).split()).rstrip(".")
+        fault = " ".join(str(exc).split()).rstrip(".")
         pin = f" --revision {revision}" if revision else ""
         raise ValueError(
-            f"path must be a file that can be fetched from the hub, got {address}: {told}. Fetch it where there is a "
+            f"path must be a file that can be fetched from the hub, got {address}: {fault}. Fetch it where there is a "
             f"network, with `hf download {repo} {file} --repo-type {kind}{pin}`, or give a file"
         ) from exc
 
 
 def pinned(place: str) -> str:
-    """The place itself, or an address that was fetched with the commit that it stood for."""
+    """Return the place itself, or a fetched address with the commit that it stood for."""
     found = ADDRESS.fullmatch(place)
     if found is None:
         return place
@@ -95,12 +96,12 @@ def pinned(place: str) -> str:
 
 
 def files_to_push(run: str | Path) -> dict[str, Path]:
-    """The files that `push_to_hub` uploads, by their names there: weights, their card, settings as recipe.toml.
+    """Return the files that `push_to_hub` uploads, by their names there: weights, card, and settings as recipe.toml.
 
     Other files in the folder of the weights, and hidden ones, are left out.
 
     Raises:
-        ValueError: the run has no weights, or links among its files, behind which other files may lie.
+        ValueError: the run has no weights, or links among its files, which may lead to other files.
     """
     weights, settings = Path(run) / "weights", Path(run) / "config.toml"
     found = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
@@ -119,8 +120,8 @@ def push_to_hub(run: str | Path, repo_id: str, *, private: bool = False) -> str:
 
     Args:
         run: the run folder.
-        repo_id: of the model on the hub, OWNER/NAME, made where it is missing.
-        private: whether it is private then.
+        repo_id: of the model on the hub, OWNER/NAME, created if it is missing.
+        private: True to create it as private.
 
     Raises:
         ValueError: the run has no weights, or the hub does not take them.
@@ -132,6 +133,6 @@ def push_to_hub(run: str | Path, repo_id: str, *, private: bool = False) -> str:
         api, adds = HfApi(), [CommitOperationAdd(name, file) for name, file in files.items()]
         api.create_repo(repo_id, private=private, exist_ok=True)
         return str(api.create_commit(repo_id, adds, commit_message=f"Add {Path(run).name}").commit_url)
-    except Exception as exc:  # of whichever client the library has
+    except Exception as exc:  # of any HTTP client that the library has
         rule = "repo_id must be OWNER/NAME on the hub, where you may write after `hf auth login`"
         raise ValueError(f"{rule}, got {repo_id}: {type(exc).__name__}: {exc}") from exc

@@ -1,10 +1,10 @@
-"""Prompt files: their lines, each checked before any weight is loaded, and the prompts in them."""
+"""Prompt files: every line is checked before any weight is loaded."""
 
 import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,18 @@ from pathlib import Path
 from omni_train.hub import check_named, local_file, real_roots
 from omni_train.prompts.table import media_folder, table_lines
 
-MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image drawn from it
+MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image of it
 MAX_SIDE = 16_384  # pixels
 ROLES = ("system", "user", "assistant")
-FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> where a line has files
+FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> the line's key of files
 
 
 @dataclass(frozen=True)
 class PromptRecord:
     """One prompt of the file.
 
-    index: counts prompts from 0 in file order. meta: whatever else the line held. images: files of references.
-    size: (height, width) in pixels, where the line says one. audio, video: files that the prompt speaks of.
+    index: counts prompts from 0 in file order. meta: all other keys of the line. images: files of references.
+    size: (height, width) in pixels, None for the run's. audio, video: files that the prompt refers to.
     """
 
     index: int
@@ -37,11 +37,7 @@ class PromptRecord:
 
 
 RecordCheck = Callable[[PromptRecord], object]  # raises ValueError for what cannot be used
-
-
-Size = tuple[int, int]
-# Text, negative, meta, images, size, audio, video:
-Parts = tuple[str, str, dict[str, object], tuple[Path, ...], Size | None, Path | None, Path | None]
+Parse = Callable[[int, str], PromptRecord]  # of an index and a line
 
 
 def load_prompts(
@@ -49,35 +45,32 @@ def load_prompts(
 ) -> list[PromptRecord]:
     """Return all prompts of a `.txt`, `.jsonl` or `.parquet` file, in file order.
 
-    check: called with each prompt. media_root: folder in which prompts may name files too, beside that of their file;
-    "" is none.
+    check: called with each prompt. media_root: another folder in which prompts may name files; "" is none.
 
     Raises:
         ValueError: another suffix, a file that cannot be read or is empty, a malformed line or what `check` raises
             (named with the number of the line or row), or pyarrow is not installed.
     """
-    lines, split = read_lines(path, check, media_root)
-    return [PromptRecord(index, *split(line)) for index, line in enumerate(lines)]
+    lines, parse = read_lines(path, check, media_root)
+    return [parse(index, line) for index, line in enumerate(lines)]
 
 
-def read_lines(
-    place: str | Path, check: RecordCheck | None, media_root: str | Path
-) -> tuple[list[str], Callable[[str], Parts]]:
-    """Return the lines of a file that hold a prompt, all of them checked, and the function that takes one apart."""
+def read_lines(place: str | Path, check: RecordCheck | None, media_root: str | Path) -> tuple[list[str], Parse]:
+    """Return the lines of a file that hold a prompt, all of them checked, and the function that parses one."""
     check_named(place, (".txt", ".jsonl", ".parquet"))
     path = local_file(place)
     folders = [path.parent, media_folder(), *([media_root] if media_root else [])]
     place_of = partial(_file_in, [root for folder in folders for root in real_roots(folder)], path.parent)
-    split = partial(_split_json, place_of) if path.suffix != ".txt" else _split_text
+    parse: Parse = PromptRecord if path.suffix == ".txt" else partial(_parse_json, place_of)
     is_table = path.suffix == ".parquet"
-    lines: Iterable[str] = table_lines(path, (*FILES.values(), "messages")) if is_table else _text_lines(path)
+    lines = table_lines(path, (*FILES.values(), "messages")) if is_table else _text_lines(path)
     kept: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
             if len(line) > MAX_LINE_CHARS:
                 raise ValueError(f"must have at most {MAX_LINE_CHARS} characters, got {len(line)}")
             if line:
-                record = PromptRecord(len(kept), *split(line))
+                record = parse(len(kept), line)
                 if check:
                     check(record)
                 kept.append(line)
@@ -85,10 +78,10 @@ def read_lines(
             raise ValueError(f"{path}, {'row' if is_table else 'line'} {number}: {exc}") from exc
     if not kept:
         raise ValueError(f"path must hold at least one prompt, {path} is empty")
-    return kept, split
+    return kept, parse
 
 
-def _text_lines(path: Path) -> list[str]:
+def _text_lines(path: Path) -> Iterator[str]:
     try:
         data = path.read_bytes()
         text = data.decode("utf-8-sig")
@@ -97,11 +90,7 @@ def _text_lines(path: Path) -> list[str]:
     except UnicodeDecodeError as exc:
         number = data.count(b"\n", 0, exc.start) + 1
         raise ValueError(f"{path}, line {number}: must be UTF-8, got the byte {data[exc.start]:#04x}") from exc
-    return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
-
-
-def _split_text(line: str) -> Parts:
-    return line, "", {}, (), None, None, None
+    return map(str.strip, text.replace("\r\n", "\n").replace("\r", "\n").split("\n"))
 
 
 def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
@@ -113,7 +102,7 @@ def _file_in(roots: Sequence[Path], folder: Path, key: str, name: str) -> Path:
     return path
 
 
-def _split_json(place_of: Callable[[str, str], Path], line: str) -> Parts:
+def _parse_json(place_of: Callable[[str, str], Path], index: int, line: str) -> PromptRecord:
     try:
         entry, end = _DECODER.raw_decode(line)
     except (ValueError, RecursionError) as exc:
@@ -129,7 +118,7 @@ def _split_json(place_of: Callable[[str, str], Path], line: str) -> Parts:
     for key, value in (("prompt", text), ("negative_prompt", negative)):
         if type(value) is not str:
             raise ValueError(f'"{key}" must be a string, got {type(value).__name__}')
-    if not text.strip() and not is_chat:  # a message may be a sound alone
+    if not text.strip() and not is_chat:  # a message may be only a sound
         raise ValueError('"prompt" must not be empty')
     images = entry.get("images", [])
     names = [images] if type(images) is str else images
@@ -140,12 +129,13 @@ def _split_json(place_of: Callable[[str, str], Path], line: str) -> Parts:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
             raise ValueError(f"must be Unicode, got {exc.object[exc.start]!r}, half of a surrogate pair") from exc
+    references = tuple(place_of("images", name) for name in names)
     audio, video = (_path(entry, key, place_of) for key in ("audio", "video"))
-    return text, negative, entry, tuple(place_of("images", name) for name in names), _size(entry), audio, video
+    return PromptRecord(index, text, negative, entry, references, _size(entry), audio, video)
 
 
 def _take_chat(entry: dict[str, object]) -> str:
-    """The text of a chat's last message. Its files move to where other lines have them, and templates can read it."""
+    """Return the text of a chat's last message; move its files to the keys of other lines, the chat to "messages"."""
     messages = entry.pop("messages") if "messages" in entry else entry.pop("prompt")
     for key in ("prompt", "system"):
         if key in entry:
@@ -178,13 +168,13 @@ def _take_chat(entry: dict[str, object]) -> str:
 
 
 def _part(part: object, files: Mapping[str, list[object]], number: int) -> dict[str, str]:
-    """A part of a message as templates read it; its file goes to `files`, or None where the line names it."""
-    said = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
-    kind = said.get("type")
-    if kind == "text" and said.keys() == {"type", "text"} and type(said["text"]) is str:
-        return {"type": "text", "text": said["text"]}
-    names = [value for key, value in said.items() if key != "type" and key in (kind, "path")]
-    if type(kind) is str and kind in FILES and len(said) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
+    """Return a part of a message as templates read it; append its file to `files`, or None if the line names it."""
+    given = {key: value for key, value in part.items() if value is not None} if isinstance(part, dict) else {}
+    kind = given.get("type")
+    if kind == "text" and given.keys() == {"type", "text"} and type(given["text"]) is str:
+        return {"type": "text", "text": given["text"]}
+    names = [value for key, value in given.items() if key != "type" and key in (kind, "path")]
+    if type(kind) is str and kind in FILES and len(given) == 1 + len(names) <= 2 and all(type(n) is str for n in names):
         files[kind].append(names[0] if names else None)
         return {"type": kind}
     rule = 'must be {"type": "text", "text": TEXT} or {"type": "image", "image": PATH}, "audio" and "video" likewise'
@@ -206,15 +196,15 @@ def _place_files(entry: dict[str, object], key: str, files: list[object]) -> Non
 
 
 def _path(entry: Mapping[str, object], key: str, place_of: Callable[[str, str], Path]) -> Path | None:
-    """The file that a line names under a key, if it does."""
+    """Return the file that a line names under a key, or None."""
     name = entry.get(key)
     if name is not None and type(name) is not str:
         raise ValueError(f'"{key}" must be a path, got {name!r:.80}')
     return place_of(key, name) if isinstance(name, str) else None
 
 
-def _size(entry: Mapping[str, object]) -> Size | None:
-    """The (height, width) that a line says, if it does."""
+def _size(entry: Mapping[str, object]) -> tuple[int, int] | None:
+    """Return the (height, width) of a line, or None."""
     height, width = entry.get("height"), entry.get("width")
     if height is width is None:
         return None

@@ -1,4 +1,4 @@
-"""Prompts in parquet: rows as lines of JSON, files in them as files of a cache folder."""
+"""Prompts in parquet: rows become lines of JSON, and files in them files of a cache folder."""
 
 import hashlib
 import json
@@ -13,16 +13,16 @@ from omni_train.files import write_atomically
 
 MAX_MEDIA_BYTES = 2**28  # of a file in a row
 MIN_BYTES = 2**26  # that any file may unpack to; a large one to 64 times its own
-MIN_TOTAL_BYTES = 2**30  # that all of its rows may hold, with a text counted as often as it occurs
+MIN_TOTAL_BYTES = 2**30  # that all of its rows may hold; a text counts as often as it occurs
 MIN_ROWS = 2**16  # that any file may have; a large one as many as it has bytes
-SIGNS = {  # with which files begin -> the suffix that readers know them by
+SIGNS = {  # the first bytes of a file -> its suffix
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
     rb"RIFF....WAVE": ".wav",
 }  # fmt: skip
 
 
 def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
-    """Yield the rows of a parquet file as lines of JSON, without what is null: a row has the keys of all.
+    """Yield the rows of a parquet file as lines of JSON, without null values, as each row has the keys of all.
 
     media_keys: columns that may hold files as bytes.
     """
@@ -34,7 +34,7 @@ def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
     try:
         most = max(MIN_BYTES, 64 * path.stat().st_size)
         texts = _check_table(parquet.ParquetFile(path).metadata, path, most)
-        # Texts stay indices into those that differ, and so are measured before a small file takes much memory.
+        # Texts stay indices into a dictionary, and so are measured before a small file takes much memory.
         for batch in parquet.ParquetFile(path, read_dictionary=texts).iter_batches(batch_size=16):
             if (size := sum(map(_num_bytes, batch.columns))) > most:
                 rule = f"must have at most {most} bytes with the 15 rows after it"
@@ -53,7 +53,7 @@ def _check_table(facts: Any, path: Path, most_bytes: int) -> list[str]:
     """Check a parquet file by its metadata, and return the names of its columns of text and bytes.
 
     Raises:
-        ValueError: it has more rows, values or bytes than a file of its size has unless it is made to fill the memory.
+        ValueError: it has more rows, values or bytes than a file of its size, unless it was made to fill the memory.
     """
     groups = [facts.row_group(i) for i in range(facts.num_row_groups)]
     columns = [group.column(i) for group in groups for i in range(group.num_columns)]
@@ -88,8 +88,8 @@ def _row_line(row: dict[str, object], media_keys: Collection[str], place: str) -
             json.dumps(row[key], allow_nan=False)
         except (TypeError, ValueError) as exc:
             rule = "must hold text, finite numbers, lists and structs, and files only as images, audio or video"
-            told = exc if isinstance(exc, _NoFileError) else f"got {value!r:.80}"
-            raise ValueError(f'{place}: "{key}" {rule}, {told}') from exc
+            fault = exc if isinstance(exc, _NoFileError) else f"got {value!r:.80}"
+            raise ValueError(f'{place}: "{key}" {rule}, {fault}') from exc
     return json.dumps(_without_null(row), ensure_ascii=False)
 
 
@@ -98,7 +98,7 @@ class _NoFileError(ValueError):
 
 
 def _with_paths(value: object) -> object:
-    """A value of a row with paths in place of bytes, and of structs of bytes and a path."""
+    """Return a value of a row with a path in place of bytes, or of a struct of bytes and a path."""
     if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
         value = value["path"] if value["bytes"] is None else value["bytes"]
     if isinstance(value, bytes):
@@ -109,7 +109,7 @@ def _with_paths(value: object) -> object:
 
 
 def _kept_file(data: bytes) -> Path:
-    """The file of these bytes in `media_folder`, whose name is their SHA-256: whoever writes it writes the same."""
+    """Return the file of these bytes in `media_folder`; its name is their SHA-256, so all writers write the same."""
     suffix = next((suffix for sign, suffix in SIGNS.items() if re.match(sign, data, re.DOTALL)), None)
     if suffix is None or len(data) > MAX_MEDIA_BYTES:
         kinds = ", ".join(SIGNS.values())
@@ -122,7 +122,7 @@ def _kept_file(data: bytes) -> Path:
 
 
 def media_folder() -> Path:
-    """Where files that stand as bytes in parquet are kept: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
+    """Return the folder of files that are bytes in parquet: omni-rl/media below XDG_CACHE_HOME, or ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "omni-rl" / "media"
 
 
