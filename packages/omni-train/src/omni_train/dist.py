@@ -1,16 +1,16 @@
-"""One process per device under torchrun: which device, who am I, small gathers, clean endings.
+"""One process per device under torchrun: its device, its rank, gathers of small values, shutdown.
 
 Letters: W ranks, n values per rank. A program started without torchrun is one rank without a process group, and every
-function here then returns at once. Nothing is pickled: strings travel as JSON bytes.
+function here then returns at once. Nothing is pickled: strings are sent as JSON bytes.
 
-Small talk between ranks stays on the host, over gloo: no device is waited for. Only gradients and weights go from
-device to device.
+Small messages between ranks stay on the host, over gloo, and wait for no device. Only gradients and weights are sent
+from device to device.
 
-Devices go through `torch.accelerator`, which covers all kinds alike. Without an accelerator most of its functions
-raise; here the CPU is a device like any other. Memory is in MB of 2**20 bytes.
+Devices go through `torch.accelerator`, which covers all kinds. Most of its functions raise without an accelerator; here
+the CPU is a device like any other. Memory is in MB of 2**20 bytes.
 
 Work that runs beside training (an asynchronous save, for example) must make its own group with
-`torch.distributed.new_group`: two threads that issue collectives on one group pair up each other's messages.
+`torch.distributed.new_group`: two threads that issue collectives on one group receive each other's messages.
 """
 
 import gc
@@ -39,14 +39,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 
 _MB = 2**20
-_FIRST_BYTES = 4096  # of a message that all ranks exchange at once; what is longer takes a second exchange
+_FIRST_BYTES = 4096  # of a message that all ranks exchange at once; a longer one takes a second exchange
 
 
 @dataclass(frozen=True)
 class Dist:
     """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group.
 
-    is_planned: the other ranks are not there (`omni_train.planned`), and would all send what this one does.
+    is_planned: True if the other ranks do not exist (`omni_train.planned`); all of them would send what this one does.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class Dist:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone writes and prints."""
+        """True on rank 0, the only one that writes and prints."""
         return self.rank == 0 and not self.is_planned
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory in use now and at its highest, MB: device allocations, or the process's resident set on a CPU."""
+    """Current and peak memory, MB: device allocations, or the process's resident set on a CPU."""
 
     current_mb: float
     peak_mb: float
@@ -72,16 +72,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Moment:
-    """A time of the host's clock, seconds, and where there is an accelerator a point in what is queued on it."""
+    """A time of the host's clock, seconds, and on an accelerator an event in its queue."""
 
     host_s: float
     event: torch.Event | None = None
 
 
 def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
-    """The ranks that torchrun started, joined in one process group; or a single rank when torchrun did not start us.
+    """Join the ranks that torchrun started in one process group; return a single rank without torchrun.
 
-    A rank ends itself when its torchrun has ended without it, lest it write beside the run that is started next.
+    A rank ends itself when its torchrun has ended, so that it cannot write beside the run that is started next.
 
     Args:
         timeout_s: seconds after which a collective that some rank never joined is an error.
@@ -96,7 +96,7 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     device = local_device(local_rank)
     backend = process_group_backend(device)
     timeout = timedelta(seconds=timeout_s)
-    has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # which outlives the ranks
+    has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it outlives the ranks
     torch_dist.init_process_group(
         backend if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}",
         init_method=None if has_old_store else init_method,
@@ -111,9 +111,9 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
 
 
 def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
-    """The ranks as `shard` spreads weights over them, every `size` in a row a copy of their own; 0 is one for all.
+    """Return the mesh over which `shard` spreads weights: one copy per `size` consecutive ranks; 0 is one for all.
 
-    2-D then, with the axes "replicate" and "shard". Every rank calls it.
+    Several copies have a 2-D mesh with the axes "replicate" and "shard". Every rank calls it.
 
     Raises:
         ValueError: `size` does not divide the number of ranks.
@@ -124,12 +124,12 @@ def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
         return dist.mesh
     shape = dist.world_size // size, size
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    mesh._device_type = dist.mesh.device_type  # that of a device that is only planned
+    mesh._device_type = dist.mesh.device_type  # may be that of a planned device
     return mesh
 
 
 def local_device(local_rank: int = 0) -> torch.device:
-    """The device of this process, made current: accelerator number `local_rank`, or the CPU when there is none.
+    """Make accelerator number `local_rank` the current device and return it; the CPU if there is no accelerator.
 
     Raises:
         ValueError: the machine has fewer accelerators than `local_rank + 1`.
@@ -147,35 +147,31 @@ def local_device(local_rank: int = 0) -> torch.device:
 
 
 def process_group_backend(device: torch.device) -> str:
-    """The collective backend registered for `device`: gloo for cpu, nccl for cuda, hccl for npu."""
+    """Return the collective backend registered for `device`: gloo for cpu, nccl for cuda, hccl for npu."""
     return str(torch.distributed.get_default_backend_for_device(device))
 
 
 def default_compute_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of the model's matrix products unless asked otherwise: float32 on a CPU, bfloat16 elsewhere."""
+    """Return the default dtype of the model's matrix products: float32 on a CPU, bfloat16 elsewhere."""
     return torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 def synchronize() -> None:
-    """Wait until the device has done all queued work; nothing to wait for on a CPU."""
+    """Wait until the accelerator, if any, has done all queued work."""
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
 
 
 def now() -> Moment:
-    """This moment, or that at which the device has done all that is queued so far; nothing is waited for."""
-    return Moment(time.perf_counter(), _event() if torch.accelerator.is_available() else None)
-
-
-def _event() -> torch.Event:
-    """What happens when the device has done all that is queued so far."""
-    event = torch.Event(enable_timing=True)
-    event.record()
-    return event
+    """Return this moment; on an accelerator the one at which all work queued so far is done. It does not wait."""
+    event = torch.Event(enable_timing=True) if torch.accelerator.is_available() else None
+    if event is not None:
+        event.record()
+    return Moment(time.perf_counter(), event)
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """The seconds between two moments; waits until both have come."""
+    """Return the seconds between two moments; wait until both have come."""
     if start.event is None or end.event is None:
         return end.host_s - start.host_s
     if not end.event.query():
@@ -184,21 +180,21 @@ def seconds(start: Moment, end: Moment) -> float:
 
 
 def memory(device: torch.device) -> Memory:
-    """Memory of this process on `device`, or on a CPU its resident set size; NaN where no one tells."""
+    """Return the memory of this process on `device`, or on a CPU its resident set size; NaN if it is not known."""
     if device.type == "cpu":
         statm, unit = Path("/proc/self/statm"), 1 if sys.platform == "darwin" else 1024
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
-    for asked in (torch.accelerator, torch.get_device_module(device)):  # the latter where an allocator is an older one
+    for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
         with suppress(RuntimeError, AttributeError):
-            current, peak = asked.memory_allocated(device), asked.max_memory_allocated(device)
+            current, peak = api.memory_allocated(device), api.max_memory_allocated(device)
             return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
     return Memory(math.nan, math.nan)
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes of memory that are free on `device`; infinitely many on a CPU, and 0 where no one tells."""
+    """Return the bytes of free memory on `device`; infinite on a CPU, and 0 if it is not known."""
     if device.type == "cpu":
         return math.inf
     with suppress(RuntimeError, AttributeError):
@@ -207,43 +203,43 @@ def free_memory(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak from the current use; where that cannot be done, as of a process on a CPU, it does nothing."""
+    """Start a new peak from the current use; do nothing where that is not possible, as on a CPU."""
     if device.type == "cpu":
         return
-    for asked in (torch.accelerator, torch.get_device_module(device)):  # as in `memory`
+    for api in (torch.accelerator, torch.get_device_module(device)):  # as in `memory`
         with suppress(RuntimeError, AttributeError):
-            asked.reset_peak_memory_stats(device)
+            api.reset_peak_memory_stats(device)
             return
 
 
 def shutdown() -> None:
-    """End the process group, if there is one, after every rank arrived. Call it on success only.
+    """End the process group, if any, after every rank arrived. Call it only on success.
 
-    A rank that failed never arrives, so calling this from `finally` would hang the others; torchrun ends them instead.
+    A rank that failed never arrives, so a call from `finally` would hang the others; torchrun ends them instead.
     """
     if torch_dist.is_initialized():
-        gc.collect()  # sharded tensors hold on to the group; a group that outlives its tensors ends cleanly
+        gc.collect()  # sharded tensors refer to the group, which must be freed after them
         torch_dist.barrier()
         torch_dist.destroy_process_group()
 
 
 def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> Tensor:
-    """All ranks' values, each at its place, [total] float32 on the device of `values`, however they were dealt.
+    """Return all ranks' values, each at its index, [total] float32 on the device of `values`.
 
     Args:
         indices: [n] integers, the places of this rank's values in 0 ... total - 1; n may differ between ranks.
         values: [n]; NaN passes through.
-        total: places to fill.
+        total: number of places.
 
     Raises:
-        ValueError: a place lies outside, is taken twice or by none; it is named (on every rank).
+        ValueError: an index is out of range, given twice or missing; it is named (on every rank).
     """
     if dist.is_planned:
-        return torch.linspace(0, 1, total)  # different ones
+        return torch.linspace(0, 1, total)  # all different
     places, found = zip(*gather_json(dist, [indices.tolist(), values.float().tolist()]), strict=True)
-    lengths = [[len(row) for row in rows] for rows in (places, found)]
-    if lengths[0] != lengths[1]:
-        raise ValueError(f"indices and values must have one length, got {lengths[0]} and {lengths[1]} in rank order")
+    num_places, num_found = ([len(row) for row in rows] for rows in (places, found))
+    if num_places != num_found:
+        raise ValueError(f"indices and values must have one length, got {num_places} and {num_found} in rank order")
     place = torch.tensor([i for row in places for i in row], dtype=torch.int64)
     if outside := place[(place < 0) | (place >= total)].tolist():
         raise ValueError(f"indices must be from 0 to {total - 1}, got {outside[0]}")
@@ -256,12 +252,12 @@ def gather_by_index(dist: Dist, indices: Tensor, values: Tensor, total: int) -> 
 
 
 def gather_json(dist: Dist, value: object) -> list[Any]:
-    """Every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
+    """Return every rank's value, in rank order, sent as JSON: strings, numbers, None, and lists and dicts of them."""
     text = json.dumps(value).encode()
     rows = _gather(dist, len(text).to_bytes(8, "little") + text[:_FIRST_BYTES].ljust(_FIRST_BYTES))
     rest = max(int.from_bytes(row[:8], "little") for row in rows) - _FIRST_BYTES
     more = _gather(dist, text[_FIRST_BYTES:].ljust(rest)) if rest > 0 else [b""] * len(rows)
-    return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # spaces at the end are JSON
+    return [json.loads(row[8:] + other) for row, other in zip(rows, more, strict=True)]  # JSON may end in spaces
 
 
 def merge_metric(values: Tensor, how: Merge = "mean") -> Tensor:
@@ -297,17 +293,17 @@ def mean_metrics(
 
 
 def any_rank(dist: Dist, flag: bool) -> bool:
-    """Whether `flag` holds on at least one rank; the same answer on every rank."""
+    """True if `flag` is True on at least one rank; the same answer on every rank."""
     return any(gather_json(dist, flag))
 
 
 @contextmanager
 def same_error(dist: Dist) -> Iterator[None]:
-    """Make an OSError, ValueError, ImportError or RuntimeError of one rank in the block one of every rank.
+    """Raise an OSError, ValueError, ImportError or RuntimeError of one rank in the block on every rank.
 
-    The words are the same everywhere; out of memory is a RuntimeError.
+    The message is the same on every rank; out of memory is a RuntimeError.
 
-    Every rank enters the block, and nothing in it may be a collective: a rank that failed would not take part.
+    Every rank enters the block, which must contain no collective: a rank that failed would not take part.
     """
     kinds = (OSError, ValueError, ImportError, RuntimeError)
     error: OSError | ValueError | ImportError | RuntimeError | None = None
@@ -315,33 +311,32 @@ def same_error(dist: Dist) -> Iterator[None]:
         yield
     except kinds as exc:
         error = exc
-    told = None if error is None else [[isinstance(error, kind) for kind in kinds].index(True), str(error)]
-    for rank, entry in enumerate(gather_json(dist, told)):
+    report = None if error is None else [[isinstance(error, kind) for kind in kinds].index(True), str(error)]
+    for rank, entry in enumerate(gather_json(dist, report)):
         if isinstance(entry, list):
             raise kinds[entry[0]](entry[1] if dist.mesh is None else f"rank {rank}: {entry[1]}") from error
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether a collective failed as another rank has ended or did not come in time; that rank is the cause."""
+    """True if a collective failed because another rank has ended or did not come in time; that rank is the cause."""
     return isinstance(error, torch_dist.DistError) or "gloo/transport" in str(error)
 
 
 def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
-    """What each rank that ends in failure has to say, by rank; for a rank that is about to end.
+    """Send the message of a rank that is about to fail; return the messages of all failing ranks, by rank.
 
-    Waits until all ranks have told, at most `wait_s`: those that are missing run on, hang or were killed. It asks the
-    store that the ranks met at, so it works where their collectives no longer do. From here on SIGTERM is ignored:
-    torchrun sends it as soon as one rank has ended, and what was told is still to be printed. Call it from the main
-    thread.
+    It waits for all ranks, at most `wait_s`: those that are missing run on, hang or were killed. It uses the store of
+    the rendezvous, so it works where collectives no longer do. SIGTERM is ignored from here on: torchrun sends it as
+    soon as one rank has ended, and the messages are still to be printed. Call it from the main thread.
 
     Args:
         message: "" where another rank is the cause.
         wait_s: seconds.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    told = {rank: message}
-    if world_size == 1 or "MASTER_PORT" not in os.environ:  # alone, or met without a store
-        return told
+    messages = {rank: message}
+    if world_size == 1 or "MASTER_PORT" not in os.environ:  # a single rank, or a rendezvous without a store
+        return messages
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     place, wait = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), timedelta(seconds=wait_s)
     start = os.environ.get("OMNI_START") or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -350,18 +345,18 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     try:
         store = torch_dist.TCPStore(*place, is_master=False, timeout=wait)
         store.set(f"{key}{rank}", message)
-        while len(told) < world_size and time.monotonic() < deadline:
-            for other in set(range(world_size)) - set(told):
+        while len(messages) < world_size and time.monotonic() < deadline:
+            for other in set(range(world_size)) - set(messages):
                 if store.check([f"{key}{other}"]):
-                    told[other] = store.get(f"{key}{other}").decode()
+                    messages[other] = store.get(f"{key}{other}").decode()
             time.sleep(0.05)
-    except torch_dist.DistError:  # the process with the store has ended; what was told until then counts
+    except torch_dist.DistError:  # the process with the store has ended; messages received before count
         pass
-    return told
+    return messages
 
 
 def end_process(message: str) -> None:
-    """End this process at once, from any of its threads, with exit code 1 and a last word."""
+    """Print a message and end this process at once, from any of its threads, with exit code 1."""
     try:
         print(message, file=sys.stderr, flush=True)
     finally:
@@ -369,11 +364,11 @@ def end_process(message: str) -> None:
 
 
 def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
-    """A part of torchrun's store that nobody has written to.
+    """Return a part of torchrun's store with a new prefix, on which all ranks agree.
 
-    The store still has the addresses of ranks that were started before and have ended, and no number of a start that
-    all machines know. So each rank draws a name; the first one tells the names that it finds until all have found
-    their own in what it told. torchrun ends the others where one has failed.
+    The store still has the addresses of ranks of an earlier start, and no number of this start that all machines know.
+    So each rank writes a random name; the first one publishes the names that it finds until every rank has found its
+    own among them. torchrun ends the others if one has failed.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)
@@ -381,17 +376,18 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     store.set(f"name/{rank}", mine)
     while True:
         if rank == 0:
-            told = ",".join(name.decode() for name in store.multi_get([f"name/{i}" for i in range(world_size)]))
-            store.set("names", told)
-        told = store.get("names").decode()
-        if mine in told:
-            store.set(f"heard/{rank}", told)
+            names = b",".join(store.multi_get([f"name/{i}" for i in range(world_size)])).decode()
+            store.set("names", names)
+        names = store.get("names").decode()
+        if mine in names:
+            store.set(f"heard/{rank}", names)
             heard = [f"heard/{i}" for i in range(world_size)]
-            if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {told.encode()}:
-                store.set("agreed", told)
-            if store.check(["agreed"]) and store.get("agreed").decode() == told:
-                # For `tell_failure`: machines may count their restarts apart.
-                os.environ["OMNI_START"] = sha256(told.encode()).hexdigest()
+            if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {names.encode()}:
+                store.set("agreed", names)
+            if store.check(["agreed"]) and store.get("agreed").decode() == names:
+                os.environ["OMNI_START"] = sha256(
+                    names.encode()
+                ).hexdigest()  # for `tell_failure`
                 return torch_dist.PrefixStore(os.environ["OMNI_START"], store)
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank} did not meet {world_size - 1} others in {timeout.total_seconds():g} s")
@@ -399,7 +395,7 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
 
 
 def _gather(dist: Dist, message: bytes) -> list[bytes]:
-    """Every rank's message, of which each is as long."""
+    """Return every rank's message; all have one length."""
     if dist.mesh is None or dist.is_planned:
         return [message] * (dist.world_size if dist.is_planned else 1)
     rows = torch.empty(dist.world_size, len(message), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Files and folders that a crash or a power failure leaves as they were before or as they are meant to be."""
+"""Files and folders that are either old or complete after a crash or a power failure."""
 
 import hashlib
 import json
@@ -13,13 +13,13 @@ from typing import Any
 
 
 def open_regular(path: str | Path, flags: int = os.O_RDONLY) -> int:
-    """Open a regular file, which is not a link and, with O_RDWR, has no other name; its descriptor.
+    """Open a regular file, which is not a link and, with O_RDWR, has no other name; return its descriptor.
 
     Raises:
-        ValueError: it is something else: a pipe would hang, and behind a link another's file may lie.
+        ValueError: it is something else: a pipe would hang, and a link may lead to another's file.
         OSError: it cannot be opened.
     """
-    if not os.path.islink(path):  # one that comes now is refused as well, in other words
+    if not os.path.islink(path):  # O_NOFOLLOW refuses a link that is made after this line
         number = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
         found = os.fstat(number)
         if stat.S_ISREG(found.st_mode) and (found.st_nlink < 2 or not flags & os.O_RDWR):
@@ -42,7 +42,7 @@ def read_regular(path: str | Path, max_bytes: int = 2**30) -> bytes:
 
 
 def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
-    """Write a new file and wait until the disk has it; its size in bytes and its SHA-256, for whoever reads it.
+    """Write a new file and wait until the disk has it; return its size in bytes and its SHA-256.
 
     Raises:
         OSError: the file exists, or could not be written completely.
@@ -59,7 +59,7 @@ def write_file(path: Path, *parts: bytes | memoryview) -> dict[str, int | str]:
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """Put a file into its folder at once: whoever opens it, now or after a crash, sees the old one or the new one."""
+    """Replace a file atomically: readers, also after a crash, see the old one or the new one."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{get_native_id()}")  # two threads or processes may write the same file
     temporary.unlink(missing_ok=True)
@@ -72,16 +72,16 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 
 def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str] | Callable[[Path], object]) -> None:
-    """Put a folder into its place at once, all of its files on the disk; one that is there is replaced.
+    """Replace a folder at once, with all of its files on the disk.
 
-    The files get the rights that the folder has from the umask, whatever wrote them. One process writes a folder.
+    The files get the mode that the folder has from the umask. Only one process may write a folder.
 
     Args:
         folder: its parents are made if missing.
         write: the content of each file by its name, or a function that writes them into the folder it is given.
 
     Raises:
-        OSError: it could not be written. What was there stays.
+        OSError: it could not be written. The old folder stays.
     """
     folder = Path(folder)
     temporary, old = folder.with_name(f"{folder.name}.tmp"), folder.with_name(f"{folder.name}.old")
@@ -107,7 +107,7 @@ def write_folder_atomically(folder: str | Path, write: Mapping[str, bytes | str]
 
 
 def _sync_files(folder: Path) -> None:
-    """Wait until the disk has all that is in the folder: a rename may get there before the content does."""
+    """Wait until the disk has all files of the folder: a rename may reach the disk before their content."""
     for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             sync_folder(path)
@@ -118,10 +118,10 @@ def _sync_files(folder: Path) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a file with one a line. What follows the last newline was torn by a crash and is left out.
+    """Return the objects of a file with one a line. An incomplete last line, left by a crash, is left out.
 
     Raises:
-        ValueError: any other line is no JSON object, or the file none that `read_regular` takes.
+        ValueError: any other line is no JSON object, or as `read_regular`.
         OSError: the file cannot be read.
     """
     entries = []
@@ -140,7 +140,7 @@ def parse_int(text: str) -> int:
     """Return the integer of a JSON file, for `json.loads`.
 
     Raises:
-        ValueError: it needs more than 64 bits, so that no float and no tensor could hold it.
+        ValueError: it needs more than 64 bits, which no tensor can hold.
     """
     if not -(2**63) <= (number := int(text)) < 2**63:
         raise ValueError(f"integers must fit into 64 bits, got {text:.20}...")
@@ -148,14 +148,14 @@ def parse_int(text: str) -> int:
 
 
 def damaged_line(path: str | Path, number: int, fault: str) -> ValueError:
-    """The error of a line that nobody has written so: where it is, what is wrong, what to do."""
+    """Return the error of a damaged line, with its place, fault and remedy."""
     return ValueError(f"{path}, line {number}: {fault}. Delete the line, or move the file away")
 
 
 def load_metrics(path: str | Path) -> list[dict[str, float]]:
-    """The steps of a `metrics.jsonl`, in step order; null becomes NaN.
+    """Return the steps of a `metrics.jsonl`, in step order; null becomes NaN.
 
-    A step that was logged again after a resume counts once, as logged last. A last line torn by a crash is left out.
+    The last line of a step counts if it was logged again after a resume. An incomplete last line is left out.
 
     Raises:
         ValueError: any other line is damaged; it is named.
@@ -174,16 +174,16 @@ def read_steps(path: str | Path) -> list[dict[str, float]]:
 
 
 def file_digest(path: str | Path) -> str:
-    """The SHA-256 of a file; reads all of it."""
+    """Return the SHA-256 of a whole file."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_bytes: int = 4096) -> str:
-    """A SHA-256 that tells large files apart without reading them: of their sizes and evenly spread blocks of each.
+    """Return a SHA-256 that identifies large files without reading them whole: of their sizes and evenly spread blocks.
 
-    Of safetensors files the first block holds names and shapes, and other weights differ in nearly every block; a
-    change of a few bytes may go unseen.
+    The first block of a safetensors file holds names and shapes, and other weights differ in nearly every block; a
+    change of a few bytes may not be noticed.
     """
     digest = hashlib.sha256()
     for path in paths:
@@ -197,14 +197,14 @@ def probe_digest(paths: Iterable[str | Path], *, num_blocks: int = 64, block_byt
 
 
 def check_file(path: Path, expected: dict[str, int | str]) -> None:
-    """Raises ValueError when the file is missing or not what `write_file` returned; reads all of it."""
+    """Raise ValueError if the file is missing or has another size or SHA-256 than `write_file` returned."""
     check_size(path, expected)
     if (found := file_digest(path)) != expected["sha256"]:
         raise ValueError(f"{path.name} has the SHA-256 {found[:12]}..., not {str(expected['sha256'])[:12]}...")
 
 
 def check_size(path: Path, expected: dict[str, int | str]) -> None:
-    """Raises ValueError when the file is missing or has another size than `write_file` returned."""
+    """Raise ValueError if the file is missing or has another size than `write_file` returned."""
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
     if (size := path.stat().st_size) != expected["bytes"]:
@@ -212,7 +212,7 @@ def check_size(path: Path, expected: dict[str, int | str]) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Wait until the disk has the folder's list of names: a new file or a rename may otherwise be forgotten."""
+    """Wait until the disk has the folder's list of names, so that a new file or a rename is not lost."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)

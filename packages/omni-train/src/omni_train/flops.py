@@ -1,4 +1,4 @@
-"""Floating-point operations of a net's calls, counted on the meta device, and how many a device could do."""
+"""Floating-point operations of a net's calls, counted on the meta device, and the peak of devices."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
-PEAK_TFLOPS = {  # of a device whose name has this in it, the first that fits: bfloat16, dense, by its maker
+PEAK_TFLOPS = {  # by a part of the device's name, first match: bfloat16, dense, by its maker
     "H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, " B200": 2250, "A100": 312,
     "L40S": 362, "MI300X": 1307,
 }  # fmt: skip
-Calls = Counter[tuple[str, bool, torch.Size]]  # samples by phase, whether gradients are wanted, and shape of the first
+Calls = Counter[tuple[str, bool, torch.Size]]  # samples by phase, True with gradients, and shape of the first input
 
 
 def peak_tflops(device: torch.device) -> float | None:
-    """The TFLOP/s that a device could do in bfloat16; None for one that is not in the table."""
+    """Return the peak TFLOP/s of a device in bfloat16; None for one that is not in the table."""
     name = str(getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device))
     return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
@@ -25,10 +25,10 @@ def peak_tflops(device: torch.device) -> float | None:
 class FlopTable:
     """The operations of one sample in a call of the net, by the shape [...] of its first input without the batch.
 
-    Two counts: of a forward pass, and of one with its backward pass. What gradient checkpointing computes again is no
-    part of them, nor is what grows with texts when they get longer than those of the first call of a shape.
+    Two counts: of a forward pass, and of one with its backward pass. They leave out what gradient checkpointing
+    recomputes, and what longer texts add to the first call of a shape.
 
-    make: the net on the meta device, with what is trained.
+    make: returns the net on the meta device, with its trained parameters.
     """
 
     def __init__(self, make: Callable[[], nn.Module], net: nn.Module) -> None:
@@ -41,7 +41,7 @@ class FlopTable:
         self._hook = self.net.register_forward_pre_hook(self._learn, with_kwargs=True)
 
     def total(self, calls: Calls) -> dict[str, float]:
-        """The operations of calls, by phase; none if some are of a shape that is first counted when it comes again."""
+        """Return the operations of calls, by phase; empty if one has a new shape, which its next call will count."""
         if any(shape not in self.known for _, _, shape in calls):
             self._hook.remove()
             self.watch()
@@ -54,7 +54,7 @@ class FlopTable:
     @torch.enable_grad()
     def _learn(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         first = next(iter((*args, *kwargs.values())))
-        if first[0].shape in self.known or not first[0].is_floating_point():  # text that is written has many shapes
+        if first[0].shape in self.known or not first[0].is_floating_point():  # generated text has many shapes
             return
         self._hook.remove()
         given, named = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta"), (args, kwargs))
@@ -63,7 +63,7 @@ class FlopTable:
             forward = counter.get_total_flops()
             trained = [t.sum() for t in tree_leaves(out) if isinstance(t, Tensor) and t.requires_grad]
             torch.autograd.backward(trained)
-        if not trained:  # an expert that stays as it is; another will come
+        if not trained:  # a frozen expert; the next call may be another one's
             self.watch()
             return
         self.known[first[0].shape] = forward / len(first), counter.get_total_flops() / len(first)

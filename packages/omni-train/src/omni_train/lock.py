@@ -1,4 +1,4 @@
-"""One writer per run folder: a lock that the operating system holds, and gives back when its holder ends."""
+"""One writer per run folder: a lock that the operating system releases when its holder ends."""
 
 import errno
 import os
@@ -12,15 +12,15 @@ from omni_train.files import open_regular, read_regular
 
 LOCK_FILE = "lock"
 
-_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # what a file system without locks answers
-_held: set[FileLock] = set()  # of this process, as a lock that nobody refers to would be given back
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # errors of a file system without locks
+_held: set[FileLock] = set()  # of this process, as a lock without a reference would be released
 
 
 class RunLock:
     """The right to write into a run folder, which one process group has at a time; held by the first rank.
 
-    The kernel gives the lock back when that process ends, however it does, so nothing stale is ever left; the file
-    stays and names the last holder. A process that has the lock may ask for it again. A forked child does not have it.
+    The kernel releases the lock when that process ends in any way, so no stale lock is left; the file stays and names
+    the last holder. A process that has the lock may take it again. A forked child does not have it.
     """
 
     def __init__(self, folder: str | Path, dist: Dist, *, wait_s: float = 5.0) -> None:
@@ -28,8 +28,8 @@ class RunLock:
 
         Args:
             folder: of the run, made if missing.
-            dist: the ranks, which the file names.
-            wait_s: seconds that the holder has to end, as the ranks of a torchrun that was killed do.
+            dist: the ranks; the file names them.
+            wait_s: seconds that the holder has to end, such as the ranks of a torchrun that was killed.
 
         Raises:
             ValueError: another process writes into the folder; it is named. Or the lock file is a link, or no file. The
@@ -48,7 +48,7 @@ class RunLock:
                     raise OSError(f"--name must name a folder {what}, got {folder}: {exc}") from exc
 
     def release(self) -> None:
-        """Give the lock back before the process ends."""
+        """Release the lock before the process ends."""
         self._lock.release(force=True)
         _held.discard(self._lock)
 

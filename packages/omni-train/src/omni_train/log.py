@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line a step, seconds per phase, and progress on the terminal."""
+"""The log of a run: one JSON line a step, seconds per phase, and progress on the terminal."""
 
 import json
 import math
@@ -26,8 +26,8 @@ class RunLog:
     """Writes `<folder>/metrics.jsonl`, passes metrics on to sinks, shows progress; does nothing unless `is_main`.
 
     A line is `{"step": 3, "reward/mean": 0.5, ..., "time/rollout_s": 12.1, "time/step_s": 30.0}`. Names are the
-    caller's; the log adds only times, images per second and TFLOP/s. A run that resumes appends; a line torn by a
-    crash is dropped first.
+    caller's; the log adds only times, images per second and TFLOP/s. A resumed run appends; an incomplete last line,
+    left by a crash, is dropped first.
     """
 
     def __init__(
@@ -46,31 +46,31 @@ class RunLog:
 
         Args:
             folder: made if missing.
-            is_main: whether this rank reports; False makes every method a no-op.
+            is_main: True on the rank that reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                One that has a `close` is closed with the log. One that fails is a warning, and no more: what it shows
-                is in the file. See `omni_rl.run.sinks`.
-            tty: whether to draw a progress bar instead of lines; None asks the terminal.
+                One that has a `close` is closed with the log. One that fails is only a warning: its numbers are in the
+                file. See `omni_rl.run.sinks`.
+            tty: True for a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
-                will come again: -1 drops all, None keeps all. Lines that are missing before it are a warning.
-            eval_every: steps from one phase "eval" to the next, for the estimate; there is one after the last step too.
+                are repeated: -1 drops all, None keeps all. Lines that are missing before it are a warning.
+            eval_every: steps between two phases "eval", for the estimate; there is one after the last step too.
 
         Raises:
             ValueError: the file has a damaged line.
         """
-        self.last_phase = "none"  # the phase entered last, or after a nested one its outer, on every rank
-        self._within: str | None = None  # the phase whose block runs, on every rank
+        self.last_phase = "none"  # the phase entered last, or the outer one after a nested one; on every rank
+        self._within: str | None = None  # the phase whose block runs; on every rank
         self._is_main = is_main
         self._total_steps = total_steps
         self._sinks = tuple(sinks)
         self._columns = tuple(columns)
-        self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step, each with its outer one
+        self._phases: list[tuple[str, str | None, Moment, Moment]] = []  # of this step: name, outer, start, end
         self._warned: set[str] = set()
         self._eval_every = eval_every
         self._eval_s = 0.0
-        self._train_s: deque[float] = deque(maxlen=20)  # the last steps tell more about the next than the first did
+        self._train_s: deque[float] = deque(maxlen=20)  # of the last steps, which are more like the next than the first
         self._step_start = time.perf_counter()
         if is_main:
             self._path = Path(folder) / "metrics.jsonl"
@@ -88,7 +88,7 @@ class RunLog:
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of the `with` block, of host and device, to this step's `time/<name>_s`.
 
-        Those of a phase within another one count as its own alone.
+        The seconds of a nested phase count only for itself.
         """
         outer, self._within, self.last_phase = self._within, name, name
         start = now() if self._is_main else None
@@ -108,33 +108,40 @@ class RunLog:
         flops: Mapping[str, float] = MappingProxyType({}),
         peak_tflops: float | None = None,
     ) -> None:
-        """Report after `step` finished steps: write the line, call the sinks, move the progress on.
+        """Report after `step` finished steps: write the line, call the sinks, update the progress.
 
-        Line 0 speaks of the model as it was given. With `num_images`, the images of this rank's step, every phase is
-        also given in ms per image, and the step in images per second and device. flops: operations of
-        this rank, by phase, for TFLOP/s; with `peak_tflops`, which the device could do, also their share of it.
+        Line 0 is of the model before training.
+
+        Args:
+            step: finished steps.
+            metrics: by name.
+            num_images: images of this rank's step, for ms per image of each phase and images per second and device.
+            flops: operations of this rank, by phase, for TFLOP/s.
+            peak_tflops: of the device, for the share of it that is used (mfu).
+
+        Raises:
+            ValueError: a metric has the name of one that the log adds.
         """
         if not self._is_main:
             return
         phases: defaultdict[str, float] = defaultdict(float)
         for name, outer, start, end in self._phases:
-            phases[name] += (own_s := seconds(start, end))
+            phases[name] += (block_s := seconds(start, end))
             if outer:
-                phases[outer] -= own_s
+                phases[outer] -= block_s
         step_end = time.perf_counter()
         times = {f"time/{name}_s": s for name, s in phases.items()}
         times["time/step_s"] = step_end - self._step_start
         if num_images:
             per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in phases.items()}
             times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
-        for name, count in ((name, count) for name, count in flops.items() if name in phases):
-            times[f"perf/{name}_tflops"] = tflops = count / phases[name] / 1e12
+        for name in [name for name in flops if name in phases]:
+            times[f"perf/{name}_tflops"] = tflops = flops[name] / phases[name] / 1e12
             times |= {f"perf/{name}_mfu": tflops / peak_tflops} if peak_tflops else {}
         left_s = self._left_s(step, times["time/step_s"], phases.get("eval"))
         self._phases, self._step_start = [], step_end
         values = {name: float(value) for name, value in metrics.items()}
-        taken = sorted(({"step"} | set(times)) & set(values))
-        if taken:
+        if taken := sorted({"step", *times} & values.keys()):
             raise ValueError(f"metrics must not use the names the log adds itself, got {taken}")
         values |= times
         self._write(step, values)
@@ -145,7 +152,7 @@ class RunLog:
         self._show.update(step, {name: values[name] for name in shown if name in values}, times["time/step_s"], left_s)
 
     def close(self) -> None:
-        """End the progress bar, close the sinks."""
+        """Close the progress bar and the sinks."""
         if self._is_main:
             self._show.close()
             for sink in self._sinks:
@@ -160,7 +167,7 @@ class RunLog:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """Whatever a sink raises as a warning, once for the same words: neither training nor its error waits for it."""
+        """Turn any error of a sink into a warning, once per message: a sink must not stop training."""
         try:
             yield
         except Exception as exc:  # of any library
@@ -169,18 +176,18 @@ class RunLog:
                 warnings.warn(f"a sink of the log failed: {type(exc).__name__}: {exc}", stacklevel=4)
 
     def _left_s(self, step: int, step_s: float, eval_s: float | None) -> float | None:
-        """Seconds to the end of the run: the median training step and the last evaluation; None before there is one."""
+        """Return seconds to the end of the run by the median training step and the last evaluation; None at first."""
         self._eval_s = self._eval_s if eval_s is None else eval_s
         if step > 0:
             self._train_s.append(step_s - (eval_s or 0.0))
         if not self._train_s:
             return None
         total, every = self._total_steps, self._eval_every
-        num_evals = -(-total // every) - step // every if every and step < total else 0
+        num_evals = math.ceil(total / every) - step // every if every and step < total else 0
         return (total - step) * median(self._train_s) + num_evals * self._eval_s
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
-        """JSON knows no NaN or infinity: they become null, with one warning for each name."""
+        """Append a line; NaN and infinity, which JSON lacks, become null, with one warning for each name."""
         for name, value in values.items():
             if not math.isfinite(value) and name not in self._warned:
                 self._warned.add(name)
@@ -189,7 +196,7 @@ class RunLog:
         with open(self._open(), "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step} | entry, allow_nan=False) + "\n")
             file.flush()
-            os.fsync(file.fileno())  # a checkpoint that the disk has must not outlive the lines before it
+            os.fsync(file.fileno())  # before a checkpoint of this step: its lines must not be lost
 
     def _open(self) -> int:
         return open_regular(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
@@ -211,9 +218,9 @@ class _Lines:
 
 
 class _Bar:
-    """Progress as a bar with the same numbers behind it, the last of each that was logged; needs rich.
+    """Progress as a bar, followed by the last logged value of each metric; needs rich.
 
-    Held-out metrics, `eval/...`, are drawn over the run, and those of samples, `reward/...`, have their change in it.
+    Held-out metrics, `eval/...`, have a sparkline over the run, and those of samples, `reward/...`, their change.
     """
 
     def __init__(self, total_steps: int, lines: Sequence[Mapping[str, float]]) -> None:
@@ -242,12 +249,12 @@ class _Bar:
         past = [line[name] for line in self._lines if math.isfinite(line.get(name, math.nan))]
         if len(past) > 1 and name.startswith("reward/"):
             return f" ({past[-1] - past[0]:+.2g})"
-        draws = len(past) > 1 and name.startswith("eval/") and not self._bar.console.options.ascii_only
-        return f" {_sparkline(past)}" if draws else ""
+        has_line = len(past) > 1 and name.startswith("eval/") and not self._bar.console.options.ascii_only
+        return f" {_sparkline(past)}" if has_line else ""
 
 
 def _sparkline(values: Sequence[float]) -> str:
-    """At most ten values as blocks of their heights: the first, the last and others evenly between."""
+    """Return at most ten values as block characters: the first, the last and others evenly between."""
     count = min(len(values), 10)
     some = [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]
     low, span = min(some), max(some) - min(some)
@@ -261,18 +268,17 @@ def _clock(seconds: float) -> str:
 
 
 def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> None:
-    """Refuse, on every rank, the folder of another run; after `omni_train.lock.RunLock`, which keeps it to this one.
+    """Check, on every rank, that a folder is not another run's. Take the `omni_train.lock.RunLock` first.
 
     Args:
         dist: every rank calls it.
-        folder: where the run writes.
-        has_checkpoint: whether the run has a checkpoint to continue from, so that the metrics are its own. False where
-            it has none yet: a line of step 0 may then be left from a start that came to nothing. None for a run that
-            saves no checkpoints, whose folder must be new.
+        folder: of the run.
+        has_checkpoint: True if the run has a checkpoint to continue from: the metrics are its own. False if it has none
+            yet: a line of step 0 may then be left from a start that failed. None for a run that saves no checkpoints:
+            its folder must be new.
 
     Raises:
-        ValueError: `folder` has metrics, which the run would continue as if they were its own, or damaged ones, or a
-            link in their place.
+        ValueError: `folder` has metrics of another run, or damaged ones, or a link in their place.
     """
     with same_error(dist):
         if dist.is_main:
@@ -285,11 +291,10 @@ def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None
 
 
 def _keep_lines(path: Path, last_step: int | None) -> int:
-    """Drop a last line torn by a crash, and the lines of steps after `last_step`; the last step kept, -1 for none."""
+    """Drop an incomplete last line and the lines of steps after `last_step`; return the last step kept, -1 for none."""
     data = read_regular(path)
-    steps = [int(entry["step"]) for entry in read_steps(path)]
-    kept = [i for i, step in enumerate(steps) if last_step is None or step <= last_step]
-    lines = data.split(b"\n")
-    if (text := b"".join(lines[i] + b"\n" for i in kept)) != data:
+    lines = zip(data.split(b"\n"), [int(entry["step"]) for entry in read_steps(path)], strict=False)
+    kept = [(line, step) for line, step in lines if last_step is None or step <= last_step]
+    if (text := b"".join(line + b"\n" for line, _ in kept)) != data:
         write_atomically(path, text)
-    return max((steps[i] for i in kept), default=-1)
+    return max((step for _, step in kept), default=-1)

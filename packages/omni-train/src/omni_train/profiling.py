@@ -1,4 +1,4 @@
-"""Traces of a step: what host and device do in each of its phases, for chrome://tracing or Perfetto."""
+"""Traces of host and device in each phase of a step, for chrome://tracing or Perfetto."""
 
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -10,13 +10,13 @@ from torch import nn
 
 from omni_train.log import RunLog
 
-MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: of a large net it would be too long to be read
+MAX_CALLS = 32  # of the nets in a phase, after which its trace ends: a large net's would be too long to read
 
 
 class ProfiledLog(RunLog):
     """A log that also writes `<folder>/trace/<step>-<phase>.json.gz` for each phase of one step.
 
-    step: its number in the log. nets: whose calls end a trace when there are MAX_CALLS.
+    step: its number in the log. nets: a trace ends after MAX_CALLS of their calls.
     """
 
     def __init__(
@@ -24,16 +24,16 @@ class ProfiledLog(RunLog):
     ) -> None:
         super().__init__(folder, resume_step=resume_step, **options)
         self._traced, self._nets, self._folder = step, nets, Path(folder) / "trace"
-        self._step = resume_step + 1  # that the next phase belongs to
+        self._step = resume_step + 1  # of the next phase
 
     def log(self, step: int, *args: Any, **options: Any) -> None:
-        """Report after `step` finished steps."""
+        """Report after `step` finished steps, as `RunLog.log`."""
         super().log(step, *args, **options)
         self._step = step + 1
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the `with` block, and trace it if it belongs to the step; one within another is part of its trace."""
+        """Time the `with` block, and trace it if it belongs to the step; a nested one is in the trace of its outer."""
         path = self._folder / f"{self._traced:06}-{name}.json.gz"
         if not self._is_main or self._step != self._traced or self._within or path.exists():
             with super().phase(name):

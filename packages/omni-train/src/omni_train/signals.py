@@ -1,4 +1,4 @@
-"""Being asked to stop: the loop ends after a step that all ranks have finished, in time to save."""
+"""Signals that stop a run: the loop ends after a step that all ranks have finished, in time to save."""
 
 import os
 import shlex
@@ -11,36 +11,34 @@ from types import FrameType
 
 from omni_train.dist import Dist, any_rank
 
-TYPED = "OMNI_RL_COMMAND"  # variable that is set by what starts a program in a user's stead
+TYPED = "OMNI_RL_COMMAND"  # variable with the command that the user typed, set by a program that starts another one
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
-HEARS_ALL = (
-    "OMNI_RL_HEARS_EVERY_CTRL_C"  # variable that `omni_rl.run.ranks` sets; plain torchrun passes on the first alone
-)
+HEARS_ALL = "OMNI_RL_HEARS_EVERY_CTRL_C"  # set by `omni_rl.run.ranks`; plain torchrun passes on only the first Ctrl-C
 
 
 @dataclass
 class Stop:
-    """Whether this process was asked to stop."""
+    """A request to stop. asked: True if this process got a signal."""
 
     asked: bool = False
 
     def requested(self, dist: Dist) -> bool:
-        """Whether any rank was; the same answer on every rank, so all stop after the same step. Every rank calls it."""
+        """True if any rank was asked: all stop after the same step. Every rank calls it."""
         return any_rank(dist, self.asked)
 
 
 @contextmanager
 def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Stop]:
-    """Within the `with` block these signals are remembered instead of ending the program.
+    """Record these signals in the `with` block; they do not end the program.
 
     Repeated ones change nothing: torchrun, a terminal or a scheduler may each send its own, and the save that follows
-    the first must not be cut short. Only a second SIGINT, from someone who presses Ctrl-C again, raises
-    KeyboardInterrupt at once. Call it from the main thread.
+    the first must not be interrupted. Only a second SIGINT, a second Ctrl-C, raises KeyboardInterrupt at once. Call it
+    from the main thread.
     """
     stop = Stop()
     interrupts = 0
 
-    def remember(number: int, frame: FrameType | None) -> None:
+    def record(number: int, frame: FrameType | None) -> None:
         nonlocal interrupts
         stop.asked = True
         interrupts += number == signal.SIGINT
@@ -50,7 +48,7 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
             is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or HEARS_ALL in os.environ
             os.write(2, b"\nstopping after this step" + b"; Ctrl-C once more ends at once" * is_heard + b"\n")
 
-    before = {number: signal.signal(number, remember) for number in numbers}
+    before = {number: signal.signal(number, record) for number in numbers}
     try:
         yield stop
     finally:
@@ -59,9 +57,9 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
 
 
 def resume_command() -> str:
-    """The command that started this program, to be pasted into a shell; of torchrun, its number of ranks is kept.
+    """Return the command that started this program, for a shell; with torchrun and its number of ranks, if it ran.
 
-    TYPED is the command that a user typed, where that was another one.
+    The variable TYPED overrides it.
     """
     if TYPED in os.environ:
         return os.environ[TYPED]

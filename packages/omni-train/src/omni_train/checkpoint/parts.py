@@ -1,7 +1,7 @@
-"""The parts of a checkpoint that the ranks write, and reading any rows of a tensor from them.
+"""The parts of a checkpoint, one a rank, and how any rows of a tensor are read from them.
 
-A part is the rows that one rank holds; what several hold, the first of them writes. In the index each tensor has
-`{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
+A part has the rows that one rank holds; rows that several ranks hold are written by the first of them. In the index
+each tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 
 import json
@@ -21,8 +21,8 @@ from omni_train.checkpoint.state import in_batches, local_rows
 from omni_train.dist import Dist
 from omni_train.files import write_file
 
-FILE_BYTES = 2**29  # of a file, but for a tensor that is larger
-DTYPES = {  # as safetensors names them
+FILE_BYTES = 2**29  # of a file, unless it has one larger tensor
+DTYPES = {  # safetensors' names
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
@@ -32,7 +32,7 @@ Index = dict[str, dict[str, Any]]  # {"files": {name: ...}, "tensors": {name: ..
 
 @dataclass(frozen=True)
 class Row:
-    """What a rank holds of one tensor: the rows from number `first` on, of `shape` in all; a single number is a row."""
+    """A rank's rows of one tensor, from number `first` on; `shape` is the whole tensor's. A single number is a row."""
 
     name: str
     local: Tensor
@@ -41,15 +41,15 @@ class Row:
 
 
 class PartFile:
-    """A file of a part, as it stands in host memory: the bytes of its rows, the widest numbers first."""
+    """A file of a part in host memory: the bytes of its rows, widest dtypes first."""
 
     def __init__(self, name: str, rows: Sequence[Row], memory: Tensor) -> None:
-        """Copy the rows, of any device, into the memory; into pinned memory they are on their way until `synchronize`.
+        """Copy the rows, of any device, into the memory; a copy into pinned memory ends with `synchronize`.
 
         memory: uint8, at least as many as the rows have bytes.
         """
         self.name = name
-        # The widest first, so that each number lies at a multiple of its size.
+        # Widest dtypes first, so that each number is aligned to its size.
         self.rows = sorted(rows, key=lambda row: (-row.local.itemsize, str(row.local.dtype)))
         self._places = list(pairwise(accumulate((row.local.nbytes for row in self.rows), initial=0)))
         self._memory = memory[: self._places[-1][1]]
@@ -58,25 +58,25 @@ class PartFile:
             target.copy_(row.local.detach(), non_blocking=memory.is_pinned())
 
     def write(self, folder: Path) -> dict[str, int | str]:
-        """Write the file and wait until the disk has it; its size and SHA-256.
+        """Write the file and wait until the disk has it; return its size and SHA-256.
 
         Raises:
             OSError: it could not be written.
-            ValueError: a tensor is not finite; buffers may be, as masks are.
+            ValueError: a tensor that is no buffer is not finite (masks are not).
         """
         self._check_finite()
         header = file_header({row.name: row.local for row in self.rows})
         return write_file(folder / self.name, header, self._memory.numpy().data)
 
     def index(self) -> dict[str, dict[str, Any]]:
-        """The entries of its tensors in the index."""
+        """Return the entries of its tensors in the index."""
         return {
             row.name: {"dtype": str(row.local.dtype), "shape": row.shape, "pieces": [[self.name, row.first]]}
             for row in self.rows
         }
 
     def _check_finite(self) -> None:
-        """Raise ValueError for NaN or infinity; a sum that is finite has none, and is faster than a look at each."""
+        """Raise ValueError for NaN or infinity; a finite sum has none, and is faster than a check of each number."""
         placed = zip(self.rows, self._places, strict=True)
         for dtype, same in groupby(placed, key=lambda pair: pair[0].local.dtype):
             run = list(same)
@@ -87,9 +87,9 @@ class PartFile:
 
 
 def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
-    """The beginning of a safetensors file in which the tensors lie one behind the other.
+    """Return the header of a safetensors file in which the tensors follow each other.
 
-    The widest numbers must come first, so that each lies at a multiple of its size.
+    Widest dtypes must come first, so that each number is aligned to its size.
     """
     entries: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     end = 0
@@ -102,10 +102,10 @@ def file_header(tensors: Mapping[str, Tensor], **metadata: str) -> bytes:
 
 
 def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
-    """The files that this rank has to write, by name, with their rows, which share memory with `state`.
+    """Return the files that this rank has to write, by name, with their rows, which share memory with `state`.
 
     Raises:
-        ValueError: a tensor has a dtype that safetensors has not.
+        ValueError: safetensors lacks the dtype of a tensor.
     """
     rows = []
     for name, tensor in state.items():
@@ -113,27 +113,27 @@ def part_files(dist: Dist, state: Mapping[str, Tensor]) -> dict[str, list[Row]]:
         if local.dtype not in DTYPES:
             raise ValueError(f"tensors must be of a dtype that safetensors has, got {local.dtype} in {name}")
         place = (tensor.device_mesh.get_coordinate() or ()) if isinstance(tensor, DTensor) else (dist.rank, 0)
-        if len(local) and not any(place[:-1]):  # of several copies this is the first
+        if len(local) and not any(place[:-1]):  # the first of several copies
             rows.append(Row(name, local, first, list(tensor.shape)))
     batches = in_batches(rows, FILE_BYTES, num_bytes=lambda row: row.local.nbytes)
     return {f"rank-{dist.rank:05}-{number:03}.safetensors": batch for number, batch in enumerate(batches)}
 
 
 def num_bytes(rows: Sequence[Row]) -> int:
-    """Of all the rows together."""
+    """Return the bytes of all the rows."""
     return sum(row.local.nbytes for row in rows)
 
 
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Memory that `device` can copy to, uint8; pinned where it can be."""
+    """Allocate host memory, uint8, for copies from `device`; pinned if possible."""
     if device.type != "cpu":
-        with suppress(RuntimeError):  # of a device that pins nothing, or a host that has no more to pin
+        with suppress(RuntimeError):  # the device cannot pin memory, or the host has no more of it
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def merge_parts(parts: Sequence[Index]) -> Index:
-    """One index of what all ranks wrote."""
+    """Merge the indices of all ranks' parts."""
     merged: Index = {"files": {}, "tensors": {}}
     for part in parts:
         merged["files"] |= part["files"]
@@ -145,17 +145,17 @@ def merge_parts(parts: Sequence[Index]) -> Index:
 
 @torch.no_grad()
 def read_tensors(folder: Path, index: Mapping[str, Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
-    """Fill each target, or this rank's rows of it, with what the checkpoint has under its name.
+    """Fill each target, or this rank's rows of it, with the checkpoint's tensor of its name.
 
     Raises:
-        ValueError: the pieces do not hold all rows, or hold NaN or infinity.
+        ValueError: the pieces lack rows, or have NaN or infinity.
     """
     with ExitStack() as stack:
         opened: dict[str, Any] = {}
         for name, target in targets.items():
             pieces = []
             for file, first in index[name]["pieces"]:
-                if file not in opened:  # mapped, not read: only the rows that are asked for come from the disk
+                if file not in opened:  # mapped, not read: only rows that are used come from the disk
                     opened[file] = stack.enter_context(safe_open(folder / file, framework="pt"))
                 pieces.append((opened[file].get_slice(name), first))
             local, first = local_rows(target)
@@ -165,7 +165,7 @@ def read_tensors(folder: Path, index: Mapping[str, Mapping[str, Any]], targets: 
 
 
 def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError unless the index has the tensors of `state`, no others, of the same shapes and dtypes."""
+    """Raise ValueError unless the index has the tensors of `state`, no others, of the same shapes and dtypes."""
     for what, names in (("lacks", state.keys() - index.keys()), ("also has", index.keys() - state.keys())):
         if names:
             raise ValueError(f"checkpoint does not fit: it {what} {len(names)} tensors, such as {min(names)}")
@@ -178,13 +178,13 @@ def check_fits(index: Mapping[str, Mapping[str, Any]], state: Mapping[str, Tenso
 
 
 def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises ValueError unless a part's file holds what the index says, all finite; buffers need not be."""
-    said = {name: first for name, entry in index.items() for file, first in entry["pieces"] if file == path.name}
+    """Raise ValueError unless a part's file holds the tensors of the index, all finite except buffers."""
+    pieces = {name: first for name, entry in index.items() for file, first in entry["pieces"] if file == path.name}
     try:
         with safe_open(path, framework="pt") as file:
-            if said.keys() != set(file.keys()):
+            if pieces.keys() != set(file.keys()):
                 raise ValueError(f"{path.name} holds other tensors than the index says")
-            for name, first in said.items():
+            for name, first in pieces.items():
                 local, shape = file.get_tensor(name), index[name]["shape"] or [1]
                 found = [str(local.dtype), *local.shape[1:]]
                 if found != [index[name]["dtype"], *shape[1:]] or first + len(local) > shape[0]:
@@ -195,7 +195,7 @@ def check_part(path: Path, index: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> int:
-    """Copy what the pieces have of the rows `first ... first + len(local) - 1`; how many rows that were."""
+    """Copy the rows `first ... first + len(local) - 1` from the pieces that have them; return their number."""
     copied = 0
     for piece, start in pieces:
         low, high = max(first, start), min(first + len(local), start + piece.get_shape()[0])
@@ -206,6 +206,6 @@ def _copy_rows(local: Tensor, first: int, pieces: Sequence[tuple[Any, int]]) -> 
 
 
 def check_finite(name: str, local: Tensor) -> None:
-    """Raises ValueError for NaN or infinity, but in buffers."""
+    """Raise ValueError for NaN or infinity, except in buffers."""
     if local.is_floating_point() and not name.startswith("buffer/") and not local.isfinite().all():
         raise ValueError(f"a checkpoint must be finite, got NaN or infinity in {name}")

@@ -1,7 +1,7 @@
-"""A save that is under way: what the threads of a rank do, without any collective, and how long to wait for them.
+"""A save that is under way: the threads of a rank, which take part in no collective, and the waits for them.
 
-Each rank's thread writes its files, and leaves their index as `part-00001.json` beside them. The first rank's thread
-takes these indices as they come, and completes the checkpoint when it has all of them.
+Each rank's thread writes its files, and their index as `part-00001.json`. The first rank's thread reads these indices
+as they appear, and completes the checkpoint when it has all of them.
 """
 
 import json
@@ -16,12 +16,12 @@ from omni_train.dist import Dist
 from omni_train.files import write_atomically
 
 NUM_THREADS = 4  # that write a rank's files, each one at a time
-SHARED_S = 60.0  # until a file that another rank has written is seen in a folder that all share
-LONELY_S = 20.0  # that a rank whose run has failed gives the others to leave their parts
+SHARED_S = 60.0  # until a file of another rank must be visible in the shared folder
+LONELY_S = 20.0  # that the first rank of a failed run waits for the parts of the others
 
 
 class Saving:
-    """This rank's share of a save, written from the moment that it is made."""
+    """This rank's part of a save, which starts to write at once."""
 
     def __init__(
         self, folder: Path, dist: Dist, files: Iterable[PartFile], finish: Callable[[Index], None], *, num_threads: int
@@ -31,9 +31,9 @@ class Saving:
         Args:
             folder: where all ranks write.
             dist: this rank's place.
-            files: its files; an iterator is asked for the next one when the last is written.
+            files: its files; the next one is taken from an iterator when the last is written.
             finish: called by the first rank with the index of all parts.
-            num_threads: files that are written at once; more than one need all of them to be there.
+            num_threads: files that are written at once; with several, `files` must be in memory already.
         """
         self._folder, self._dist, self._files, self._finish = folder, dist, files, finish
         self._num_threads = num_threads
@@ -45,7 +45,7 @@ class Saving:
 
     @property
     def state(self) -> str:
-        """What this rank has to tell the others: "writing", "done" or "failed"."""
+        """This rank's state: "writing", "done" or "failed"."""
         if not self._has_ended.is_set():
             return "writing"
         return "failed" if self._error else "done"
@@ -61,20 +61,20 @@ class Saving:
             raise self._error
 
     def wait_finished(self) -> None:
-        """Wait, on the first rank, for the whole; all ranks have written their parts. Raises as `wait_written`."""
+        """Wait, on the first rank, for the checkpoint; all parts are written. Raises as `wait_written`."""
         self._all_written.set()
         if self._dist.is_main:
             self._has_ended.wait()
             self.wait_written()
 
     def wait_alone(self) -> None:
-        """Wait for this rank's part, and on the first one a while for those of ranks that may have been lost."""
+        """Wait for this rank's part; on the first rank wait up to LONELY_S for those of ranks that may have ended."""
         self._is_written.wait()
         if self._dist.is_main:
             self._has_ended.wait(LONELY_S)
 
     def give_up(self) -> None:
-        """Wait until this rank's threads have ended, and for no other rank."""
+        """End the wait for other ranks, and wait until this rank's threads have ended."""
         self._is_given_up.set()
         self._thread.join()
 
@@ -87,7 +87,7 @@ class Saving:
                 self._finish(merge_parts([part, *others]))
         except (OSError, ValueError, RuntimeError) as exc:
             self._error = exc
-        except Exception as exc:  # what the other ranks could not raise as well
+        except Exception as exc:  # a kind that `same_error` does not send to other ranks
             self._error = RuntimeError(f"{type(exc).__name__}: {exc}")
         finally:
             self._has_ended.set()
@@ -108,7 +108,7 @@ class Saving:
         return index
 
     def _take_part(self, rank: int) -> Index:
-        """The index that another rank has left, as soon as it is there."""
+        """Wait for the index of another rank; return and delete it."""
         path, deadline = self._part(rank), float("inf")
         while not path.is_file():
             if self._all_written.is_set():

@@ -1,8 +1,8 @@
-"""What training changes, as tensors with names that no sharding changes: the contents of a checkpoint.
+"""The contents of a checkpoint: the tensors that training changes, by names that do not depend on sharding.
 
 Names: `weight/NAME` for a trained parameter or a factor of any adapter, `buffer/NAME`, `optimizer.KEY/NAME` (AdamW's
-keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a snapshot's own word in place of `ema`.
-NAME is that of the parameter in the module.
+keys are exp_avg, exp_avg_sq and step), `ema/NAME` for a moving average, and a snapshot's name in place of `ema`. NAME
+is that of the parameter in the module.
 """
 
 import math
@@ -12,19 +12,19 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import Optimizer
 
 from omni_train.lora import all_factors
 from omni_train.weights.snapshot import Snapshot
 
 T = TypeVar("T")
+Copies = Snapshot | Sequence[Snapshot] | None  # averages and snapshots of the weights
 
 
-def train_state(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, ema: Snapshot | Sequence[Snapshot] | None
-) -> dict[str, Tensor]:
-    """The live tensors, by name, in the same order on every rank; DTensors where they are sharded.
+def train_state(module: nn.Module, optimizer: Optimizer | None, ema: Copies) -> dict[str, Tensor]:
+    """Return the tensors themselves, by name, in the same order on every rank; DTensors where they are sharded.
 
-    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are not.
+    Frozen parameters are left out, as they come with the base model; the factors of frozen adapters are included.
 
     Raises:
         ValueError: the optimizer, an average or a snapshot holds a parameter that is not the module's.
@@ -38,16 +38,12 @@ def train_state(
         found = optimizer.state.get(param, {}) if optimizer else {}
         named = {f"optimizer.{key}/{_name(names, param)}": value for key, value in found.items()}
         state |= {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    kept_too = [ema] if isinstance(ema, Snapshot) else ema or []
-    return state | {f"{k.name}/{_name(names, param)}": copy for k in kept_too for param, copy in k.pairs()}
+    copies = [ema] if isinstance(ema, Snapshot) else ema or []
+    return state | {f"{each.name}/{_name(names, param)}": copy for each in copies for param, copy in each.pairs()}
 
 
-def allocate_optimizer(
-    module: nn.Module, optimizer: torch.optim.Optimizer, shapes: Mapping[str, Sequence[int]]
-) -> None:
-    """Give the optimizer zeros under the names in `shapes` that are its own, for `train_state` to find; sharded alike.
-
-    Any state that the optimizer has is dropped.
+def allocate_optimizer(module: nn.Module, optimizer: Optimizer, shapes: Mapping[str, Sequence[int]]) -> None:
+    """Replace the optimizer's state by zeros under those names of `shapes` that are its own, sharded as its parameters.
 
     Raises:
         ValueError: a shape is neither that of its parameter nor of a single number, as AdamW's step is.
@@ -59,21 +55,20 @@ def allocate_optimizer(
         key, _, param_name = name.removeprefix("optimizer.").partition("/")
         param = names.get(param_name)
         if name.startswith("optimizer.") and param in places:
-            alike = list(param.shape) == list(shape)
-            if not alike and math.prod(shape) != 1:
+            is_number = list(param.shape) != list(shape)
+            if is_number and math.prod(shape) != 1:
                 raise ValueError(f"{name} must have the shape {list(param.shape)} or be one number, got {list(shape)}")
-            value = torch.zeros_like(param) if alike else torch.zeros(shape)
-            state.setdefault(places[param], {})[key] = value
+            state.setdefault(places[param], {})[key] = torch.zeros(shape) if is_number else torch.zeros_like(param)
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
-    """The rows that this rank holds, [rows, ...] sharing memory with `tensor`, and the number of the first of them.
+    """Return the rows that this rank holds, [rows, ...], sharing memory with `tensor`, and the first one's number.
 
     A single number counts as one row.
 
     Raises:
-        ValueError: the tensor is sharded otherwise than by rows, over the last mesh dimension.
+        ValueError: the tensor is not sharded by rows over the last mesh dimension.
     """
     if not isinstance(tensor, DTensor):
         return (tensor if tensor.ndim else tensor.view(1)), 0
@@ -86,7 +81,7 @@ def local_rows(tensor: Tensor) -> tuple[Tensor, int]:
 
 
 def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Runs of consecutive items of at most `limit` bytes together, or a single larger one."""
+    """Yield runs of consecutive items of at most `limit` bytes in total, or a single larger item."""
     batch: list[T] = []
     size = 0
     for item in items:
@@ -99,7 +94,7 @@ def in_batches(items: Iterable[T], limit: int, *, num_bytes: Callable[[T], int])
         yield batch
 
 
-def _params(optimizer: torch.optim.Optimizer | None) -> list[nn.Parameter]:
+def _params(optimizer: Optimizer | None) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]] if optimizer else []
 
 

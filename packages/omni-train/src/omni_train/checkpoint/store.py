@@ -1,17 +1,17 @@
-"""Checkpoints from which a run continues as if it had never stopped, bit for bit.
+"""Checkpoints from which a run continues bit for bit.
 
 A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
-name and renamed when all of it is on the disk: a folder of that name is complete, and whatever else lies there is
-litter of a crash. No file is ever written twice.
+name and renamed when all of it is on the disk: a folder of that name is complete, and all else in its place was left by
+a crash. No file is ever written twice.
 
 `async_save` copies the state to host memory and returns; threads write the copy while training goes on. No thread takes
-part in a collective: `checkpoint.saving` says what they do, and `poll`, once a step, tells all ranks how it went.
+part in a collective (see `checkpoint.saving`); `poll`, once a step, reports the result to all ranks.
 
-Every rank writes the rows that it holds, and the index says which rows of which tensor are where. So nothing is
-gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it. All
-ranks must see the same folder. Nothing is pickled.
+Every rank writes the rows that it holds, and the index has the file and first row of each piece of a tensor. So nothing
+is gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it.
+All ranks must see the same folder. Nothing is pickled.
 
-The states of torch's default random generators are not saved: whatever draws here does so from a seed of the step.
+The states of torch's default random generators are not saved: all random numbers of a run come from a seed of the step.
 """
 
 import hashlib
@@ -24,12 +24,14 @@ import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from omni_train.checkpoint.parts import (
     Index,
@@ -43,17 +45,18 @@ from omni_train.checkpoint.parts import (
     read_tensors,
 )
 from omni_train.checkpoint.saving import NUM_THREADS, Saving
-from omni_train.checkpoint.state import allocate_optimizer, train_state
+from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
 from omni_train.files import check_file, check_size, parse_int, read_regular, sync_folder, write_file
-from omni_train.weights.snapshot import Snapshot
 
 INDEX_FILE = "checkpoint.json"
+_KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint says of itself. `step` counts finished training steps; `files` and `tensors` are its index."""
+    """The contents of checkpoint.json. `step` counts finished training steps; `files` and `tensors` are its index."""
 
     step: int
     config: dict[str, Any]
@@ -75,7 +78,7 @@ class Checkpoint:
             folder: of the checkpoints, made by the first save.
             dist: the ranks.
             keep: number of newest checkpoints to keep.
-            wait_for: what the first rank calls before a checkpoint is complete, in the thread that writes it: it may
+            wait_for: called by the first rank before a checkpoint is complete, in the thread that writes it. It may
                 wait for other files, which are then on the disk if the checkpoint is.
         """
         if keep < 1:
@@ -85,14 +88,14 @@ class Checkpoint:
         self.keep, self._wait_for = keep, wait_for
         self._verified: Saved | None = None
         self._saving: tuple[int, Saving] | None = None
-        self._memory: list[Tensor] = []  # of the copies that are written beside training, one a file
+        self._memory: list[Tensor] = []  # of the copies that are written during training, one a file
 
     def latest(self) -> Saved | None:
-        """The newest checkpoint, of which only the index is read; None where there is none.
+        """Return the newest checkpoint, of which only the index is read; None if there is none.
 
         Raises:
             ValueError: it is damaged. The message names the file, and the next older checkpoint that has all its files.
-                Or what is named as an unfinished checkpoint is no folder.
+                Or a file or link has the name of an unfinished checkpoint.
         """
         with same_error(self.dist):
             steps = self._steps() if self.dist.is_main else []
@@ -106,13 +109,13 @@ class Checkpoint:
                 raise self._damaged(newest[0], exc) from exc
 
     def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
-        """Check all of a checkpoint before any model is loaded; `load` then need not check it again.
+        """Check all of a checkpoint before any model is loaded; `load` then does not check it again.
 
         The ranks share the files: together they read each of them once.
 
         Args:
             saved: what `latest` returned.
-            module: of the names and shapes of the one to load into, which may be on the meta device.
+            module: has the names and shapes of the one to load into; it may be on the meta device.
 
         Raises:
             ValueError: it is damaged, holds NaN or infinity, or its weights do not fit the module.
@@ -132,15 +135,9 @@ class Checkpoint:
         self._verified = saved
 
     def save(
-        self,
-        step: int,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        ema: Snapshot | Sequence[Snapshot] | None = None,
-        *,
-        config: Mapping[str, Any],
+        self, step: int, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None, *, config: Config
     ) -> Path:
-        """Write all that training has changed; the folder it is in. What was complete stays so, whatever happens.
+        """Write all that training has changed; return the folder. Earlier checkpoints stay complete after any error.
 
         A rank has one file's tensors in host memory at a time.
 
@@ -149,7 +146,7 @@ class Checkpoint:
             module: its trained parameters and the factors of all its adapters are saved; sharded or not.
             optimizer: its state is saved, if given.
             ema: the averages or snapshots to save, one or several; not inside their `applied()`.
-            config: the run's settings, which JSON can hold; see `check_config`.
+            config: the run's settings, as values of JSON; see `check_config`.
 
         Raises:
             OSError: some rank could not write. The unfinished folder is removed.
@@ -162,25 +159,16 @@ class Checkpoint:
         return self._path(step)
 
     def async_save(
-        self,
-        step: int,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        ema: Snapshot | Sequence[Snapshot] | None = None,
-        *,
-        config: Mapping[str, Any],
+        self, step: int, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None, *, config: Config
     ) -> None:
         """Copy all that training has changed to host memory, and write the copy while training goes on.
 
-        It waits for the save before. The memory stays for the next save, pinned where the device copies faster so.
-        Until `poll` or `wait` has told that the save went well, it may still fail.
+        It waits for the save before. The memory is kept for the next save, pinned if there is an accelerator. The save
+        may fail until `poll` or `wait` has returned with it complete.
 
         Args:
             step: finished training steps.
-            module: as `save` takes it, and so the others.
-            optimizer: its state is copied.
-            ema: the averages or snapshots.
-            config: the run's settings.
+            module, optimizer, ema, config: as for `save`.
 
         Raises:
             OSError, ValueError: as `save`, of this save or the one before.
@@ -196,11 +184,11 @@ class Checkpoint:
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is under way, or has ended but no rank was told yet; the same on every rank."""
+        """True if a save is under way, or has ended and was not reported yet; the same on every rank."""
         return self._saving is not None
 
     def poll(self) -> None:
-        """Look after the save that is under way, if any: nothing while it goes well.
+        """Check on the save that is under way, if any; end it if all ranks are done or one has failed.
 
         Raises:
             OSError, ValueError: as `save`, on every rank. The unfinished folder is removed.
@@ -226,29 +214,23 @@ class Checkpoint:
             raise
 
     def wait_alone(self) -> None:
-        """After an error that other ranks may not have: leave them this rank's part of the save that is under way.
+        """Write this rank's part of the save that is under way, after an error that other ranks may not have.
 
-        The checkpoint is complete afterwards if all ranks come that far. No collective.
+        The checkpoint is complete afterwards if all ranks write their parts. It contains no collective.
         """
         if self._saving:
             self._saving[1].wait_alone()
 
-    def load(
-        self,
-        saved: Saved,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
-        ema: Snapshot | Sequence[Snapshot] | None = None,
-    ) -> None:
-        """Put a checkpoint into what `save` was given, by now built anew.
+    def load(self, saved: Saved, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None) -> None:
+        """Load a checkpoint into a module, optimizer and averages like those that `save` was given.
 
         Every byte is checked first, unless `verify` has. After an error the module may be half loaded.
 
         Args:
-            saved: what `latest` returned; one that has come since is not looked at.
-            module: what `save` was given, as the two that follow.
-            optimizer: any state that it has is dropped.
-            ema: its averages are overwritten.
+            saved: what `latest` returned; a newer one is not considered.
+            module: as given to `save`.
+            optimizer: as given to `save`; any state that it has is dropped.
+            ema: as given to `save`; its averages are overwritten.
 
         Raises:
             ValueError: the checkpoint is damaged, does not fit the module, or holds NaN or infinity.
@@ -266,8 +248,8 @@ class Checkpoint:
                 f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
             )
 
-    def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08}"
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.folder / f"step-{step:08}{suffix}"
 
     def _steps(self) -> list[int]:
         self._litter()
@@ -275,7 +257,7 @@ class Checkpoint:
         return sorted(int(match[1]) for match in found if match)
 
     def _litter(self) -> list[Path]:
-        """The folders of unfinished checkpoints. Raises ValueError for a file or a link, which no save leaves there."""
+        """Return the folders of unfinished checkpoints; raise ValueError for a file or link, which no save leaves."""
         litter = list(self.folder.glob("step-*.tmp"))
         for path in litter:
             if path.is_symlink() or path.is_file():
@@ -283,7 +265,7 @@ class Checkpoint:
         return litter
 
     def _open(self, step: int) -> Saved:
-        """The index of a step, whose files all have the right size."""
+        """Return the index of a step; raise ValueError unless all files have the right size."""
         saved = _read_index(self._path(step))
         if saved.step != step:
             raise ValueError(f"{INDEX_FILE} is of step {saved.step}: the folder was copied or renamed")
@@ -292,7 +274,7 @@ class Checkpoint:
         return saved
 
     def _damaged(self, step: int, reason: ValueError) -> ValueError:
-        """The error of a damaged checkpoint, with the next older one that has all its files."""
+        """Return the error of a damaged checkpoint, which names the next older one that has all its files."""
         message = f"checkpoint {self._path(step)} is damaged: {reason}."
         for older in reversed([s for s in self._steps() if s < step]):
             try:
@@ -303,91 +285,77 @@ class Checkpoint:
         return ValueError(f"{message} There is no older one: move it away to start anew")
 
     def _begin(
-        self,
-        step: int,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        ema: Snapshot | Sequence[Snapshot] | None,
-        config: Mapping[str, Any],
+        self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
     ) -> dict[str, list[Row]]:
-        """Wait for the save before, and make the folder of a new one; this rank's files by their names."""
-        json.dumps(dict(config))  # what JSON cannot hold is an error before anything is written
+        """Wait for the save before, make the folder of a new one, and return this rank's files by their names."""
+        json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written
         self.wait()
         with same_error(self.dist):
             files = part_files(self.dist, train_state(module, optimizer, ema))
             if self.dist.is_main:
-                self._make_room(self._path(step))
+                if self._path(step).exists():
+                    raise ValueError(f"step must be new, but {self._path(step)} exists")
+                self.folder.mkdir(parents=True, exist_ok=True)
+                for litter in self._litter():
+                    shutil.rmtree(litter)
+                self._path(step, ".tmp").mkdir()
         return files
 
-    def _make_room(self, final: Path) -> None:
-        if final.exists():
-            raise ValueError(f"step must be new, but {final} exists")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for litter in self._litter():
-            shutil.rmtree(litter)
-        final.with_suffix(".tmp").mkdir()
-
     def _copy(self, files: Mapping[str, Sequence[Row]]) -> list[PartFile]:
-        """The files in host memory, that of the save before where it is large enough."""
+        """Copy the files to host memory, to that of the save before where it is large enough."""
         for i, size in enumerate(map(num_bytes, files.values())):
             if i == len(self._memory):
                 self._memory.append(host_memory(size, self.dist.device))
             elif len(self._memory[i]) < size:
                 self._memory[i] = host_memory(size, self.dist.device)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
-            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies by itself
+            each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
             copies = list(each(PartFile, files, files.values(), self._memory))
         synchronize()  # before training changes what is copied
         return copies
 
-    def _start(self, step: int, files: Iterable[PartFile], config: Mapping[str, Any], *, num_threads: int) -> None:
-        about = {"step": step, "config": dict(config), "versions": _versions()}
-        temporary, final = self._path(step).with_suffix(".tmp"), self._path(step)
-
-        def finish(index: Index) -> None:
-            self._finish(temporary, final, about | index)
-
-        self._saving = step, Saving(temporary, self.dist, files, finish, num_threads=num_threads)
+    def _start(self, step: int, files: Iterable[PartFile], config: Config, *, num_threads: int) -> None:
+        about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
+        finish = partial(self._finish, about)
+        self._saving = step, Saving(self._path(step, ".tmp"), self.dist, files, finish, num_threads=num_threads)
 
     def _remove(self, step: int) -> None:
-        """Give the space of an unfinished save back; the next one clears what stays."""
+        """Free the space of an unfinished save; the next one removes what cannot be removed now."""
         if self.dist.is_main:
-            shutil.rmtree(self._path(step).with_suffix(".tmp"), ignore_errors=True)
+            shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
-    def _finish(self, temporary: Path, final: Path, index: dict[str, Any]) -> None:
-        """Write the index and give the folder its name; then delete what is too old."""
+    def _finish(self, about: dict[str, Any], index: Index) -> None:
+        """Write the index and give the folder its name; then delete checkpoints that are too old."""
+        temporary = self._path(about["step"], ".tmp")
         for name, expected in index["files"].items():
             try:
                 check_size(temporary / name, expected)
             except ValueError as exc:
                 raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
-        content = asdict(Saved(**index, world_size=self.dist.world_size))
+        content = asdict(Saved(**(about | index)))
         write_file(temporary / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
         sync_folder(temporary)
         self._wait_for()
-        os.rename(temporary, final)
+        os.rename(temporary, self._path(about["step"]))
         sync_folder(self.folder)
         for step in self._steps()[: -self.keep]:
-            litter = self._path(step).with_suffix(".tmp")  # no longer a checkpoint when its first file goes
+            litter = self._path(step, ".tmp")  # no longer a checkpoint when its first file is deleted
             os.rename(self._path(step), litter)
             shutil.rmtree(litter)
 
 
-def check_config(saved: Saved, config: Mapping[str, Any], *, ignore: Collection[str] = ()) -> None:
-    """Raises ValueError, with the differing settings, unless the checkpoint was made with these, `ignore` aside."""
-    changed = config_differences(saved.config, config, ignore=ignore)
-    if changed:
-        told = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
+def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) -> None:
+    """Raise ValueError, with the settings that differ, unless the checkpoint was made with these, except `ignore`."""
+    if changed := config_differences(saved.config, config, ignore=ignore):
+        changes = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
         raise ValueError(
-            f"the checkpoint of step {saved.step} was made with other settings: {told}. Continue with those, or give "
-            "the run a name of its own"
+            f"the checkpoint of step {saved.step} was made with other settings: {changes}. Continue with those, or "
+            "give the run a name of its own"
         )
 
 
-def config_differences(
-    then: Mapping[str, Any], now: Mapping[str, Any], *, ignore: Collection[str] = ()
-) -> dict[str, tuple[str, str]]:
-    """The settings that differ, each with both values as JSON, or "absent"; those named in `ignore` may differ."""
+def config_differences(then: Config, now: Config, *, ignore: Collection[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ, except `ignore`, each with both values as JSON or "absent"."""
     keys = [key for key in {**then, **now} if key not in ignore]
     values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
     return {key: (old, new) for key, (old, new) in values.items() if old != new}
@@ -400,7 +368,7 @@ def _versions() -> dict[str, str]:
 
 
 def _read_index(folder: Path) -> Saved:
-    """Raises ValueError when there is no index, or not the one that was written."""
+    """Return the index of a folder; raise ValueError if there is none, or not the one that was written."""
     path = folder / INDEX_FILE
     if not path.is_file():
         raise ValueError(f"{INDEX_FILE} is missing")
@@ -410,7 +378,7 @@ def _read_index(folder: Path) -> Saved:
         raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
     if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
         raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
-    if (have := sorted(content)) != (want := sorted(field.name for field in fields(Saved))):
+    if (have := sorted(content)) != (want := sorted(_KINDS)):
         raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
     if not _is_index(content):
         raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
@@ -424,18 +392,9 @@ def _read_index(folder: Path) -> Saved:
 
 def _is_index(content: dict[str, Any]) -> bool:
     """True if the values are of the kinds that a save writes."""
-    match content:
-        case {
-            "step": int(),
-            "config": dict(),
-            "versions": dict(),
-            "world_size": int(),
-            "files": dict(),
-            "tensors": dict(),
-        }:
-            files, tensors = content["files"].values(), content["tensors"].values()
-            return all(map(_is_file, files)) and all(map(_is_tensor, tensors))
-    return False
+    if not all(isinstance(content[name], kind) for name, kind in _KINDS.items()):
+        return False
+    return all(map(_is_file, content["files"].values())) and all(map(_is_tensor, content["tensors"].values()))
 
 
 def _is_file(entry: object) -> bool:

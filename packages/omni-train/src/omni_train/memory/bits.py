@@ -1,7 +1,7 @@
-"""Frozen weights under adapters in fewer bits, brought back to the dtype of the products whenever a layer runs.
+"""Quantized frozen weights under adapters, dequantized to the compute dtype whenever a layer runs.
 
-int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has one for each 64 numbers in a row, and for each number
-one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314); its codes and values are bitsandbytes'.
+int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has a scale for each 64 numbers in a row, and stores each
+number as one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' codes and values.
 
 A layer that runs holds its whole weight for so long, and for as long as its graph lives: recompute blocks.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 Bits = Literal["int8", "fp8", "nf4"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # of a weight, with its scales
+BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # per weight, with its scales
 NF4_BLOCK = 64
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -26,9 +26,9 @@ _MOST = {"int8": 127.0, "fp8": 448.0}
 
 
 class FewBits(nn.Linear):
-    """A frozen linear layer whose weight is kept as codes [out, n], uint8, and scales, float32.
+    """A frozen linear layer with a quantized weight: codes [out, n], uint8, and scales, float32.
 
-    used: the dtype of the weight as it is used. pairs: for nf4 the two values [256, 2] of each code.
+    used: the dtype of the dequantized weight. pairs: for nf4 the two values [256, 2] of each code.
     """
 
     codes: Tensor
@@ -39,12 +39,12 @@ class FewBits(nn.Linear):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the weight as it is used."""
+        """The dtype of the dequantized weight."""
         return self.used
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]  # no one writes to it
-        """The weight [out, in] as it is used, made anew."""
+    def weight(self) -> Tensor:  # type: ignore[override]  # it is never written to
+        """The dequantized weight [out, in], a new tensor."""
         if self.bits == "nf4":
             values = self.pairs.index_select(0, self.codes.flatten().int()).view(-1, NF4_BLOCK)
         else:
@@ -54,10 +54,10 @@ class FewBits(nn.Linear):
 
 @torch.no_grad()
 def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], device: torch.device) -> ModuleT:
-    """The same object, with the weights of the linear layers in its blocks in fewer bits, which are on `device`.
+    """Quantize the weights of the linear layers in a module's blocks, on `device`; return the same module.
 
-    Call it after `add_lora`. Biases, adapters and what is outside of blocks stay as they are and where they are, and
-    for nf4 a weight whose rows are no multiple of 64.
+    Call it after `add_lora`. Biases, adapters and layers outside of blocks stay unchanged on their device; so does, for
+    nf4, a weight whose rows are no multiple of 64.
 
     block_names: class names of the blocks.
     """
@@ -74,12 +74,12 @@ def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], devic
         assert isinstance(layer, FewBits)
         layer.bits, layer.used = bits, weight.dtype
         for name, tensor in {"codes": codes, "scales": scales, "pairs": pairs}.items():
-            layer.register_buffer(name, tensor, persistent=False)  # made of the base's files, in no checkpoint
+            layer.register_buffer(name, tensor, persistent=False)  # from the base's files: not in checkpoints
     return module
 
 
 def encode(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
-    """The codes, uint8, of a weight [out, in], and the scales of its rows [out, 1], or of its blocks for nf4."""
+    """Return the codes, uint8, of a weight [out, in], and the scales of its rows [out, 1], or of its blocks for nf4."""
     rows = weight.float() if bits != "nf4" else weight.float().view(-1, NF4_BLOCK)
     most = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     if bits == "nf4":

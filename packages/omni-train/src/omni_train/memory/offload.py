@@ -1,7 +1,7 @@
-"""What waits on the host while the device has no use for it: Adam's moments, and the inputs of recomputed blocks.
+"""Offload to the host: Adam's moments between steps, and the inputs of recomputed blocks.
 
-Copies are queued behind the work of the device, whose order they keep; the host memory is pinned where there is an
-accelerator. No bit depends on where a tensor waits.
+Copies are queued in the order of the device's work; host memory is pinned if there is an accelerator. Offload changes
+no bit.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host, for which the host does not wait; of a sharded tensor this rank's rows, sharded alike."""
+    """Return a copy on the host without waiting for it; a sharded tensor's copy is sharded in the same way."""
     if isinstance(tensor, DTensor):
         return _with_local(tensor, to_host(tensor.to_local()))
     if tensor.device.type == "cpu":
@@ -31,14 +31,14 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on the device of what `to_host` gave."""
+    """Return a copy on the device of a result of `to_host`."""
     if isinstance(tensor, DTensor):
         return _with_local(tensor, to_device(tensor.to_local(), device))
     return tensor.to(device, non_blocking=True)
 
 
 def saved_on_host() -> AbstractContextManager[None]:
-    """Within the `with` block, what is kept for the backward pass waits on the host."""
+    """Offload the tensors that the `with` block saves for the backward pass."""
 
     def back(kept: tuple[torch.device, Tensor]) -> Tensor:
         return to_device(kept[1], kept[0])
@@ -47,14 +47,14 @@ def saved_on_host() -> AbstractContextManager[None]:
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose moments wait on the host, and visit the device for some parameters at a time, in `step`."""
+    """AdamW with offloaded moments; `step` loads those of some parameters at a time."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # there is no loss to return
-        """Take a step, as AdamW does."""
+        """Take a step of AdamW."""
         groups = self.param_groups
         for group in groups:
-            having = [p for p in group["params"] if p.grad is not None]
-            for batch in in_batches(having, _BATCH_BYTES, num_bytes=lambda p: _local(p).nbytes):
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            for batch in in_batches(with_grad, _BATCH_BYTES, num_bytes=lambda p: _local(p).nbytes):
                 self.param_groups = [{**group, "params": batch}]
                 self._move(batch, partial(to_device, device=_local(batch[0]).device))
                 super().step()
@@ -63,7 +63,7 @@ class HostAdamW(torch.optim.AdamW):
         synchronize()  # the host may read them now
 
     def rest(self) -> None:
-        """Bring all moments to the host, as after loading."""
+        """Offload all moments, as after loading."""
         self._move(self.state, to_host)
         synchronize()
 
@@ -77,5 +77,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """A tensor sharded as that one, of other rows, which may lie elsewhere than the mesh."""
+    """Return a tensor sharded as `tensor`, with other rows, which may be on another device than the mesh."""
     return DTensor(local, tensor._spec, requires_grad=False)

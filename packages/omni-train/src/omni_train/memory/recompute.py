@@ -1,7 +1,7 @@
-"""Gradient checkpointing that keeps what costs most to compute again, as far as a budget of memory reaches.
+"""Gradient checkpointing that keeps the most expensive activations within a memory budget.
 
-Matrix products and attentions are nearly all of a block's work and less than half of its activations. A block whose
-products are kept computes only the rest a second time. Kept or computed again, the bits are the same.
+Matrix products and attention are nearly all of a block's work and less than half of its activations. A block whose
+products are kept recomputes only the rest. Kept and recomputed values have the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,21 +16,21 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from omni_train.memory.offload import saved_on_host
 
-PRODUCTS = ("mm", "addmm", "addmm_", "_scaled_dot_product_")  # how the names of their operations begin
+PRODUCTS = ("mm", "addmm", "addmm_", "_scaled_dot_product_")  # the beginnings of their operators' names
 Context = AbstractContextManager[Any]
 
 
 class Recompute:
-    """What a diffusers model's `enable_gradient_checkpointing` takes: a function that runs one of its blocks.
+    """A function that runs one block with checkpointing, for diffusers' `enable_gradient_checkpointing`.
 
-    The products of a block are kept while there is room for all of them. A block of a new kind, or with inputs of new
-    shapes, keeps none: what it would keep is measured first.
+    The products of a block are kept while there is room for all of them. The first block of a new kind, or with inputs
+    of new shapes, keeps none: their size is measured first.
 
-    The compiler of a compiled block has chosen itself what to keep, products first of all. Such a block is not computed
-    again while there is room for that.
+    The compiler of a compiled block chooses what to keep, products first of all. Such a block is not recomputed while
+    there is room for that.
 
-    budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which has to come.
-    on_host: the inputs of blocks, from which they are computed again, wait on the host.
+    budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which must follow.
+    on_host: True to offload the inputs of recomputed blocks.
     """
 
     def __init__(self, budget: float, *, compiled: bool = False, on_host: bool = False) -> None:
@@ -51,7 +51,7 @@ class Recompute:
             return run(context_fn=partial(self._contexts, kind, keeps))
 
     def _kept(self, kind: object, block: nn.Module, args: tuple[Any, ...]) -> Any:
-        """What the block gives, with all that its graph keeps, which is measured."""
+        """Run the block without recomputing, and measure what its graph keeps."""
         given = {t.untyped_storage()._cdata for t in (*args, *block.parameters()) if isinstance(t, Tensor)}
         kept: dict[int, int] = {}
 
@@ -63,7 +63,7 @@ class Recompute:
         with saved_tensors_hooks(note, lambda tensor: tensor):
             out = block(*args)
         size = sum(size for key, size in kept.items() if key not in given)
-        self.sizes[kind] = max(size, self.sizes.get(kind, 0))  # less where inputs need no gradient
+        self.sizes[kind] = max(size, self.sizes.get(kind, 0))  # smaller if inputs need no gradient
         self.room -= size
 
         def free(grad: Tensor) -> None:
@@ -74,8 +74,8 @@ class Recompute:
         return out
 
     def _contexts(self, kind: object, keeps: bool) -> tuple[Context, Context]:
-        """Of a block's forward pass, and of what is computed again in its backward pass."""
-        products: dict[int, tuple[Tensor, int]] = {}  # each with the version that it must still have in the end
+        """Return the contexts of a block's forward pass and of its recomputation in the backward pass."""
+        products: dict[int, tuple[Tensor, int]] = {}  # each with the version that it must have at the end
 
         def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if not op.overloadpacket.__name__.startswith(PRODUCTS):
@@ -85,7 +85,7 @@ class Recompute:
                     products[out.untyped_storage()._cdata] = out, out._version + op._schema.is_mutable
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
-        # addmm_ writes into the product that it is added to, and both are kept: the same tensor.
+        # addmm_ writes into the product that it is added to; both are kept and are the same tensor.
         forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
         return self._first(forward, kind, keeps, products), self._again(backward, kind, keeps)
 
@@ -106,5 +106,5 @@ class Recompute:
         try:
             with mode:
                 yield
-        finally:  # torch ends it by an exception as soon as it has all that the backward pass wants
+        finally:  # torch ends it with an exception as soon as it has all that the backward pass needs
             self.room += keeps * self.sizes[kind]

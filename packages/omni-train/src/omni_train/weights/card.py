@@ -1,4 +1,4 @@
-"""The model card beside exported weights: where they come from, so that a folder can be understood by itself."""
+"""The model card of exported weights: their base, algorithm, settings, scores and command."""
 
 import json
 import math
@@ -31,15 +31,15 @@ def model_card(
     into: str = "transformer",
     library: Literal["diffusers", "transformers"] = "diffusers",
 ) -> str:
-    """A model card in Markdown with the header that model hubs read.
+    """Return a model card in Markdown with the header that model hubs read.
 
     Args:
         facts: `base` (folder or hub id of the model that was trained), `algorithm`, `settings` and `scores` (name ->
-            value; scores are numbers), `command` (what repeats the run). All five, none empty.
-        is_lora: whether the folder holds a LoRA adapter or full weights.
-        part: what was trained, by its name in the folder.
+            value; scores are numbers), `command` (which repeats the run). All five, none empty.
+        is_lora: True for a LoRA adapter, False for full weights.
+        part: the trained component's name in the folder.
         into: its name in the pipeline.
-        library: what opens the folder.
+        library: the one that loads the folder.
 
     Raises:
         ValueError: a fact is missing, empty or unknown, or a score is not a finite number.
@@ -50,7 +50,7 @@ def model_card(
     option = "" if into == part else f", load_into_{into}=True"
     use = (_LORA_USE if is_lora else _FULL_USE).format(base=json.dumps(base), part=part, into=into, option=option)
     opens = "from diffusers import DiffusionPipeline"
-    if library == "transformers":  # whose class for the model is that of its config.json
+    if library == "transformers":  # config.json names the model's class
         kind, opens = kind.replace(" of the transformer", ""), "from transformers import AutoModel"
         use = _TRANSFORMERS_USE[is_lora].format(base=json.dumps(base))
     scores = {name: f"{value:.4g}" for name, value in facts["scores"].items()}
@@ -78,16 +78,10 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _header(base: str, algorithm: str, is_lora: bool, library: str) -> list[str]:
-    """The YAML that hubs read. A base that is no hub id is left out: they would take it for one."""
-    is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+", base) is not None
-    tags = [library, "reinforcement-learning", algorithm, *(["lora"] if is_lora else [])]
-    return [
-        "---",
-        f"library_name: {library}",
-        *([f"base_model: {json.dumps(base)}"] if is_hub_id else []),
-        f"tags: {json.dumps(tags)}",
-        "---\n",
-    ]
+    """Return the YAML that hubs read. A base that is no hub id is left out: hubs would take it for one."""
+    base_model = [f"base_model: {json.dumps(base)}"] * bool(re.fullmatch(r"[\w.-]+/[\w.-]+", base))
+    tags = [library, "reinforcement-learning", algorithm, *(["lora"] * is_lora)]
+    return ["---", f"library_name: {library}", *base_model, f"tags: {json.dumps(tags)}", "---\n"]
 
 
 def _table(title: str, rows: Mapping[str, Any]) -> str:

@@ -1,11 +1,10 @@
-"""Full weights out of a trained module: streamed to an engine, or saved where diffusers or transformers opens them.
+"""Full weights of a trained module: streamed to an engine, or saved in the layout of diffusers or transformers.
 
-Sharded tensors are gathered one at a time, and every rank has to take part.
+Sharded tensors are gathered one at a time; every rank takes part.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,19 @@ from omni_train.lora_linear import LoraLinear, factors
 from omni_train.weights.card import CARD_FILE, model_card
 from omni_train.weights.load import check_files, read_shapes, read_tensors
 
-FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' own names
-PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # as transformers opens adapters
+FULL_FILE, LORA_FILE = "diffusion_pytorch_model.safetensors", "pytorch_lora_weights.safetensors"  # diffusers' names
+PEFT_FILE, PEFT_PART = SAFETENSORS_WEIGHTS_NAME, "base_model.model"  # peft's names
 
 
 @torch.no_grad()
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the module as (name, full tensor), under the names it had before LoRA and sharding.
+    """Yield every weight of the module as (name, full tensor), under its name before LoRA and sharding.
 
-    The active adapter is merged: a layer's weight comes as `W + (alpha / rank) * B A`, in W's dtype, so the receiver
-    has the policy and needs to know nothing of LoRA. Inside `omni_train.lora.reference` it comes as W.
+    The active adapter is merged: a layer's weight is `W + (alpha / rank) * B A`, in W's dtype, so the receiver gets the
+    policy without LoRA. Inside `omni_train.lora.reference` it is W.
 
     Every rank must run the iteration to its end. One gathered tensor is alive at a time if the receiver keeps none; an
-    unsharded weight may be the parameter itself, so a receiver that keeps it copies it.
+    unsharded weight may be the parameter itself, so a receiver that keeps it must copy it.
 
     Args:
         module: with or without adapters, sharded or not.
@@ -54,10 +53,10 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def named_adapter(module: nn.Module, adapter: str = "default") -> Iterator[tuple[str, Tensor]]:
-    """An adapter's factors as (name, full tensor), named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
+    """Yield an adapter's factors as (name, full tensor), named `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
 
-    B comes multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so
-    this is the one form that gives the same output everywhere. Every rank must run the iteration to its end.
+    B is multiplied by alpha / rank. A file without alphas means `W + B A` to diffusers and most other readers, so this
+    form gives the same output everywhere. Every rank must run the iteration to its end.
     """
     for name, layer in adapter_layers(module, adapter).items():  # an unknown name is an error before any rank gathers
         down, up = factors(layer, adapter)
@@ -76,21 +75,21 @@ def save_weights(
     into: str | None = None,
     card: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write what was trained to `folder`, complete or not at all; every rank calls it and returns when it is written.
+    """Write the trained weights to `folder`, completely or not at all; every rank calls it and waits for the end.
 
-    With adapters: `pytorch_lora_weights.safetensors`, which `pipeline.load_lora_weights(folder)` and
-    `net.load_lora_adapter(folder, weight_name=..., prefix=part)` open. Without: `diffusion_pytorch_model.safetensors`
-    and `config.json` in the subfolder `part`, which `ModelClass.from_pretrained(folder, subfolder=part)` opens. A
-    folder that exists is replaced.
+    With adapters: `pytorch_lora_weights.safetensors`, for `pipeline.load_lora_weights(folder)` and
+    `net.load_lora_adapter(folder, weight_name=..., prefix=part)`. Without: `diffusion_pytorch_model.safetensors` and
+    `config.json` in the subfolder `part`, for `ModelClass.from_pretrained(folder, subfolder=part)`. An existing folder
+    is replaced.
 
     Args:
         module: a diffusers model, sharded or not; one with adapters may be any module.
         folder: where to write.
-        dist: rank 0 writes, a tensor at a time, and holds no more than one.
+        dist: rank 0 writes, and holds one tensor at a time.
         part: the module's name in its pipeline.
         adapter: which adapter to save.
-        into: the pipeline's part that is to open it, for the card, where it is another: the second of two experts.
-        card: facts for a model card, README.md, as `omni_train.weights.card.model_card` takes them; None writes none.
+        into: the pipeline's component that loads it, for the card, if it is another: the second of two experts.
+        card: facts for a model card, README.md, as for `omni_train.weights.card.model_card`; None writes none.
 
     Raises:
         ValueError: there is nothing to save, the module has no adapters and no configuration to save with it, or the
@@ -114,11 +113,11 @@ def save_weights(
 def save_peft(
     module: nn.Module, folder: str | Path, dist: Dist, *, prefix: str, base: str, card: Mapping[str, Any] | None = None
 ) -> None:
-    """Write the trained adapter as peft has it, which `model.load_adapter(folder)` of transformers opens, and vLLM.
+    """Write the trained adapter in peft's layout, for `model.load_adapter(folder)` of transformers, and for vLLM.
 
     Args:
-        module, folder, dist, card: as `save_weights` takes them.
-        prefix: of the module's names in the model that opens the adapter, with its dot.
+        module, folder, dist, card: as for `save_weights`.
+        prefix: of the module's names in the model that loads the adapter, with its dot.
         base: folder or hub id of that model.
 
     Raises:
@@ -130,7 +129,7 @@ def save_peft(
         task_type=TaskType.CAUSAL_LM,
         base_model_name_or_path=base,
         r=rank,
-        lora_alpha=rank,  # B comes multiplied
+        lora_alpha=rank,  # B is multiplied by alpha / rank already
         target_modules=[f"{prefix}{name}" for name in layers],
         inference_mode=True,
     )
@@ -149,12 +148,22 @@ def _save(
     weights: Iterator[Tensor],
     texts: Mapping[str, str],
 ) -> None:
-    """Write tensors, whose names and shapes `state` has, to a file of the folder, and texts; all ranks take part."""
-    header = file_header(state, format="pt")
+    """Write weights, with the names and shapes of `state`, to a file of the folder, and texts; all ranks take part."""
+
+    def write(temporary: Path) -> None:
+        (temporary / file).parent.mkdir(exist_ok=True)
+        with (temporary / file).open("wb") as out:
+            out.write(file_header(state, format="pt"))
+            for tensor in weights:
+                out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+                del tensor  # before the next one is gathered
+        for name, text in texts.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+
     with same_error(dist):
         try:
             if dist.is_main:
-                write_folder_atomically(folder, partial(_write, file=file, header=header, weights=weights, texts=texts))
+                write_folder_atomically(folder, write)
         except OSError as exc:
             raise OSError(f"{folder} could not be written: {exc}") from exc
         finally:
@@ -163,12 +172,12 @@ def _save(
 
 
 def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
-    """The folders of a run's weights by expert, of those that there are; {"": folder} for a net without experts.
+    """Return the folders of a run's weights by expert, as far as they exist; {"": folder} for a net without experts.
 
     names: of the net's submodules, or "" for the net itself.
 
     Raises:
-        ValueError: there is none.
+        ValueError: none exists.
     """
     found = {name: Path(folder) / name for name in names if (Path(folder) / name).is_dir()}
     if not found:
@@ -177,7 +186,7 @@ def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
 
 
 def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
-    """The files of full weights that `save_weights` or a pipeline's folder has for `part`; empty for an adapter's.
+    """Return the files of a folder's full weights of `part`; empty for an adapter's folder.
 
     Raises:
         ValueError: the folder holds neither.
@@ -189,19 +198,17 @@ def saved_files(folder: str | Path, *, part: str = "transformer") -> list[Path]:
 
 
 def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
-    """Returns when `load_weights` would fit; reads no weight, and the module may be on the meta device.
+    """Check that `load_weights` would fit, without reading a weight; the module may be on the meta device.
 
     Raises:
-        ValueError: the folder does not hold what `save_weights` wrote for such a module; file and tensor are named.
+        ValueError: the folder does not hold weights of such a module; file and tensor are named.
     """
     if files := saved_files(folder, part=part):
         check_files(module, files)
         return
     file = Path(folder) / LORA_FILE
-    shapes, weights = (
-        read_shapes(file),
-        {base_name(name): tuple(value.shape) for name, value in module.state_dict().items()},
-    )
+    shapes, state = read_shapes(file), module.state_dict()
+    weights = {base_name(name): tuple(value.shape) for name, value in state.items()}
     wrong = [name for name, shape in shapes.items() if not _fits_layer(name, shape, weights, part)]
     if wrong or not shapes:
         such = f", such as {min(wrong)}" if wrong else ""
@@ -209,11 +216,11 @@ def check_weights(module: nn.Module, folder: str | Path, *, part: str = "transfo
 
 
 def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transformer") -> None:
-    """Put what `save_weights` wrote into an unsharded diffusers model: full weights in place, or a new LoRA adapter.
+    """Load a folder of `save_weights` into an unsharded diffusers model: full weights in place, or a new LoRA adapter.
 
     Raises:
         ValueError: the folder holds neither, or weights that do not fit the module or are not finite; or the module
-            takes no adapters.
+            has no `load_lora_adapter`.
     """
     check_weights(module, folder, part=part)
     if files := saved_files(folder, part=part):
@@ -229,10 +236,10 @@ def load_weights(module: nn.Module, folder: str | Path, *, part: str = "transfor
 def load_adapter(
     module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
 ) -> None:
-    """Start an adapter of `omni_train.lora.add_lora` from the one that `save_weights` wrote; sharded or not.
+    """Load a file of `save_weights` into an adapter of `omni_train.lora.add_lora`; sharded or not.
 
-    The file's B is multiplied by its alpha / rank; it is divided by that of `adapter`, whose product is then the
-    file's whatever the two alphas are.
+    The file's B is multiplied by its alpha / rank. It is divided by that of `adapter`, so that both have the same
+    product for any two alphas.
 
     Raises:
         ValueError: as `check_adapter`, or the adapter is not finite.
@@ -246,7 +253,9 @@ def load_adapter(
 def check_adapter(
     module: nn.Module, folder: str | Path, *, adapter: str = "default", part: str = "transformer", file: str = LORA_FILE
 ) -> dict[str, Tensor]:
-    """The adapter's factors by their names in the folder's file; reads no weight, the module may be on the meta device.
+    """Check that `load_adapter` would fit, without reading a weight; return the adapter's factors by names in the file.
+
+    The module may be on the meta device.
 
     Raises:
         ValueError: the folder holds no adapter, or one of another rank or on other layers.
@@ -267,7 +276,7 @@ def check_adapter(
 
 
 def _factors_by_name(module: nn.Module, adapter: str, part: str) -> dict[str, Tensor]:
-    """The adapter's factors, in the order of `named_adapter`, by their names in a file."""
+    """Return the adapter's factors, in the order of `named_adapter`, by their names in a file."""
     return {
         f"{part}.{name}.lora_{which}.weight": factor
         for name, layer in adapter_layers(module, adapter).items()
@@ -276,7 +285,7 @@ def _factors_by_name(module: nn.Module, adapter: str, part: str) -> dict[str, Te
 
 
 def _fits_layer(name: str, shape: tuple[int, ...], weights: Mapping[str, tuple[int, ...]], part: str) -> bool:
-    """Whether a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
+    """True if a factor in an adapter's file, A [rank, in] or B [out, rank], has its layer in the module."""
     layer, _, factor = name.removeprefix(f"{part}.").partition(".lora_")
     side = {"A.weight": 1, "B.weight": 0}.get(factor)
     out_in = weights.get(f"{layer}.weight", ())
@@ -288,27 +297,16 @@ def _full(value: Tensor) -> Tensor:
 
 
 def _merged(layer: LoraLinear, weight: Tensor) -> Tensor:
-    """The weight with the active adapter in it."""
+    """Return the weight with the active adapter merged."""
     down, up = map(_full, factors(layer, layer.active))
     return torch.addmm(weight.float(), up, down, alpha=layer.scaling[layer.active]).to(weight.dtype)
 
 
 def _config(module: nn.Module) -> str:
-    """The module's configuration as diffusers writes it, with the class name that sharding replaced."""
+    """Return diffusers' configuration of the module, with the class name that sharding replaced."""
     to_json_string = getattr(module, "to_json_string", None)
     if to_json_string is None:
         raise ValueError(f"module must have to_json_string(), as diffusers models do, got {type(module).__name__}")
     cls = type(module)
     name = cls.__bases__[1].__name__ if issubclass(cls, FSDPModule) else cls.__name__
     return json.dumps(json.loads(to_json_string()) | {"_class_name": name}, indent=2, sort_keys=True) + "\n"
-
-
-def _write(folder: Path, *, file: str, header: bytes, weights: Iterable[Tensor], texts: Mapping[str, str]) -> None:
-    (folder / file).parent.mkdir(exist_ok=True)
-    with (folder / file).open("wb") as out:
-        out.write(header)
-        for tensor in weights:
-            out.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-            del tensor  # before the next one is gathered
-    for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Weights of real size: the net is built without any, sharded, and each rank's rows are read from the files.
+"""Loading large weights: the net is built without weights, sharded, and each rank's rows are read from the files.
 
-No rank ever holds a full copy, on its device or its host: the files are mapped, and one tensor's rows are on their way
+No rank ever holds a full copy, on its device or its host: the files are mapped, and the rows of one tensor are copied
 at a time.
 """
 
@@ -33,22 +33,21 @@ def load_sharded(
     param_dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
 ) -> ModuleT:
-    """The same object with the files' weights, sharded over `mesh` (mode `fsdp2` of `shard`) or whole without one.
+    """Load the files' weights into a net, sharded over `mesh` (mode `fsdp2` of `shard`) if given; return the same net.
 
-    There is no collective in it, and ranks read different rows: call it inside `omni_train.dist.same_error`.
+    It contains no collective, and ranks read different rows: call it inside `omni_train.dist.same_error`.
 
     Args:
         net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
-            include_buffers=False)` builds it. Adapters of `add_lora` stay as they are in type and have no values
-            afterwards: `draw_adapter` or `load_adapter` gives them some.
-        files: safetensors files that together hold each parameter and persistent buffer once, under its name; and
-            nothing else but what `check_files` lets be; or such files for each of the submodules that the net is made
-            of, by their names. None leaves the values open.
+            include_buffers=False)` builds it. Adapters of `add_lora` keep their dtype and have no values afterwards:
+            `draw_adapter` or `load_adapter` fills them.
+        files: safetensors files that together hold each parameter and persistent buffer once, under its name, and
+            otherwise only names that `check_files` ignores; or such files by submodule of the net. None leaves the
+            values uninitialized.
         mesh: as for `shard`, or None for weights that are not sharded (`shard(..., mode="ddp")` may follow).
-        block_names: as for `shard`.
-        compute_dtype: as for `shard`.
-        param_dtype: of the parameters; buffers take it under adapters, where diffusers has one type for all that is
-            frozen. A frozen copy in bfloat16 is a reference for a net trained in float32, whose buffers it keeps.
+        block_names, compute_dtype: as for `shard`.
+        param_dtype: of the parameters; under adapters also of buffers, as diffusers has one dtype for all frozen
+            tensors. A frozen copy in bfloat16 can be the reference of a net trained in float32; its buffers stay.
         device: of weights that are not sharded; a mesh has its own.
 
     Raises:
@@ -58,10 +57,10 @@ def load_sharded(
     """
     _check_built(net)
     by_module = {} if files is None else files if isinstance(files, Mapping) else {"": files}
-    for name, own in by_module.items():
-        check_files(net.get_submodule(name), own)
+    for name, paths in by_module.items():
+        check_files(net.get_submodule(name), paths)
     adapters = all_factors(net)
-    # As diffusers does: it leaves the buffers of a class that keeps some of its modules in float32.
+    # diffusers leaves the buffers of a class that keeps some of its modules in float32.
     keeps = any(getattr(module, "_keep_in_fp32_modules", None) for module in net.modules())
     for t in chain(net.parameters(), net.buffers() if adapters and not keeps else ()):
         if t not in adapters and t.is_floating_point():
@@ -70,18 +69,18 @@ def load_sharded(
         shard(net, mesh, mode="fsdp2", block_names=block_names, compute_dtype=compute_dtype)
     place = torch.device(mesh.device_type) if mesh is not None else device
     net._apply(lambda t: torch.empty_like(t, device=place) if t.is_meta else t.to(place))
-    for name, own in by_module.items():
-        read_tensors(_own(net.get_submodule(name)), own)
+    for name, paths in by_module.items():
+        read_tensors(_base_state(net.get_submodule(name)), paths)
     return net
 
 
 def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
-    """Raises ValueError unless the files hold the net's parameters and persistent buffers; reads none.
+    """Raise ValueError unless the files hold the net's parameters and persistent buffers; read no values.
 
-    What else they hold is an error too, unless the net's class ignores it as diffusers and transformers have it: by
+    Other tensors in them are an error too, unless the class ignores their names as in diffusers and transformers: by
     the regular expressions in `_keys_to_ignore_on_load_unexpected`.
     """
-    wanted, kind = _own(net), type(net).__name__
+    wanted, kind = _base_state(net), type(net).__name__
     ignored = getattr(net, "_keys_to_ignore_on_load_unexpected", None) or ()
     with ExitStack() as stack:
         sources = _open(stack, files)
@@ -99,7 +98,7 @@ def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
 
 
 def read_shapes(file: str | Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor in a safetensors file.
+    """Return the shape of each tensor in a safetensors file.
 
     Raises:
         ValueError: the file is damaged.
@@ -129,15 +128,14 @@ def read_tensors(targets: Mapping[str, Tensor], files: Sequence[str | Path]) -> 
                 raise ValueError(f"{file} must be finite, got NaN or infinity in {name}")
 
 
-def _own(net: nn.Module) -> dict[str, Tensor]:
-    """The parameters and persistent buffers by their names, without adapters."""
+def _base_state(net: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers by name, without adapters."""
     adapters = all_factors(net)
     return {base_name(name): t for name, t in net.state_dict(keep_vars=True).items() if t not in adapters}
 
 
 def _check_built(net: nn.Module) -> None:
-    real = [name for name, p in net.named_parameters() if not p.is_meta]
-    if real:
+    if real := [name for name, p in net.named_parameters() if not p.is_meta]:
         raise ValueError(f"net must have its parameters on the meta device, got a real {real[0]}")
     for path, module in net.named_modules():
         others = vars(module) | module._buffers
@@ -146,7 +144,7 @@ def _check_built(net: nn.Module) -> None:
 
 
 def _open(stack: ExitStack, files: Sequence[str | Path]) -> dict[str, tuple[Path, Any]]:
-    """The file, with its opened form, of each tensor's name."""
+    """Return the file and its open handle for each tensor's name."""
     sources: dict[str, tuple[Path, Any]] = {}
     for file in map(Path, files):
         try:

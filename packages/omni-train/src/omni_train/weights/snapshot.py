@@ -1,4 +1,4 @@
-"""Copies of the trained weights, put in their place whenever they are wanted: one that stays, and a moving average."""
+"""Copies of the trained weights that can replace them for a block: a fixed snapshot, and a moving average."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Snapshot:
-    """Copies of `params` as they are, in the same dtype and sharded alike.
+    """Copies of `params` at this moment, in the same dtype and sharding.
 
-    name: what a checkpoint keeps them under; two snapshots of one module need two names.
+    name: of the copies in a checkpoint; two snapshots of one module need two names.
     """
 
     def __init__(self, params: Sequence[Tensor], *, name: str = "snapshot") -> None:
@@ -20,23 +20,23 @@ class Snapshot:
         self._is_applied = False
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each parameter with its copy, the tensor itself, which may be written to.
+        """Return each parameter with its copy, which may be written to.
 
         Raises:
-            RuntimeError: inside `applied`, where the two have changed places.
+            RuntimeError: inside `applied`, where the two are exchanged.
         """
         if self._is_applied:
             raise RuntimeError("the copies cannot be had inside applied(), where the parameters hold them")
         return list(zip(self._params, self._copies, strict=True))
 
     def move(self, decay: float) -> None:
-        """Move each copy towards its parameter; it keeps the share `decay` of itself."""
+        """Move each copy towards its parameter: `copy = decay * copy + (1 - decay) * param`."""
         pairs = self.pairs()
         ema_update_params([param for param, _ in pairs], [copy for _, copy in pairs], decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the `with` block the parameters hold the copies; afterwards, bit for bit, what they held before."""
+        """Put the copies into the parameters for the `with` block, and restore their values bit for bit afterwards."""
         self._exchange()
         try:
             yield
@@ -53,12 +53,12 @@ class Snapshot:
 
 
 class Ema(Snapshot):
-    """An average that follows `params`; sharded or not. With decay 0 there is none, and nothing happens.
+    """An exponential moving average of `params`; sharded or not. With decay 0 it is empty and does nothing.
 
-    RL gradients are mostly noise, and the last iterate carries all of it; an average over recent steps carries far
-    less: evaluate and save that.
+    RL gradients are mostly noise, which the last iterate has in full; an average over recent steps has far less of it:
+    evaluate and save the average.
 
-    params: what is trained. decay: share of the average that one update keeps, in [0, 1).
+    params: the trained parameters. decay: share of the average that one update keeps, in [0, 1).
     """
 
     def __init__(self, params: Sequence[Tensor], *, decay: float) -> None:
@@ -68,9 +68,9 @@ class Ema(Snapshot):
         self.decay = decay
 
     def update(self, step: int) -> None:
-        """Move the average towards the weights of now, after step number `step`, counted from 0.
+        """Move the average towards the current weights, after step number `step`, counted from 0.
 
-        The first steps keep less, `(1 + step) / (10 + step)` at most, so that the start is forgotten in time.
+        The first steps keep less, `(1 + step) / (10 + step)` at most, so that the initial weights lose their share.
         """
         if self.decay:
             self.move(min(self.decay, (1 + step) / (10 + step)))
@@ -78,7 +78,7 @@ class Ema(Snapshot):
 
 @torch.no_grad()
 def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float) -> None:
-    """Move each tensor of `dst` towards its partner in `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
+    """Move each tensor of `dst` towards that of `src`: `dst = decay * dst + (1 - decay) * src`; sharded or not.
 
     Raises:
         ValueError: `decay` is outside [0, 1], or the lists differ in length or shapes.
@@ -87,7 +87,7 @@ def ema_update_params(src: Sequence[Tensor], dst: Sequence[Tensor], decay: float
         raise ValueError(f"decay must be in [0, 1], got {decay}")
     if [p.shape for p in src] != [p.shape for p in dst]:
         raise ValueError(f"src and dst must have the same shapes, got {len(src)} and {len(dst)} tensors that differ")
-    if decay == 0.0:  # a copy to the last bit, which the interpolation does not promise
+    if decay == 0.0:  # an exact copy, which interpolation does not guarantee
         for old, new in zip(dst, src, strict=True):  # sharded tensors have no _foreach_copy_
             old.copy_(new)
     else:
