@@ -1,7 +1,9 @@
 """Weights that leave the trainer mean the same to whoever reads them."""
 
+import io
 import json
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -220,11 +222,16 @@ def test_a_failed_save_keeps_the_old_folder_and_fails_on_every_rank(
     save_weights(with_lora(tiny_qwen), folder, alone)
     before = (folder / "pytorch_lora_weights.safetensors").read_bytes()
 
-    def full_disk(folder, *, weights, **others):
-        next(weights)
-        raise OSError(28, "No space left on device")
+    class FullDisk(io.BytesIO):
+        def write(self, data):
+            if self.tell():  # after the header
+                raise OSError(28, "No space left on device")
+            return super().write(data)
 
-    monkeypatch.setattr("omni_train.weights.full._write", full_disk)
+    opened = Path.open
+    monkeypatch.setattr(
+        Path, "open", lambda path, mode="r", **how: FullDisk() if mode == "wb" else opened(path, mode, **how)
+    )
 
     def work(dist):
         model = shard(with_lora(tiny_qwen), dist.mesh, mode=mode, block_names=tiny_qwen.block_names)
