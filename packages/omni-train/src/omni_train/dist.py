@@ -385,9 +385,7 @@ def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
             if rank == 0 and store.check(heard) and set(store.multi_get(heard)) == {names.encode()}:
                 store.set("agreed", names)
             if store.check(["agreed"]) and store.get("agreed").decode() == names:
-                os.environ["OMNI_START"] = sha256(
-                    names.encode()
-                ).hexdigest()  # for `tell_failure`
+                os.environ["OMNI_START"] = sha256(names.encode()).hexdigest()  # for `tell_failure`
                 return torch_dist.PrefixStore(os.environ["OMNI_START"], store)
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank {rank} did not meet {world_size - 1} others in {timeout.total_seconds():g} s")

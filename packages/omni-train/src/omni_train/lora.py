@@ -1,8 +1,8 @@
 """Low-rank adapters by name, the frozen reference under them, and moving averages.
 
-peft owns adapters: their configuration, the names of their layers and tensors, and which of them runs; its layers are
-those of `omni_train.lora_linear`. The first adapter is the policy. Further adapters, such as "old", are frozen copies:
-`ema_update` writes them, `with adapter(module, "old")` uses them.
+peft owns adapters: their configuration, the names of their layers and tensors, and which of them is active; it injects
+the layers of `omni_train.lora_linear`. The first adapter is the policy. Further adapters, such as "old", are frozen
+copies: `ema_update` writes them, `with adapter(module, "old")` uses them.
 """
 
 import math
@@ -33,11 +33,11 @@ def add_lora(
     seed: int,
     init: Init = "default",
 ) -> int:
-    """Add an adapter to the linear layers that `targets` names; the number of those layers. Call it before `shard`.
+    """Add an adapter to the linear layers that `targets` names, before `shard`; return the number of layers.
 
     The first adapter becomes active and trainable and everything else is frozen; a later one stays inactive and frozen.
-    A fresh adapter changes no output: A depends on `seed` and the layers' order alone, B is 0. There is no dropout, so
-    that the policy that samples is the one that trains.
+    A fresh adapter changes no output: A depends only on `seed` and the layers' order, B is 0. There is no dropout: the
+    sampling policy must be the trained one.
 
     Args:
         module: a diffusers model or any other module.
@@ -64,18 +64,18 @@ def add_lora(
         raise ValueError(f"adapter must be a new name, got {adapter!r} again")
     active = next((layer.active_adapters for layer in before.values()), adapter)
     named = _named(module, targets)
-    longer = tuple(f".{name}" for name in named)  # whose ends peft would take for these
+    longer = tuple(f".{name}" for name in named)  # peft also matches names that end like these
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # which peft divides by the rank
-        target_modules=named,  # as peft reads a regular expression for experts of transformers otherwise
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft divides it by the rank
+        target_modules=named,  # peft would apply a regular expression to experts of transformers differently
         exclude_modules=[name for name, _ in module.named_modules() if name not in named and name.endswith(longer)],
         init_lora_weights="gaussian" if init == "gaussian" else True,
     )
     config._register_custom_module({nn.Linear: LoraLinear})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # of the adapters before
-        inject_adapter_in_model(config, module, adapter, low_cpu_mem_usage=True)  # which samples no random number
+        inject_adapter_in_model(config, module, adapter, low_cpu_mem_usage=True)  # samples no random number
     for layer in lora_layers(module).values():
         layer.set_adapter(active)
     added = adapter_layers(module, adapter).values()
@@ -88,27 +88,26 @@ def add_lora(
 
 @torch.no_grad()
 def draw_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init: Init = "default") -> None:
-    """Give an adapter the values of a fresh one, as `add_lora` does; sharded or not, and on the meta device not at all.
+    """Initialize an adapter as `add_lora` does; sharded or not. On the meta device it does nothing.
 
     Args:
         module: with the adapter.
         adapter: its name.
-        seed: as for `add_lora`.
-        init: as for `add_lora`.
+        seed, init: as for `add_lora`.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in adapter_layers(module, adapter).values():
         down, up = factors(layer, adapter)
         if down.is_meta:
             continue
-        drawn = torch.empty(down.shape)  # in float32 on the CPU, so that the kind of device does not matter
+        values = torch.empty(down.shape)  # in float32 on the CPU: the same for all devices
         if init == "gaussian":
-            drawn.normal_(std=1 / len(drawn), generator=generator)
+            values.normal_(std=1 / len(values), generator=generator)
         else:
-            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
         if isinstance(down, DTensor):
-            drawn = distribute_tensor(drawn, down.device_mesh, down.placements, src_data_rank=None)  # nothing is sent
-        down.copy_(drawn)
+            values = distribute_tensor(values, down.device_mesh, down.placements, src_data_rank=None)  # nothing is sent
+        down.copy_(values)
         up.zero_()
 
 
@@ -118,14 +117,14 @@ def lora_layers(module: nn.Module) -> dict[str, LoraLinear]:
 
 
 def base_name(name: str) -> str:
-    """Return the name of a layer, parameter or buffer without what adapters put into it."""
+    """Return the name that a layer, parameter or buffer has without adapters."""
     return name.replace(".base_layer", "")
 
 
 def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that count as they are, by their names without adapters; all of them without LoRA.
+    """Yield the parameters that adapters do not change, by their names without adapters; all of them without LoRA.
 
-    Left out are the adapters and the weights below them, for which a receiver of weights needs the merged value.
+    Adapters and the weights below them are left out: a receiver of weights needs their merged value.
     """
     left_out = tuple(f"{name}.{piece}" for name in lora_layers(module) for piece in ("lora_", "base_layer.weight"))
     for name, param in module.named_parameters():
@@ -135,7 +134,7 @@ def unadapted_params(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def adapter(module: nn.Module, name: str) -> Iterator[None]:
-    """Run the module with adapter `name` instead of the active one, for the length of the `with` block."""
+    """Run the module with adapter `name` instead of the active one in the `with` block."""
     adapter_layers(module, name)  # raises for an unknown one
     with _restored(module) as layers:
         for layer in layers:
@@ -145,7 +144,7 @@ def adapter(module: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def reference(module: nn.Module) -> Iterator[None]:
-    """Run the module without any adapter, as it was before training, for the length of the `with` block.
+    """Run the module without any adapter, as it was before training, in the `with` block.
 
     Raises:
         ValueError: the module has no adapters; a fully trained module needs a frozen copy as its reference.
@@ -193,7 +192,7 @@ def all_factors(module: nn.Module) -> set[nn.Parameter]:
 
 @contextmanager
 def _restored(module: nn.Module) -> Iterator[list[LoraLinear]]:
-    """Yield the layers with adapters, which run afterwards what they ran before."""
+    """Yield the layers with adapters, and restore their active adapters afterwards."""
     layers = list(lora_layers(module).values())
     before = [(layer, layer.active_adapters, layer.disable_adapters) for layer in layers]
     try:

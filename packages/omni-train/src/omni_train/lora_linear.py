@@ -1,8 +1,9 @@
 """A frozen linear layer with adapters, which peft injects in place of its own.
 
 It computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA, arXiv 2106.09685). A
-and B are float32 whatever W is. In float32 a layer computes the formula as it stands. Below that it rounds A and B to
-the dtype of its input and adds their product into the output of W: matrix products and no other pass over activations.
+and B are float32 for any dtype of W. For a float32 input it computes the formula literally. For a lower precision it
+rounds A and B to the dtype of its input and adds their product into the output of W: only matrix products, and no other
+pass over activations.
 """
 
 from typing import Any
@@ -18,16 +19,16 @@ class LoraLinear(Linear):
 
     @property
     def active(self) -> str:
-        """The adapter that runs, "" for none."""
+        """The active adapter, "" for none."""
         name = self.active_adapters[0]
         return name if name in self.lora_A and not self.disable_adapters else ""
 
     def set_adapter(self, adapter_names: str | list[str], inference_mode: bool = False) -> None:
-        """Choose the adapter that runs; a parameter keeps `requires_grad`, since a shard or a graph may hold it."""
+        """Set the active adapter; parameters keep `requires_grad`, since a shard or a graph may refer to them."""
         self._active_adapter = adapter_names
 
     def enable_adapters(self, enabled: bool) -> None:
-        """Switch all adapters on or off, as `set_adapter`."""
+        """Switch all adapters on or off; parameters keep `requires_grad`, as in `set_adapter`."""
         self._disable_adapters = not enabled
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -43,7 +44,7 @@ class LoraLinear(Linear):
 
 
 class _LowRank(torch.autograd.Function):
-    """`W x + b + scale * B A x` with A and B rounded; gradients for x, and for A and B as they were before that."""
+    """`W x + b + scale * B A x` with A and B rounded; gradients for x, and for A and B before rounding."""
 
     @staticmethod
     def forward(
@@ -55,7 +56,7 @@ class _LowRank(torch.autograd.Function):
         ctx.save_for_backward(rows, inner, layer[0], rounded_down, rounded_up)
         ctx.scale, ctx.dtype, ctx.shape = scale, down.dtype, x.shape
         out = _add_product(linear(rows, *layer), inner, rounded_up.t(), scale)
-        return out.view(*x.shape[:-1], out.shape[-1])  # of no rows too
+        return out.view(*x.shape[:-1], out.shape[-1])  # also without rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -72,7 +73,7 @@ class _LowRank(torch.autograd.Function):
 
 
 def _add_product(out: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Add `scale * a @ b` into `out`; where the compiler has only `addmm_`, it adds into a copy of `out`."""
+    """Add `scale * a @ b` into `out`; the compiler would turn `addmm_` into an addition to a copy of `out`."""
     if torch.compiler.is_compiling():
         torch.ops.omni_train.add_product_(out, a, b, scale)
         return out

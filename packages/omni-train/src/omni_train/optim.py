@@ -1,4 +1,4 @@
-"""Gradients summed over ranks, AdamW, its learning rate, and one guarded step that all ranks take or skip together."""
+"""Gradients summed over ranks, AdamW, its learning rate, and one step that all ranks take or skip together."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -20,9 +20,9 @@ _BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of one optimizer step: the gradient's L2 norm before clipping, and whether the step was skipped.
+    """The result of one optimizer step. grad_norm: the gradient's L2 norm before clipping. skipped: True if skipped.
 
-    A skipped step has norm 0 where nothing taught anything, and NaN or infinity where something broke.
+    A skipped step has norm 0 without any signal, and NaN or infinity after a numerical fault.
     """
 
     grad_norm: float
@@ -38,9 +38,9 @@ def build_adamw(
     eps: float = 1e-8,
     on_host: bool = False,
 ) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters. Build it after sharding, so that its state is sharded alike.
+    """Build AdamW over the trainable parameters, after sharding, so that its state is sharded too.
 
-    on_host: its moments wait on the host between steps.
+    on_host: True to offload its moments between steps.
 
     Raises:
         ValueError: nothing is trainable, or a trainable parameter is not float32: at the learning rates of RL an update
@@ -59,24 +59,24 @@ def build_adamw(
 
 
 def warmup_lr(step: int, *, lr: float, warmup_steps: int, decay_steps: int = 0) -> float:
-    """The learning rate of a step counted from 0: a straight rise to `lr` over the first `warmup_steps`, then `lr`.
+    """Return the learning rate of a step counted from 0: a linear warm-up over the first `warmup_steps`, then `lr`.
 
-    With `decay_steps`, it is also multiplied by a straight fall that would reach 0 at that step.
+    With `decay_steps`, it is also multiplied by a linear decay to 0 at that step.
     """
     rise = min(1.0, (step + 1) / (warmup_steps + 1))
     return lr * rise * (max(0.0, 1 - step / decay_steps) if decay_steps else 1.0)
 
 
 def plain_backward(loss: Tensor, *, of: int) -> None:
-    """Add the gradient of a loss, one of `of` before an optimizer step, on the only rank."""
+    """Add the gradient of a loss, one of `of` before an optimizer step, on a single rank."""
     loss.backward()
 
 
 class SummedBackward:
-    """Backward passes of several ranks; after the last before an optimizer step gradients are summed over them."""
+    """Backward passes of several ranks; the last before an optimizer step sums the gradients over ranks."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh | None, *, mode: Mode) -> None:
-        """All of them what `shard` was given."""
+        """Take the arguments that `shard` was given."""
         self._module, self._mesh, self._mode, self._num_done = module, mesh, mode, 0
 
     def __call__(self, loss: Tensor, *, of: int) -> None:
@@ -94,9 +94,9 @@ class SummedBackward:
 def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | None, *, mode: Mode) -> None:
     """Sum the gradients over ranks, in place: once per optimizer step, after the last backward and before the step.
 
-    Only `ddp` on more than one rank has anything to do. Where some rank has a gradient, none counts as zero, so ranks
-    may have had different work; where no rank has one, there is none afterwards, and the optimizer lets the parameter
-    be, as on one rank.
+    It does nothing but in mode `ddp` on more than one rank. If some ranks have a gradient of a parameter, the others
+    count as zero, so ranks may have different work. If no rank has one, it stays None, and the optimizer skips the
+    parameter, as on one rank.
     """
     if mode != "ddp" or mesh is None or mesh.size() == 1:
         return
@@ -117,11 +117,11 @@ def reduce_gradients(params: nn.Module | Iterable[Tensor], mesh: DeviceMesh | No
 def optimizer_step(
     optimizer: torch.optim.Optimizer, params: Sequence[Tensor], *, lr: float, max_grad_norm: float, dist: Dist
 ) -> StepResult:
-    """Clip to the global gradient norm, step, clear the gradients; or skip the step, on every rank alike.
+    """Clip to the global gradient norm, step, clear the gradients; or skip the step on every rank.
 
-    Skipped is a gradient whose norm is not finite on some rank, and one that is zero everywhere: without a sample that
-    teaches anything, momentum and weight decay would still move the weights. A skipped step leaves parameters and
-    optimizer state as they were. Gradients must already be summed over ranks (`reduce_gradients`).
+    A step is skipped if the norm is not finite on some rank, or zero: without any signal, momentum and weight decay
+    would still move the weights. A skipped step leaves parameters and optimizer state unchanged. Gradients must already
+    be summed over ranks (`reduce_gradients`).
 
     Args:
         params: the trainable parameters; plain ones are equal on every rank, DTensors hold a slice each.
@@ -144,14 +144,14 @@ def optimizer_step(
 
 
 def global_norm(tensors: Sequence[Tensor], dist: Dist) -> float:
-    """The L2 norm over all tensors and ranks: slices of DTensors are summed over ranks, plain tensors counted once."""
+    """Return the L2 norm over all tensors and ranks: shards of DTensors are summed, plain tensors counted once."""
     return _norms(tensors, dist)[dist.rank]
 
 
 def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
-    """The norm as each rank sees it; one wait for the device and one message.
+    """Return the norm as each rank sees it, with one wait for the device and one message.
 
-    Ranks differ where plain tensors do, which they must not.
+    The norms are equal unless plain tensors differ between ranks, which is a fault.
     """
     sharded = _sum_of_squares([t.to_local() for t in tensors if isinstance(t, DTensor)], dist)
     plain = _sum_of_squares([t for t in tensors if not isinstance(t, DTensor)], dist)

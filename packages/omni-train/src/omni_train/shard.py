@@ -1,18 +1,18 @@
-"""How a module's parameters are spread over ranks.
+"""Sharding of a module's parameters over ranks.
 
 Three modes. `none`: one rank holds everything. `ddp`: every rank holds everything, and `reduce_gradients` of
-`omni_train.optim` sums the gradients once per optimizer step. `fsdp2`: each rank holds a slice of every parameter
+`omni_train.optim` sums the gradients once per optimizer step. `fsdp2`: each rank holds a shard of every parameter
 (`fully_shard`), and the backward pass itself sums the gradients.
 
-Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together, and the
-gradient is that of the mean over all samples whatever the mode, the number of ranks or the split of samples among them.
+Gradients are SUMMED over ranks in every mode. Divide the loss by the number of samples of all ranks together: the
+gradient is then that of the mean over all samples, in any mode, for any number of ranks and any split of samples.
 
-A sharded module gathers a block at a time, and frees it after its part of a forward or backward pass; within `gathered`
-all of it stays. Under adapters `sharded_backward` leaves the sum of gradients to the last backward pass before an
-optimizer step: each rank's own are added up first, as in mode `ddp`, and to the same bits.
+A sharded module unshards a block at a time, and reshards it after its part of a forward or backward pass; within
+`gathered` all of it stays unsharded. With adapters `sharded_backward` sums gradients over ranks only in the last
+backward pass before an optimizer step: each rank accumulates its own first, as in mode `ddp`, and to the same bits.
 
-In mode `fsdp2` every rank must run the same number of forwards and backwards, also when it has nothing to do, and must
-not change a module's output in place: that would lose the hook that gathers parameters for the backward pass.
+In mode `fsdp2` every rank must run the same number of forwards and backwards, also without samples, and must not change
+a module's output in place: that would lose the hook that unshards parameters for the backward pass.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -41,19 +41,20 @@ def shard(
     block_names: Collection[str] = (),
     compute_dtype: torch.dtype | None = None,
 ) -> ModuleT:
-    """The same object, its parameters spread over the ranks of `mesh`; attribute names and `forward` stay as they were.
+    """Shard a module over the ranks of `mesh`; return the same module, with the same attributes and `forward`.
 
-    Add LoRA before: adapters that arrive later would not be sharded.
+    Add LoRA before: later adapters would not be sharded.
 
     Args:
-        module: parameters on this rank's device (`fsdp2` moves them, but for those on the meta device); equal on every
+        module: parameters on this rank's device (`fsdp2` moves them, except those on the meta device); equal on every
             rank for `fsdp2`, while `ddp` copies those of the first rank to the others.
-        mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, as `shard_mesh` of
-            `omni_train.dist` makes it: each of its rows holds a copy, spread over its ranks (hybrid sharding).
-        mode: see the head of this file.
-        block_names: class names of the modules that `fsdp2` gathers one at a time, such as "QwenImageTransformerBlock".
-        compute_dtype: dtype that `fsdp2` gathers parameters in; gradients are summed in float32 and parameters stay as
-            they are, but for the frozen weights under adapters, which are kept in it. None is the device's default.
+        mesh: 1-D, or None for a single process without a process group. In mode `fsdp2` also 2-D, from `shard_mesh` of
+            `omni_train.dist`: each of its rows holds a copy, sharded over its ranks (hybrid sharding).
+        mode: see the module's docstring.
+        block_names: class names of the modules that `fsdp2` unshards one at a time, such as
+            "QwenImageTransformerBlock".
+        compute_dtype: dtype of unsharded parameters in `fsdp2`; gradients are summed in float32 and parameters keep
+            their dtype, except frozen weights under adapters, which are stored in it. None is the device's default.
             Inputs are never cast: a timestep rounded to bfloat16 (999 becomes 1000) would give another log-probability
             than the rollout's.
 
@@ -72,9 +73,9 @@ def shard(
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Within the `with` block a sharded module has all of its weights, gathered once; afterwards its rows alone.
+    """Unshard all weights of a module once for the `with` block, and reshard them afterwards.
 
-    The next forward gathers once more after `reshard`, which whatever changes the rows must call, and after the last
+    Code that changes the rows must call `reshard`: the next forward then unshards again, as it does after the last
     backward pass before an optimizer step.
     """
     units = _units(module)
@@ -89,7 +90,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free what a sharded module has gathered."""
+    """Free the unsharded weights of a module."""
     for unit in _units(module):
         unit.reshard()
 
@@ -97,13 +98,13 @@ def reshard(module: nn.Module) -> None:
 def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
     """Add the gradients of a sharded module.
 
-    Those of adapters are summed over ranks by the last pass alone. Those of all weights are too large for a rank to
-    keep whole: every pass sums them.
+    Only the last pass sums the gradients of adapters over ranks. Gradients of all weights are too large to keep
+    unsharded: every pass sums them.
 
     Args:
         module: in mode `fsdp2`.
         loss: of this rank.
-        is_last: whether an optimizer step follows.
+        is_last: True if an optimizer step follows.
     """
     if isinstance(module, FSDPModule) and lora_layers(module):
         module.set_requires_gradient_sync(is_last)
@@ -113,7 +114,7 @@ def sharded_backward(module: nn.Module, loss: Tensor, *, is_last: bool) -> None:
 
 
 def _units(module: nn.Module) -> list[FSDPModule]:
-    """What is gathered at a time."""
+    """Return the modules that FSDP2 unshards one at a time."""
     return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
@@ -154,7 +155,7 @@ def _fully_shard(
 
 
 def _precision(module: nn.Module, mesh: DeviceMesh, compute_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
-    """The dtypes of a sharded module's gathers and sums; under adapters frozen weights take theirs at once."""
+    """Return the dtypes of unsharded parameters and summed gradients; cast frozen weights under adapters at once."""
     dtype = compute_dtype or default_compute_dtype(torch.device(mesh.device_type))
     if dtype == torch.float32 and compute_dtype is None:
         return MixedPrecisionPolicy(cast_forward_inputs=False)
