@@ -1,8 +1,8 @@
 """One HTTP exchange under one deadline; each kind of failure has its class in `omni_reward.errors`.
 
 `requests` restarts its read timeout at every packet, so a server that trickles can hold a caller for ever. Here each
-exchange has a thread, and its caller waits for it until the deadline and no longer. A thread that is left alone ends
-with its next packet of the reply, or when none comes for as long as the exchange had.
+exchange has a thread, and its caller waits for it until the deadline and no longer. A thread that is left behind ends
+with the next packet of the reply's body, or when no packet comes for as long as the exchange had.
 """
 
 import ipaddress
