@@ -11,7 +11,7 @@ demo-short: ## The same, three steps
 	rm -rf runs/demo-short
 	UV_NO_DEV=1 scripts/env scripts/demo --name demo-short --train-steps 3 --eval-every 3
 
-leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and write docs/leaderboard.md; ARGS="--only nft" chooses
+leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and write docs/evidence/leaderboard.md; ARGS="--only nft" chooses
 	scripts/env python scripts/leaderboard.py $(ARGS)
 
 test: ## All tests that need no accelerator; those of the report draw it in a Chromium

@@ -3,7 +3,7 @@
     python scripts/leaderboard.py                       what is missing in runs/leaderboard, then docs/
     python scripts/leaderboard.py --only flowgrpo,nft   these rows
     python scripts/leaderboard.py --try                 two steps of each, in runs/leaderboard-try; nothing in docs/
-    python scripts/leaderboard.py --page-only           table and pictures, from docs/leaderboard.jsonl
+    python scripts/leaderboard.py --page-only           table and pictures, from docs/evidence/leaderboard.jsonl
 
 Started again, it continues runs that were stopped. All runs share one OCR scorer, and each has one thread.
 """
@@ -206,16 +206,17 @@ def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -
 
 def write(rows: Sequence[Row], docs: Path) -> None:
     """Write data, table and pictures; what stands around the table stays."""
-    page = fill((docs / "leaderboard.md").read_text("utf-8"), blocks(rows))
+    page = fill((docs / "evidence" / "leaderboard.md").read_text("utf-8"), blocks(rows))
     draw(rows, docs / "images")
     lines = [json.dumps(row, allow_nan=False) + "\n" for group in by_algorithm(rows).values() for row in group]
-    (docs / "leaderboard.jsonl").write_text("".join(lines), "utf-8")
-    (docs / "leaderboard.md").write_text(page, "utf-8")
+    (docs / "evidence" / "leaderboard.jsonl").write_text("".join(lines), "utf-8")
+    (docs / "evidence" / "leaderboard.md").write_text(page, "utf-8")
 
 
 def stale(docs: Path) -> list[str]:
     """The files that are not made from the data as it is."""
-    rows, page = read_rows(docs / "leaderboard.jsonl"), (docs / "leaderboard.md").read_text("utf-8")
+    rows = read_rows(docs / "evidence" / "leaderboard.jsonl")
+    page = (docs / "evidence" / "leaderboard.md").read_text("utf-8")
     names = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(rows))]
     pictures = [docs / "images" / name for name in names]
     old = [path.name for path in pictures if not path.exists() or digest(rows) not in path.read_text("utf-8")]
@@ -239,7 +240,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args, docs = parse(argv), ROOT / "docs"
-    rows, failed = read_rows(docs / "leaderboard.jsonl"), list[str]()
+    rows, failed = read_rows(docs / "evidence" / "leaderboard.jsonl"), list[str]()
     if not args.page_only:
         entries = [entry for entry in ENTRIES if entry.name in args.only.split(",")]
         jobs = [Job(entry, int(seed), args.trial) for seed in args.seeds.split(",") for entry in entries]

@@ -1,4 +1,4 @@
-"""The leaderboard's table and pictures, drawn from docs/leaderboard.jsonl; the page around them is written by hand."""
+"""The leaderboard's table and images, made from docs/evidence/leaderboard.jsonl; the text around them is not."""
 
 import hashlib
 import json
@@ -128,7 +128,7 @@ def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
         after = scores(group, -1)
         deviations = [row["ratio_deviation"] for row in group if row["ratio_deviation"] is not None]
         lines.append((
-            f"[{entry.title}](algorithms/{entry.page})",
+            f"[{entry.title}](../algorithms/{entry.page})",
             f"{mean(scores(group, 0)):.3f}",
             f"**{mean(after):.3f}** [{min(after):.3f}, {max(after):.3f}]",
             f"{rising(group)} of {len(group)}",

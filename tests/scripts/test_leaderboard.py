@@ -13,7 +13,7 @@ from omni_reward.testing import Server
 from omni_rl.settings.cli import from_toml, read_settings, recipes, to_toml
 
 DOCS = REPO / "docs"
-DATA = read_rows(DOCS / "leaderboard.jsonl")
+DATA = read_rows(DOCS / "evidence" / "leaderboard.jsonl")
 WINDOWS_OF_MIXGRPO = {"mixgrpo-decay", "mixgrpo-exp-decay"}
 SERVER = Server("http://127.0.0.1:9", Path("token"), None)
 OFFLINE, SRPO = (entry for entry in ENTRIES if entry.name in ("dpo-offline", "srpo"))
@@ -53,10 +53,11 @@ def rows():
 
 def test_table_and_pictures_are_what_the_data_give(rows, tmp_path):
     assert leaderboard.stale(DOCS) == []
-    (tmp_path / "leaderboard.md").write_text("<!-- results -->\n<!-- end -->\n")
+    (tmp_path / "evidence").mkdir()
+    (tmp_path / "evidence" / "leaderboard.md").write_text("<!-- results -->\n<!-- end -->\n")
     leaderboard.write(rows, tmp_path)
     assert leaderboard.stale(tmp_path) == []
-    with (tmp_path / "leaderboard.jsonl").open("a") as file:
+    with (tmp_path / "evidence" / "leaderboard.jsonl").open("a") as file:
         file.write(json.dumps(row(ENTRIES[1], 2, 0.5, 0.9)) + "\n")
     assert leaderboard.stale(tmp_path) == ["leaderboard.svg", "flowgrpo.svg", "flow-cps.svg", "leaderboard.md"]
     assert {path.stem for path in (DOCS / "images" / "algorithms").glob("*.svg")} == {row["name"] for row in DATA}
