@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from apps.app_lives import TINY
+from helpers import sampled
 from omni_reward.testing import serving
 from omni_rl.run.world import World
 from trainer_runs import train
@@ -81,7 +82,7 @@ def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatc
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 
 
-@pytest.mark.parametrize("adv_std", ["batch", "group"])
+@pytest.mark.parametrize("adv_std", sampled(["batch", "group"], 1))
 def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(server, monkeypatch, tmp_path, adv_std):
     """Before an update, and in one that has begun by group."""
     process = server()

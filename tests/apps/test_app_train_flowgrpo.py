@@ -156,7 +156,7 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
         rollout(run, app.params_at(run, Step(0)))
 
 
-@pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))  # in test_app_matrix.py each of them does, at one step
+@pytest.mark.parametrize("algo", sampled(app.ALGOS, 1))  # in test_app_matrix.py each of them does, at one step
 def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo):
     lines = train(bright_url, algo=algo, noise_level=0.5, window_size=2)
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
@@ -243,10 +243,6 @@ def test_lora_with_a_reference_and_several_updates(in_tmp, bright_url):
     assert (in_tmp / "runs" / "tiny-signs" / "weights" / "pytorch_lora_weights.safetensors").exists()
 
 
-def test_guidance_keeps_the_ratio_at_one(in_tmp, bright_url):
-    assert train(bright_url, true_cfg_scale=3.0, train_steps=1)[1]["policy/first_ratio_max_dev"] == 0.0
-
-
 def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, bright_url, monkeypatch):
     def draw_then_change(run, *args, **options):
         result = draw(run, *args, **options)
@@ -263,12 +259,6 @@ def test_a_finished_run_started_again_has_nothing_to_do(in_tmp, bright_url, caps
     before = train(bright_url, train_steps=1, eval_every=1)
     assert train(bright_url, train_steps=1, eval_every=1) == before
     assert capsys.readouterr().out.count("held-out score") == 2
-
-
-def test_a_run_with_other_settings_is_refused(in_tmp, bright_url):
-    train(bright_url, train_steps=0)
-    with pytest.raises(ValueError, match=r"differing keys|lr"):
-        train(bright_url, train_steps=0, lr=5e-4)
 
 
 def test_what_fills_up_the_evaluation_is_not_counted(in_tmp, bright_url):
