@@ -11,7 +11,6 @@ from types import SimpleNamespace
 import build_tiny_models
 import numpy as np
 import omni_rl.flow.tokens
-import pretrain_tiny_beeps
 import pytest
 import torch
 from helpers import REPO, sampled, ulps
@@ -478,15 +477,6 @@ def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
     (tmp_path / "a.jsonl").write_text(chat.replace("\n", ""))
     [record] = load_prompts(tmp_path / "a.jsonl")
     assert (record.images, record.text) == ((tmp_path / "cat.png",), "Is this(A) a cat or (B) a dog?")
-
-
-def test_the_script_that_made_the_thinker_runs(tmp_path, monkeypatch, capsys):
-    out, data = tmp_path / "model", tmp_path / "sounds"
-    monkeypatch.setattr("sys.argv", ["", "--out", str(out), "--data", str(data), "--steps", "1"])
-    pretrain_tiny_beeps.main()
-    assert "step 1/1: loss " in capsys.readouterr().out
-    assert (data / "eval.jsonl").read_text() == (REPO / "data/tiny-beeps/eval.jsonl").read_text()
-    assert (out / "config.json").read_text() == (REPO / "checkpoints/tiny-beeps-qwen3-omni/config.json").read_text()
 
 
 @pytest.mark.slow

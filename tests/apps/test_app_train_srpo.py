@@ -73,16 +73,6 @@ def test_the_reader_knows_the_signs_layout():
         assert crops[:, 0, 0, 14].tolist() == centers
 
 
-def test_the_script_that_made_the_reader_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["", "--out", str(tmp_path / "reader"), "--steps", "2", "--signs", "20"])
-    monkeypatch.setattr(pretrain_sign_reader, "NUM_TEST_SIGNS", 10)
-    pretrain_sign_reader.main()
-    assert "clean: " in capsys.readouterr().out
-    reward = direct_rewards.load_sign_reader(str(tmp_path / "reader"), CPU)
-    prompts, images = signs(2)
-    assert ((reward(images, prompts) > 0) & (reward(images, prompts) < 1)).all()
-
-
 def test_what_the_reader_learns_to_call_smudged():
     torch.manual_seed(0)
     crops, labels = torch.rand(4000, 3, 8, 8), torch.arange(4000) % 32

@@ -1,14 +1,11 @@
 """The trainer of thoughts and pictures: both ratios, both gradients, ranks, resuming, exports, the report, mistakes."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import build_tiny_models
-import numpy as np
 import omni_rl.flow.tokens
-import pretrain_tiny_colors
 import pytest
 import tiny_colors
 import torch
@@ -164,22 +161,6 @@ def test_a_mistake_is_named(changes, words, tiny):
     Path("told.jsonl").write_text('{"prompt": "a", "pattern": "a", "thought": "red"}\n' * 4)
     with pytest.raises(ValueError, match=words):
         train(app, tiny(**changes))
-
-
-def test_the_script_that_made_the_shipped_model_runs(tmp_path, monkeypatch, capsys):
-    out, data = tmp_path / "model", tmp_path / "things"
-    flags = ["--out", str(out), "--data", str(data), "--vae-steps", "1", "--steps", "1", "--pictures", "64"]
-    monkeypatch.setattr("sys.argv", ["", *flags])
-    pretrain_tiny_colors.main()
-    assert "0/1 loss " in capsys.readouterr().out
-    for name in ("train", "eval"):
-        assert (data / f"{name}.jsonl").read_text() == (REPO / f"data/tiny-colors/{name}.jsonl").read_text()
-    shipped = REPO / "checkpoints" / "tiny-colors-bagel"
-    for name in ("llm_config.json", "tokenizer.json"):
-        assert (out / name).read_text() == (shipped / name).read_text()
-    line = [{"answer": "red"}, {"answer": "blue"}]
-    pictures = {"image": np.stack([tiny_colors.render(random.Random(0), "red")] * 2)}
-    assert tiny_colors.color(pictures, ["a", "b"], line) == [1.0, 0.0]
 
 
 @pytest.mark.slow

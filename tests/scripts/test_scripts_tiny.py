@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import numpy as np
+import pretrain_sign_reader
 import pretrain_tiny_moving
 import pretrain_tiny_tones
 import pytest
+import tiny_colors
 import tiny_edit
 import tiny_moving
 import tiny_signs
@@ -21,6 +23,7 @@ from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.sound import named_pitch
 from omni_reward.scorers.text import target_text
+from omni_rl.flow.direct_rewards import load_sign_reader
 from omni_rl.media.images import read_picture
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -130,6 +133,49 @@ def test_the_model_is_small_and_half_taught(name):
     references = [[image.numpy() for image in prompt.images] for prompt in prompts]
     for scorer, (least, most) in tiny.bounds.items():
         assert least < mean_score(scorer, media, [prompt.text for prompt in prompts], references) <= most, scorer
+
+
+def same_files(made, shipped, names):
+    return [(made / name).read_text() == (shipped / name).read_text() for name in names] == [True] * len(names)
+
+
+def check_beeps(model, data):
+    assert same_files(data, DATA / "tiny-beeps", ["eval.jsonl"])
+    assert same_files(model, CHECKPOINTS / "tiny-beeps-qwen3-omni", ["config.json"])
+
+
+def check_colors(model, data):
+    assert same_files(data, DATA / "tiny-colors", ["train.jsonl", "eval.jsonl"])
+    assert same_files(model, CHECKPOINTS / "tiny-colors-bagel", ["llm_config.json", "tokenizer.json"])
+
+
+def check_reader(model, data):
+    reward = load_sign_reader(str(model), torch.device("cpu"))
+    scores = reward(torch.rand(2, 3, 32, 96), ['a sign that says "AB"'] * 2)
+    assert ((scores > 0) & (scores < 1)).all()
+
+
+MAKERS = {  # the script's settings of a short run, and what becomes of it
+    "pretrain_tiny_beeps": ("--out MODEL --data DATA --steps 1", check_beeps),
+    "pretrain_tiny_colors": ("--out MODEL --data DATA --vae-steps 1 --steps 1 --pictures 64", check_colors),
+    "pretrain_sign_reader": ("--out MODEL --steps 2 --signs 20", check_reader),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", sampled(MAKERS, 1))
+def test_scripts_of_other_models_write_what_is_shipped(name, tmp_path, monkeypatch):
+    flags, check = MAKERS[name]
+    places = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path / "data")}
+    monkeypatch.setattr(sys, "argv", [name, *(places.get(word, word) for word in flags.split())])
+    monkeypatch.setattr(pretrain_sign_reader, "NUM_TEST_SIGNS", 10)
+    import_module(name).main()
+    check(tmp_path / "model", tmp_path / "data")
+
+
+def test_the_scorer_of_colors_knows_the_one_that_is_asked_for():
+    images = {"image": np.stack([tiny_colors.render(random.Random(0), "red")] * 2)}
+    assert tiny_colors.color(images, ["a", "b"], [{"answer": "red"}, {"answer": "blue"}]) == [1.0, 0.0]
 
 
 @pytest.mark.timeout(600)
