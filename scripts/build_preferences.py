@@ -1,10 +1,10 @@
-"""Make a preference file for apps/train_dpo.py: draw samples, ask a scorer, keep each prompt's best and worst.
+"""Make a preference file for apps/train_dpo.py: sample, score, and keep each prompt's best and worst.
 
     python -m omni_reward.server --scorer ocr --option reading=line --port 8100
     python scripts/build_preferences.py --scorer-url http://127.0.0.1:8100 --num-prompts 256 --out data/pairs
 
-It writes OUT/pairs.jsonl, and beside it each sample as a latent (.safetensors) or, with --save images, as a picture
-(.png). docs/preferences.md describes the file. A prompt whose samples all score the same gives no pair.
+It writes OUT/pairs.jsonl, and each sample as a latent (.safetensors) or, with --save images, as an image (.png).
+docs/preferences.md describes the file. A prompt whose samples all have one score gives no pair.
 """
 
 import argparse
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[1]
 def draw_groups(
     engine: DiffusersEngine, client: RewardClient, records: Sequence[PromptRecord], args: Any
 ) -> Iterator[tuple[PromptRecord, Trajectory, torch.Tensor]]:
-    """Each prompt with its samples and their rewards [G], NaN where there is none."""
+    """Yield each prompt with its samples and their rewards [G], NaN for a missing one."""
     guidance = parse_numbers(args.guidance, "--guidance")
     params = Params(
         args.num_inference_steps,
@@ -56,7 +56,7 @@ def draw_groups(
 
 
 def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> str:
-    """Writes one sample of the group and returns its file's name; path comes without a suffix."""
+    """Write one sample of the group and return its file's name; path has no suffix."""
     path = path.with_suffix(".png" if images else ".safetensors")
     if images:
         Image.fromarray(group.media["image"][index].cpu().numpy()).save(path)
@@ -66,7 +66,7 @@ def save_sample(group: Trajectory, index: int, path: Path, *, images: bool) -> s
 
 
 def keep_references(record: PromptRecord, folder: Path) -> list[str]:
-    """Copy a prompt's references below the folder, as a file may name those alone; return their paths from there."""
+    """Copy a prompt's references below the folder, where a file may name them; return their relative paths."""
     names = [f"references/{record.index:06}-{i}{image.suffix}" for i, image in enumerate(record.images)]
     (folder / "references").mkdir(exist_ok=True)
     for image, name in zip(record.images, names, strict=True):
@@ -75,7 +75,7 @@ def keep_references(record: PromptRecord, folder: Path) -> list[str]:
 
 
 def build(args: Any) -> tuple[int, int]:
-    """Writes the file; returns the number of pairs and of prompts that were drawn."""
+    """Write the file; return the number of pairs and of prompts that were sampled."""
     records = load_prompts(args.prompts, check=reference_sizes)
     if (args.num_prompts or 0) > len(records):
         raise ValueError(f"--num-prompts must be at most {len(records)}, those of the file, got {args.num_prompts}")
@@ -112,7 +112,7 @@ def build(args: Any) -> tuple[int, int]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The settings that the command line, or `argv`, asks for."""
+    """Parse the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--scorer-url", required=True)
     parser.add_argument("--scorer-token-file", type=Path)

@@ -1,4 +1,4 @@
-"""Builds checkpoints of random weights and a few hundred thousand parameters, offline and in seconds.
+"""Build checkpoints of random weights and a few hundred thousand parameters, offline and in seconds.
 
     python scripts/build_tiny_models.py --out models/ sd35-medium sd35-large
 
@@ -33,7 +33,7 @@ VAE: dict[str, Any] = {  # of 16 channels and a stride of 8 pixels
 
 
 def tiny_checkpoint(name: str, cache: Path) -> Path:
-    """The folder of the checkpoint of that name, built where the cache has none of this version of the file."""
+    """Return the folder of a checkpoint, built if the cache has none of this version of the file."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     folder = cache / f"{name}-{digest}"
     if not folder.is_dir():
@@ -49,7 +49,7 @@ def tiny_checkpoint(name: str, cache: Path) -> Path:
 
 
 def build(name: str, folder: Path) -> None:
-    """Writes a checkpoint of BUILDERS; its weights depend on the name alone."""
+    """Write a checkpoint of BUILDERS; its weights depend only on the name."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
@@ -58,10 +58,10 @@ def build(name: str, folder: Path) -> None:
 
 
 class BagelFolder:
-    """BAGEL as it is released: weights in two files and their configurations, which no class of a library writes."""
+    """BAGEL in the layout of the release: weights in two files and their configurations, which no library writes."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the folder."""
+        """Write the folder."""
         import torch
         from diffusers import AutoencoderKL
         from omni_rollout.models.bagel_net import BagelTransformer
@@ -99,7 +99,7 @@ class HunyuanImageFolder:
     """HunyuanImage-3.0 as it is released: all parts in one folder; what reads images and writes text in name only."""
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the folder, whose picture sizes are a sixteenth of the released ones."""
+        """Write the folder, with image sizes a sixteenth of the released ones."""
         import torch
         from omni_rollout.models.hunyuan_image_net import HunyuanImageTransformer
         from omni_rollout.models.hunyuan_image_vae import HunyuanImageVAE
@@ -143,7 +143,7 @@ class HunyuanImageFolder:
 
 
 def draw_weights(module: Any) -> None:
-    """Fill a module with random weights that depend on their names alone, about 1 in norms."""
+    """Fill a module with random weights that depend only on their names, about 1 in norms."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -158,7 +158,7 @@ def draw_weights(module: Any) -> None:
 
 
 def build_hunyuan_tokenizer() -> Any:
-    """One token per byte, and those of pictures and of their sizes and ratios."""
+    """Build a tokenizer with a token per byte, and those of images, their sizes and ratios."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -186,7 +186,7 @@ LDM_NAMES = {  # diffusers' AutoencoderKL -> latent diffusion
 
 
 def ldm_name(name: str) -> str:
-    """A name of diffusers' AutoencoderKL in files of latent diffusion, whose decoder counts its blocks backwards."""
+    """Return a name of diffusers' AutoencoderKL in latent diffusion's files; their decoder counts blocks backwards."""
     name = re.sub(r"up_blocks\.(\d)", lambda found: f"up.{3 - int(found[1])}", name)
     name = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", name)
     for ours, theirs in LDM_NAMES.items():
@@ -195,12 +195,12 @@ def ldm_name(name: str) -> str:
 
 
 def ldm_weight(name: str, weight: Any) -> Any:
-    """The weight of that name as those files have it: linear layers of the attention are convolutions by 1 x 1."""
+    """Return a weight in those files' shape: linear layers of attention are 1 x 1 convolutions."""
     return weight[..., None, None].contiguous() if "attentions" in name and weight.dim() == 2 else weight
 
 
 def build_sd35(**transformer: Any) -> Any:
-    """A StableDiffusion3Pipeline with the given settings of its transformer."""
+    """Build a StableDiffusion3Pipeline with the given settings of its transformer."""
     from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
     from transformers import CLIPTextModelWithProjection
 
@@ -230,7 +230,7 @@ def build_sd35(**transformer: Any) -> Any:
 
 
 def build_z_image() -> Any:
-    """A ZImagePipeline; its pad tokens, which start as zeros, are drawn."""
+    """Build a ZImagePipeline; its pad tokens, which start as zeros, are random."""
     from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
     from torch.nn.init import normal_
     from transformers import Qwen3Model
@@ -258,7 +258,7 @@ def build_z_image() -> Any:
 
 
 def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) -> Any:
-    """A pipeline of FLUX.1, as that of dev with guidance_embeds and as that of schnell without."""
+    """Build a pipeline of FLUX.1: dev's with guidance_embeds, schnell's without."""
     import diffusers
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel
     from transformers import CLIPTextModel
@@ -280,14 +280,14 @@ def build_flux(pipeline: str = "FluxPipeline", *, guidance_embeds: bool = True) 
         ),
         vae=build_vae(0.3611, 0.1159),
         text_encoder=build_clip(CLIPTextModel, clip_tokenizer, "quick_gelu"),
-        text_encoder_2=build_t5(t5_tokenizer, "gated-silu"),  # vLLM has T5's own for accelerators alone
+        text_encoder_2=build_t5(t5_tokenizer, "gated-silu"),  # vLLM has T5's own only for accelerators
         tokenizer=clip_tokenizer,
         tokenizer_2=t5_tokenizer,
     )
 
 
 def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
-    """A Flux2Pipeline, or a Flux2KleinPipeline; the statistics of its latents are drawn."""
+    """Build a Flux2Pipeline, or a Flux2KleinPipeline; the statistics of its latents are random."""
     import diffusers
     import transformers
 
@@ -334,7 +334,7 @@ def build_flux2(*, dev: bool, distilled: bool = False) -> Any:
 
 
 def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool = False, **config: Any) -> Any:
-    """A pipeline of Wan, with two experts if `boundary_ratio` is given.
+    """Build a pipeline of Wan, with two experts if `boundary_ratio` is given.
 
     per_token: as TI2V-5B has it, a timestep for each token and a VAE of 48 channels. clip: the number of given frames
     that 2.1 sees by CLIP.
@@ -404,7 +404,7 @@ def build_wan(pipeline: str = "WanPipeline", *, clip: int = 0, per_token: bool =
 
 
 def build_ltx2(*, newer: bool) -> Any:
-    """A pipeline of LTX-2, or of 2.3: gates, prompts that modulate, other connectors, and a vocoder of two stages."""
+    """Build a pipeline of LTX-2, or of 2.3: gates, prompt modulation, other connectors, a vocoder of two stages."""
     import diffusers
     import torch
     from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
@@ -492,7 +492,7 @@ def build_ltx2(*, newer: bool) -> Any:
 
 
 def build_hunyuan_video(pipeline: str = "HunyuanVideo15Pipeline", **config: Any) -> Any:
-    """A pipeline of HunyuanVideo 1.5; a layer of its net has four million weights, whatever is asked."""
+    """Build a pipeline of HunyuanVideo 1.5; a layer of its net always has four million weights."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import ByT5Tokenizer, Qwen2_5_VLTextConfig, Qwen2_5_VLTextModel
@@ -527,7 +527,7 @@ def build_hunyuan_video(pipeline: str = "HunyuanVideo15Pipeline", **config: Any)
 
 
 def build_hunyuan_video_of_images() -> Any:
-    """A HunyuanVideo15ImageToVideoPipeline."""
+    """Build a HunyuanVideo15ImageToVideoPipeline."""
     import transformers
 
     vision: dict[str, Any] = SIDES | {"hidden_size": 16, "num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
@@ -541,7 +541,7 @@ def build_hunyuan_video_of_images() -> Any:
 
 
 def build_stable_audio() -> Any:
-    """A StableAudio3Pipeline, of sound at 800 Hz; what starts as zeros is drawn."""
+    """Build a StableAudio3Pipeline, of sound at 800 Hz; weights that start as zeros are random."""
     import diffusers
     from torch.nn.init import normal_
     from transformers import T5GemmaConfig, T5GemmaEncoderModel
@@ -583,7 +583,7 @@ def build_stable_audio() -> Any:
 
 
 def build_gemma_tokenizer() -> Any:
-    """One token per printable character."""
+    """Build a tokenizer with a token per printable character."""
     from transformers import GemmaTokenizer
 
     names = ("<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *ALPHABET)
@@ -591,7 +591,7 @@ def build_gemma_tokenizer() -> Any:
 
 
 def build_vae(scaling_factor: float, shift_factor: float) -> Any:
-    """An AutoencoderKL.
+    """Build an AutoencoderKL.
 
     Each layer of its decoder begins as the identity, to which the drawn weights are added, so that the picture's colors
     are those of the latents' first channels, mixed a little: otherwise all that it decodes is about gray.
@@ -618,7 +618,7 @@ def build_vae(scaling_factor: float, shift_factor: float) -> Any:
 
 
 def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
-    """A CLIP text encoder, of that class, of three layers."""
+    """Build a CLIP text encoder of a class, of three layers."""
     from transformers import CLIPTextConfig
 
     return encoder(
@@ -636,7 +636,7 @@ def build_clip(encoder: Any, tokenizer: Any, activation: str) -> Any:
 
 
 def build_qwen3(encoder: Any, tokenizer: Any, **config: Any) -> Any:
-    """A Qwen3 text encoder, of that class, with the given settings."""
+    """Build a Qwen3 text encoder of a class, with the given settings."""
     from transformers import Qwen3Config
 
     common = SIDES | {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 1024}
@@ -644,7 +644,7 @@ def build_qwen3(encoder: Any, tokenizer: Any, **config: Any) -> Any:
 
 
 def build_t5(tokenizer: Any, activation: str) -> Any:
-    """A T5 text encoder of two layers."""
+    """Build a T5 text encoder of two layers."""
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(
@@ -662,7 +662,7 @@ def build_t5(tokenizer: Any, activation: str) -> Any:
 
 
 def build_clip_tokenizer() -> Any:
-    """One token per letter, and another for the last of a word."""
+    """Build a tokenizer with a token per letter, and another for the last of a word."""
     from transformers import CLIPTokenizer
 
     tokens = [*ALPHABET, *(f"{letter}</w>" for letter in ALPHABET), "<|startoftext|>", "<|endoftext|>"]
@@ -670,7 +670,7 @@ def build_clip_tokenizer() -> Any:
 
 
 def build_t5_tokenizer() -> Any:
-    """One token per letter."""
+    """Build a tokenizer with a token per letter."""
     from transformers import T5Tokenizer
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((letter, -3.0) for letter in ALPHABET)]
@@ -678,7 +678,7 @@ def build_t5_tokenizer() -> Any:
 
 
 def build_qwen_image_edit(plus: bool) -> Any:
-    """A QwenImageEditPipeline, or a QwenImageEditPlusPipeline as 2511 has it."""
+    """Build a QwenImageEditPipeline, or the QwenImageEditPlusPipeline of 2511."""
     import diffusers
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -721,7 +721,7 @@ def build_qwen_image_edit(plus: bool) -> Any:
 
 
 def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
-    """A Qwen2VLProcessor of small pictures, without the half for videos, which needs torchvision."""
+    """Build a Qwen2VLProcessor of small images, without the one for videos, which needs torchvision."""
     from transformers import Qwen2VLImageProcessorPil, Qwen2VLProcessor
 
     processor = Qwen2VLProcessor.__new__(Qwen2VLProcessor)
@@ -730,12 +730,12 @@ def build_qwen_processor(tokenizer: Any, *, max_tokens: int = 16) -> Any:
     for kind in ("image", "video"):
         setattr(processor, f"{kind}_token", f"<|{kind}_pad|>")
         setattr(processor, f"{kind}_token_id", tokenizer.convert_tokens_to_ids(f"<|{kind}_pad|>"))
-    vars(processor)["save_pretrained"] = processor.image_processor.save_pretrained  # one file that stands alone
+    vars(processor)["save_pretrained"] = processor.image_processor.save_pretrained  # one file without the other
     return processor
 
 
 def build_qwen_tokenizer() -> Any:
-    """One token per byte, and those of chats and of pictures."""
+    """Build a tokenizer with a token per byte, and those of chats and of images."""
     from tokenizers import AddedToken
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -768,13 +768,13 @@ class LanguageModel:
         self.files = (net, tokenizer, *processors)
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes the folder."""
+        """Write the folder."""
         for each in self.files:
             each.save_pretrained(folder)
 
 
 def build_chat_tokenizer() -> Any:
-    """One token per byte, those of chats, whose end ends an answer, and those of media."""
+    """Build a tokenizer with a token per byte, those of chats, whose end ends an answer, and those of media."""
     from tokenizers import AddedToken
 
     tokenizer = build_qwen_tokenizer()
@@ -785,7 +785,7 @@ def build_chat_tokenizer() -> Any:
 
 
 def places_of_media(tokenizer: Any, *kinds: str) -> dict[str, Any]:
-    """The tokens that stand for media in a prompt, as a configuration names them."""
+    """Return the tokens of media in a prompt, by their names in a configuration."""
     named = {f"{kind}_token_id": f"<|{kind}_pad|>" for kind in kinds}
     named |= {
         f"{kind}_{edge}_token_id": f"<|{kind}_{edge}|>" for kind in ("vision", "audio") for edge in ("start", "end")
@@ -796,7 +796,7 @@ def places_of_media(tokenizer: Any, *kinds: str) -> dict[str, Any]:
 
 
 def build_patches(patch_size: int) -> Any:
-    """The processor of small pictures."""
+    """Build the processor of small images."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     side = 2 * patch_size
@@ -809,7 +809,7 @@ def build_patches(patch_size: int) -> Any:
 
 
 def build_qwen3_chat() -> Any:
-    """A Qwen3 that answers, of two layers."""
+    """Build a Qwen3 that answers, of two layers."""
     from transformers import Qwen3ForCausalLM
 
     tokenizer = build_chat_tokenizer()
@@ -818,7 +818,7 @@ def build_qwen3_chat() -> Any:
 
 
 def build_qwen25_vl() -> Any:
-    """A Qwen2.5-VL of two layers, with a tower of two."""
+    """Build a Qwen2.5-VL of two layers, with a tower of two."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     tokenizer = build_chat_tokenizer()
@@ -845,7 +845,7 @@ def build_qwen25_vl() -> Any:
 
 
 def build_qwen3_omni(**text: Any) -> Any:
-    """A thinker of Qwen3-Omni, of two layers with four experts, with towers for pictures and sound."""
+    """Build a thinker of Qwen3-Omni, of two layers with four experts, with towers for images and sound."""
     from transformers import (
         Qwen3OmniMoeThinkerConfig,
         Qwen3OmniMoeThinkerForConditionalGeneration,
@@ -890,7 +890,7 @@ class LanguageModelProcessor:
         self.processors = processors
 
     def save_pretrained(self, folder: Path) -> None:
-        """Writes preprocessor_config.json."""
+        """Write preprocessor_config.json."""
         together: dict[str, Any] = {}
         for each in self.processors:
             together |= json.loads(each.to_json_string())

@@ -1,4 +1,4 @@
-"""Writes tiny checkpoints with random weights, in the form of the published ones, for every scorer that has a network.
+"""Write tiny checkpoints with random weights, in the form of the published ones, for every scorer that has a network.
 
     python scripts/build_tiny_scorers.py /somewhere
 
@@ -40,7 +40,7 @@ VISION, TEXT, LAYERS = 128, 48, 2  # widths and depth of the tiny ImageReward
 
 
 def write_all(folder: Path) -> None:
-    """Writes every checkpoint into a folder, the same ones each time."""
+    """Write every checkpoint into a folder, the same ones each time."""
     torch.manual_seed(0)
     folder.mkdir(parents=True, exist_ok=True)
     write_clap(folder / "clap")
@@ -56,7 +56,7 @@ def write_all(folder: Path) -> None:
 
 
 def write_clip(folder: Path) -> None:
-    """A CLIPModel of images of 32 x 32 in patches of 8, and a tokenizer of bytes."""
+    """Write a CLIPModel of images of 32 x 32 in patches of 8, and a tokenizer of bytes."""
     words = ["<|startoftext|>", "<|endoftext|>", *BYTES, *(f"{byte}</w>" for byte in BYTES)]
     sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text = sizes | {"vocab_size": len(words), "max_position_embeddings": 20, "bos_token_id": 0, "eos_token_id": 1}
@@ -68,7 +68,7 @@ def write_clip(folder: Path) -> None:
 
 
 def write_clap(folder: Path) -> None:
-    """A ClapModel that hears 64 bands, its feature extractor with 1 s of sound for 10, and a tokenizer of bytes."""
+    """Write a ClapModel of 64 bands, its feature extractor with 1 s of sound for 10, and a tokenizer of bytes."""
     words = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", *BYTES]
     text = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     text |= {"vocab_size": len(words), "max_position_embeddings": 22, "projection_dim": 16}
@@ -82,7 +82,7 @@ def write_clap(folder: Path) -> None:
 
 
 def write_imagereward(folder: Path) -> None:
-    """Weights under the names of BLIP's own code, as ImageReward.pt and med_config.json hold them."""
+    """Write weights under the names of BLIP's code, in ImageReward.pt and med_config.json."""
     settings = {
         **{"vocab_size": 100, "hidden_size": TEXT, "intermediate_size": 2 * TEXT, "num_hidden_layers": LAYERS},
         **{"num_attention_heads": 4, "max_position_embeddings": 40, "hidden_act": "gelu", "layer_norm_eps": 1e-12},
@@ -98,14 +98,14 @@ def write_imagereward(folder: Path) -> None:
 
 
 def write_bert_tokenizer(folder: Path) -> None:
-    """BERT's tokenizer with letters for words."""
+    """Write BERT's tokenizer with letters for words."""
     letters = string.ascii_lowercase + string.digits
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{letter}" for letter in letters)]
     BertTokenizer(vocab={word: i for i, word in enumerate(words)}).save_pretrained(folder)
 
 
 def write_qwen2_vl(folder: Path) -> tuple[Any, Any]:
-    """The tokenizer and the settings of a Qwen2-VL, as its folder has them."""
+    """Write the tokenizer and the settings of a Qwen2-VL."""
     words = {byte: i for i, byte in enumerate(BYTES)}
     tokenizer: Any = Qwen2Tokenizer(vocab=words, merges=[])
     tokenizer.add_special_tokens({"additional_special_tokens": CHAT_TOKENS})
@@ -124,7 +124,7 @@ def write_qwen2_vl(folder: Path) -> tuple[Any, Any]:
 
 
 def write_hpsv3(folder: Path, base: Path) -> None:
-    """HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
+    """Write HPSv3.safetensors under its published names, and the settings and tokenizer of the Qwen2-VL beneath it."""
     tokenizer, config = write_qwen2_vl(base)
     config.text_config.vocab_size = len(tokenizer) + 1  # HPSv3 has one token more, and none to spare
     model = Qwen2VLModel(config)
@@ -139,7 +139,7 @@ def write_hpsv3(folder: Path, base: Path) -> None:
 
 
 def write_videoalign(folder: Path, base: Path) -> None:
-    """checkpoint-11352/model.pth under its published names, with LoRA on the texts' attention, and its settings."""
+    """Write checkpoint-11352/model.pth with its published names, LoRA on the texts' attention, and its settings."""
     tokenizer, config = write_qwen2_vl(base)
     config.text_config.vocab_size = len(tokenizer) + 3
     model = Qwen2VLModel(config)
@@ -162,7 +162,7 @@ def write_videoalign(folder: Path, base: Path) -> None:
 
 
 def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of five linear layers with dropout after the first three, as in LAION's and ImageReward's heads."""
+    """Return shapes of five linear layers with dropout after the first three, as in LAION's and ImageReward's heads."""
     sizes = [(0, num_features, 12), (2, 12, 10), (4, 10, 8), (6, 8, 4), (7, 4, 1)]
     shapes: dict[str, tuple[int, ...]] = {}
     for place, n_in, n_out in sizes:
@@ -171,7 +171,7 @@ def head_shapes(prefix: str, num_features: int) -> dict[str, tuple[int, ...]]:
 
 
 def vision_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of BLIP's vision transformer for images of 32 x 32 in patches of 16."""
+    """Return shapes of BLIP's vision transformer for images of 32 x 32 in patches of 16."""
     shapes = {"cls_token": (1, 1, VISION), "pos_embed": (1, 5, VISION), "patch_embed.proj.weight": (VISION, 3, 16, 16)}
     shapes |= {"patch_embed.proj.bias": (VISION,)} | linear_shapes("norm", VISION)
     for i in range(LAYERS):
@@ -182,7 +182,7 @@ def vision_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of BERT with cross-attention to the image's tokens."""
+    """Return shapes of BERT with cross-attention to the image's tokens."""
     shapes: dict[str, tuple[int, ...]] = {
         "embeddings.word_embeddings.weight": (100, TEXT),
         "embeddings.position_embeddings.weight": (40, TEXT),
@@ -203,12 +203,12 @@ def text_shapes(prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def linear_shapes(name: str, num_out: int, *num_in: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a weight and a bias; without num_in, of a normalization."""
+    """Return shapes of a weight and a bias; without num_in, of a normalization."""
     return {f"{name}.weight": (num_out, *num_in), f"{name}.bias": (num_out,)}
 
 
 def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Random weights of a size that lets signals through; those of normalizations lie around 1."""
+    """Return random weights of a size that lets signals through; those of normalizations are around 1."""
     return {
         name: torch.randn(shape) / max(1, torch.Size(shape[1:]).numel()) ** 0.5 if len(shape) > 1 else near(name, shape)
         for name, shape in shapes.items()
@@ -216,12 +216,12 @@ def random_weights(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
 
 
 def near(name: str, shape: tuple[int, ...]) -> Tensor:
-    """Random vector around 1 for a weight and around 0 for a bias."""
+    """Return a random vector around 1 for a weight and around 0 for a bias."""
     return (1.0 if name.endswith("weight") else 0.0) + 0.2 * torch.randn(shape)
 
 
 def spread(model: nn.Module) -> None:
-    """Draws a network's weights anew, wider than they start: with the usual small ones all inputs score alike."""
+    """Sample a network's weights wider than its initialization, with which all inputs have nearly one score."""
     drawn = random_weights({name: tuple(weight.shape) for name, weight in model.named_parameters()})
     with torch.no_grad():
         for name, weight in model.named_parameters():

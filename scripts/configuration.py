@@ -1,4 +1,4 @@
-"""Writes docs/configuration.md: every setting of every trainer, from the dataclasses and the comments beside them.
+"""Write docs/configuration.md: every setting of every trainer, from the dataclasses and the comments beside them.
 
     python scripts/configuration.py            writes the page
     python scripts/configuration.py --check    exit code 1 where the page is not what it would write
@@ -79,7 +79,7 @@ class Setting:
     group: str
 
     def row(self) -> str:
-        """Its line of a table."""
+        """Return the setting's line of a table."""
         others = ", ".join(word for word in self.words if word != self.default)
         cells = (
             f"`{self.name}`",
@@ -90,12 +90,12 @@ class Setting:
 
 
 def settings(source: str) -> list[Setting]:
-    """The settings of the dataclass Args in a trainer's source, those that all trainers share first."""
+    """Return the settings of the dataclass Args in a trainer's source, those that all trainers share first."""
     return list(fields_of("Args", [*SHARED, source]).values())
 
 
 def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
-    """The fields of a class in one of the sources by name, with those of its bases that are there too."""
+    """Return the fields of a class in one of the sources by name, with those of its bases that are there too."""
     found: dict[str, Setting] = {}
     nodes = [node for source in sources for node in ast.parse(source).body]
     aliases = {ast.unparse(node.targets[0]): node.value for node in nodes if isinstance(node, ast.Assign)}
@@ -116,7 +116,7 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
 
 
 def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]:
-    """The words that a setting must be one of, in code quotes; empty where it takes others."""
+    """Return the words that a setting must be one of, in code quotes; empty if it takes others."""
     while isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
         annotation = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
     annotation = aliases.get(ast.unparse(annotation), annotation)
@@ -127,7 +127,7 @@ def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]
 
 
 def default_of(value: ast.expr | None) -> str:
-    """The default as TOML has it, in code quotes; a path below the repository without the repository."""
+    """Return the default in TOML, in code quotes; a path below the repository without the repository."""
     if isinstance(value, ast.JoinedStr):
         pieces = [str(piece.value) for piece in value.values if isinstance(piece, ast.Constant)]
         return f"`{''.join(pieces).lstrip('/')}`"
@@ -138,12 +138,12 @@ def default_of(value: ast.expr | None) -> str:
 
 
 def table(rows: list[Setting]) -> str:
-    """A table of settings."""
+    """Return a table of settings."""
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *(row.row() for row in rows)])
 
 
 def page() -> str:
-    """The whole page: what all trainers share, by group, then what each has of its own or otherwise."""
+    """Return the whole page: what all trainers share, by group, then what each has of its own or otherwise."""
     sources = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "apps").glob("train_*.py"))}
     parts, shared = [HEAD], list[Setting]()
     for cls, title in CLASSES.items():
@@ -164,7 +164,7 @@ def page() -> str:
 
 
 def main() -> int:
-    """The exit code."""
+    """Return the exit code."""
     if sys.argv[1:] == ["--check"]:
         if PAGE.exists() and PAGE.read_text("utf-8") == page():
             return 0

@@ -62,7 +62,7 @@ FAILS = "FAILS"
 
 @dataclass(frozen=True)
 class Row:
-    """What was found, beside what was predicted; verdict: "holds", by how much it is off, or FAILS."""
+    """A measured and a predicted value; verdict: "holds", by how much it is off, or FAILS."""
 
     what: str
     found: str
@@ -99,7 +99,7 @@ PLAIN_OVER_OURS = {"recomputed": 1.25, "compiled": 1.59}  # by arithmetic on ker
 
 
 def ceilings(size: Size) -> Iterator[Row]:
-    """What the device does at most."""
+    """Yield the peaks of the device."""
     found = roofline.measure_ceilings(local_device(), side=size.matrix)
     assumed = asdict(roofline.ASSUMED[kind]) if (kind := device_kind()) else {}
     for name, value in asdict(found).items():
@@ -109,7 +109,7 @@ def ceilings(size: Size) -> Iterator[Row]:
 
 
 def gate(size: Size) -> Iterator[Row]:
-    """The largest |ratio - 1| before the first update: kernels of attention x whether blocks are recomputed."""
+    """Yield the largest |ratio - 1| before the first update: kernels of attention x whether blocks are recomputed."""
     for name in KERNELS:
         try:
             check_attention(name, local_device(), default_compute_dtype(local_device()))
@@ -122,7 +122,7 @@ def gate(size: Size) -> Iterator[Row]:
 
 
 def variants(size: Size) -> Iterator[Row]:
-    """The gate, seconds and memory of a short step in each variant, beside the roofline and the plan."""
+    """Yield the gate, seconds and memory of a short step in each variant, beside the roofline and the plan."""
     here, kind = roofline.measure_ceilings(local_device(), side=size.matrix), device_kind()
     for variant in filter(can_run, VARIANTS):
         first, step = take(size, variant, 2, **FEW)
@@ -143,7 +143,7 @@ def variants(size: Size) -> Iterator[Row]:
 
 
 def versus(size: Size) -> Iterator[Row]:
-    """The trainer's step and plain loops, in turn."""
+    """Yield the trainer's step and plain loops, in turn."""
     variant = "compiled" if can_run("compiled") else FITS
     args = replace(versus_plain.Args(), **asdict(model_args(size, variant)), rounds=size.rounds, variant=variant)
     found, dtype = versus_plain.measure(args), str(default_compute_dtype(local_device())).removeprefix("torch.")
@@ -164,7 +164,7 @@ def versus(size: Size) -> Iterator[Row]:
 
 
 def sleep(size: Size) -> Iterator[Row]:
-    """The embedded engine before and after sleep; then parity, speed and sleep of vLLM-Omni, where it is installed."""
+    """Yield the embedded engine before and after sleep; then parity, speed and sleep of vLLM-Omni, if installed."""
     latents: list[Tensor] = []
 
     def look(run: Run[app.Args]) -> None:
@@ -195,7 +195,7 @@ def sleep(size: Size) -> Iterator[Row]:
 
 
 def benchmarks(size: Size) -> Iterator[Row]:
-    """What the framework adds, and the goals for it."""
+    """Yield the overhead of the framework, and the goals for it."""
     tax = framework_tax.Args(
         random=size.random,
         random_heads=size.random_heads,
@@ -224,7 +224,7 @@ def benchmarks(size: Size) -> Iterator[Row]:
 
 
 def learn(size: Size) -> Iterator[Row]:
-    """A few steps of tiny-signs, which get brighter."""
+    """Yield a few steps of tiny-signs, whose images get brighter."""
     args = trainer.Args(prompts_per_step=size.samples // 2, group_size=size.samples, batch_size=size.samples)
     settings = trainer.settings(
         args,
@@ -288,7 +288,7 @@ def take(
     look: Callable[[Run[app.Args]], None] = lambda run: None,
     **changes: Any,
 ) -> list[Taken]:
-    """The first training step of a variant, so many times, and then what `look` does."""
+    """Run the first training step of a variant several times, and then `look`."""
     taken: list[Taken] = []
     before = memory(local_device()).current_mb  # of what is there already, such as libraries' own caches
 
@@ -313,7 +313,7 @@ def take(
 
 
 def model_args(size: Size, variant: str) -> trainer.Args:
-    """One group in the batches of a variant."""
+    """Return one group in the batches of a variant."""
     _, smaller, blocks = VARIANTS[variant]
     batch = max(1, size.batch_size // smaller)
     return trainer.Args(
@@ -329,14 +329,14 @@ def model_args(size: Size, variant: str) -> trainer.Args:
 
 
 def settings_of(size: Size, variant: str, path: str, **changes: Any) -> app.Args:
-    """The trainer's settings in a variant."""
+    """Return the trainer's settings in a variant."""
     lora = {"lora_rank": size.rank, "lora_alpha": 2 * size.rank}
     return trainer.settings(model_args(size, variant), path, **lora | VARIANTS[variant].settings | changes)
 
 
 @cache
 def can_run(variant: str) -> bool:
-    """Whether a variant has what it needs here, which is a compiler for the device where it is compiled."""
+    """True if a variant can run here: a compiled one needs a compiler for the device."""
     if VARIANTS[variant].settings.get("compile"):
         try:
             check_compiler(local_device())
@@ -348,14 +348,14 @@ def can_run(variant: str) -> bool:
 
 @cache
 def kernels_of(args: trainer.Args, checkpointing: bool, products_gb: float) -> dict[str, Counter[roofline.Kernel]]:
-    """The kernels of a short step by phase, of blocks that are recomputed or not."""
+    """Return the kernels of a short step by phase, of blocks that are recomputed or not."""
     changes = {"lora_rank": args.lora_rank, "gradient_checkpointing": checkpointing, "keep_products_gb": products_gb}
     with trainer.model(args) as path:
         return roofline.count(trainer.settings(args, path, **changes, **FEW))
 
 
 def plan_of(size: Size, variant: str) -> int:
-    """The most bytes of a short step in a variant as it is planned, once all is loaded."""
+    """Return the planned peak bytes of a short step in a variant, after loading."""
     with trainer.model(model_args(size, variant)) as path, fixed_cost.quiet():
         Path("prompts.txt").write_text("\n".join(trainer.TEXTS) + "\n")
         settings = settings_of(size, variant, path, **FEW)
@@ -364,17 +364,17 @@ def plan_of(size: Size, variant: str) -> int:
 
 
 def device_kind() -> str:
-    """The row of roofline.ASSUMED for the device at hand, or ""."""
+    """Return the row of roofline.ASSUMED for the device at hand, or ""."""
     return next((kind for kind in roofline.ASSUMED if kind in engines.device_name(local_device())), "")
 
 
 def exact(what: str, found: float, bound: float) -> Row:
-    """A row of what must not be above a bound."""
+    """Return a row of a value that must not exceed a bound."""
     return Row(what, f"{found:.3g}", f"<= {bound:g}" if bound else "0", "holds" if found <= bound else FAILS)
 
 
 def near(what: str, found: float, predicted: float, *, within: float = 0.25, must: bool = False) -> Row:
-    """A row of what has been predicted, unless that is NaN. must: whether it fails where it is off by more."""
+    """Return a row of a predicted value, unless that is NaN. must: True to fail if it is off by more."""
     if math.isnan(predicted):
         return Row(what, f"{found:.4g}")
     holds, off = abs(found / predicted - 1) <= within, FAILS if must else f"{found / predicted:.2f} x"
@@ -383,7 +383,7 @@ def near(what: str, found: float, predicted: float, *, within: float = 0.25, mus
 
 
 def goal(what: str, found: float, most: float) -> Row:
-    """A row of what is to be at most so much."""
+    """Return a row of a value with an upper goal."""
     return Row(what, f"{found:.4g}", f"goal {most:g}", "holds" if found <= most else "missed")
 
 
@@ -404,7 +404,7 @@ class Done:
 
     @property
     def is_good(self) -> bool:
-        """Whether it ended, and all that must be exact is."""
+        """True if it ended, and every exact row holds."""
         return not self.error and all(row.verdict != FAILS for row in self.rows)
 
 
@@ -433,7 +433,7 @@ def start(name: str, size: Size, folder: Path) -> None:
 
 
 def where(size: Size) -> tuple[str, str, str, str]:
-    """Date, commit, device and size."""
+    """Return date, commit, device and size."""
     device = f"{engines.device_name(local_device())}, torch {torch.__version__}"
     return str(date.today()), engines.commit(), device, "small" if size == SMALL else "full"
 
@@ -444,7 +444,7 @@ def write(name: str, done: Done, folder: Path) -> None:
 
 
 def read(name: str, folder: Path) -> Done | None:
-    """What the file of a part says, if there is one."""
+    """Read the file of a part; None if there is none."""
     file = folder / f"{name}.json"
     if not file.is_file():
         return None
@@ -453,12 +453,12 @@ def read(name: str, folder: Path) -> Done | None:
 
 
 def found_in(folder: Path) -> dict[str, Done]:
-    """The parts that have files."""
+    """Return the parts that have files."""
     return {name: done for name in PARTS if (done := read(name, folder))}
 
 
 def page(parts: Mapping[str, Done]) -> str:
-    """Markdown: a row for each row of each part."""
+    """Return Markdown: a row for each row of each part."""
     head = ("date", "commit", "device", "part", "what", "found", "predicted", "verdict")
     rows = []
     for name, done in parts.items():
@@ -469,7 +469,7 @@ def page(parts: Mapping[str, Done]) -> str:
 
 
 def published(text: str, parts: Mapping[str, Done]) -> str:
-    """docs/performance.md with a section of these parts for their device, in place of what it said of that device.
+    """Return docs/performance.md with a new section of these parts for their device.
 
     Raises:
         ValueError: the page has not each of the lines FIRST and LAST once.
@@ -487,7 +487,7 @@ def published(text: str, parts: Mapping[str, Done]) -> str:
 
 
 def card(done: Done) -> str:
-    """The name of the device that a part ran on, without torch's version."""
+    """Return the name of the device that a part ran on, without torch's version."""
     return done.device.split(", torch ")[0]
 
 
@@ -505,7 +505,7 @@ def main(argv: Sequence[str] | None = None, launch: Callable[[str, Size, Path], 
     parser.add_argument("--small", action="store_true", help="little of everything, on any device")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run")
     parser.add_argument("--folder", type=Path, default=REPO / "runs" / "gpu-check", help="where their files are")
-    parser.add_argument("--publish", action="store_true", help="put the folder's files into the page alone")
+    parser.add_argument("--publish", action="store_true", help="only put the folder's files into the page")
     parser.add_argument("--docs", type=Path, default=DOCS, help="the page that gets what was found in full size")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

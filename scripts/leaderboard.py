@@ -61,7 +61,7 @@ class Job:
         return self.folder.with_name(f"pairs-{self.seed}") if self.entry.preset.endswith("offline") else None
 
     def settings(self) -> dict[str, Any]:
-        """What the recipe sets and a run keeps."""
+        """Return the settings of the recipe that a run keeps."""
         recipe = tomllib.loads(recipes(self.entry.app)[self.entry.preset])
         steps = {"train_steps": 2, "eval_every": 2} if self.trial else {}
         return {name: value for name, value in (recipe | steps).items() if name not in OURS}
@@ -115,7 +115,7 @@ def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> Non
 
 
 def train_command(job: Job, server: Server) -> list[str]:
-    """The trainer of the row with its recipe; the OCR only watches where a gradient trains."""
+    """Return the command of the row's trainer with its recipe; with a gradient the OCR only evaluates."""
     flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--shard", "none"]
     flags += ["--eval-prompts", "data/tiny-signs/test.txt"]
     flags += ["--train-steps", "2", "--eval-every", "2"] if job.trial else []
@@ -152,7 +152,7 @@ def say(words: str) -> None:
 
 
 def collect(job: Job) -> Row:
-    """The row of a finished run, from its folder.
+    """Return the row of a finished run, from its folder.
 
     Raises:
         ValueError: the run had other settings than the recipe, or an evaluation has no score.
@@ -194,7 +194,7 @@ def collect(job: Job) -> Row:
 
 
 def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -> float | None:
-    """The largest |ratio - 1| before the first update of a step; of AWM, in the first step; None without a ratio."""
+    """Return the largest |ratio - 1| before a step's first update; AWM's in the first step; None without a ratio."""
     seen = [line["policy/first_ratio_max_dev"] for line in lines if "policy/first_ratio_max_dev" in line]
     if not seen and config["num_minibatches"] == 1:
         seen = [line["policy/ratio_max_dev"] for line in lines if line["step"] == 1 and "policy/ratio_max_dev" in line]
@@ -205,7 +205,7 @@ def ratio_deviation(lines: Sequence[dict[str, float]], config: dict[str, Any]) -
 
 
 def write(rows: Sequence[Row], docs: Path) -> None:
-    """Write data, table and pictures; what stands around the table stays."""
+    """Write data, table and pictures; the text around the table stays."""
     page = fill((docs / "evidence" / "leaderboard.md").read_text("utf-8"), blocks(rows))
     draw(rows, docs / "images")
     lines = [json.dumps(row, allow_nan=False) + "\n" for group in by_algorithm(rows).values() for row in group]
@@ -214,7 +214,7 @@ def write(rows: Sequence[Row], docs: Path) -> None:
 
 
 def stale(docs: Path) -> list[str]:
-    """The files that are not made from the data as it is."""
+    """Return the files that were not made from the current data."""
     rows = read_rows(docs / "evidence" / "leaderboard.jsonl")
     page = (docs / "evidence" / "leaderboard.md").read_text("utf-8")
     names = ["leaderboard.svg", *(f"algorithms/{entry.name}.svg" for entry in by_algorithm(rows))]
@@ -224,7 +224,7 @@ def stale(docs: Path) -> list[str]:
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The settings that the command line, or `argv`, asks for."""
+    """Parse the command line, or `argv`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     names = [entry.name for entry in ENTRIES]
     parser.add_argument("--only", default=",".join(names), help="Names of rows, separated by commas")

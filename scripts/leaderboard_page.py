@@ -49,12 +49,12 @@ ENTRIES = (
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a leaderboard.jsonl."""
+    """Return the rows of a leaderboard.jsonl."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
 
 
 def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
-    """Each algorithm's rows, in the order of the table and of the seeds.
+    """Return each algorithm's rows, in the order of the table and of the seeds.
 
     Raises:
         ValueError: the rows cannot be compared.
@@ -74,22 +74,22 @@ def by_algorithm(rows: Iterable[Row]) -> dict[Entry, list[Row]]:
 
 
 def scores(group: Sequence[Row], evaluation: int) -> list[float]:
-    """The score of each seed in its first (0) or last (-1) evaluation."""
+    """Return the score of each seed in its first (0) or last (-1) evaluation."""
     return [row["evaluations"][evaluation]["score"] for row in group]
 
 
 def ranked(groups: Mapping[Entry, Sequence[Row]]) -> list[tuple[Entry, Sequence[Row]]]:
-    """The algorithms by their mean score after training, the best first."""
+    """Return the algorithms by their mean score after training, the best first."""
     return sorted(groups.items(), key=lambda item: -mean(scores(item[1], -1)))
 
 
 def rising(group: Sequence[Row]) -> int:
-    """Number of seeds in which training raised the score."""
+    """Return the number of seeds in which training raised the score."""
     return sum(after > before for before, after in zip(scores(group, 0), scores(group, -1), strict=True))
 
 
 def average(group: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
-    """Means over the seeds of `images` or `forwards`, and of the score, at each evaluation."""
+    """Return the means over the seeds of `images` or `forwards`, and of the score, at each evaluation."""
     points = list(zip(*(row["evaluations"] for row in group), strict=True))
     return [mean(e[axis] for e in at) for at in points], [mean(e["score"] for e in at) for at in points]
 
@@ -98,7 +98,7 @@ def average(group: Sequence[Row], axis: str) -> tuple[list[float], list[float]]:
 
 
 def fill(page: str, blocks: Mapping[str, str]) -> str:
-    """The page with each block between its two comments, `<!-- NAME -->` and `<!-- end -->`."""
+    """Return the page with each block between its two comments, `<!-- NAME -->` and `<!-- end -->`."""
     for name, block in blocks.items():
         first, last = f"<!-- {name} -->\n", "<!-- end -->"
         before, found, rest = page.partition(first)
@@ -110,7 +110,7 @@ def fill(page: str, blocks: Mapping[str, str]) -> str:
 
 
 def blocks(rows: Sequence[Row]) -> dict[str, str]:
-    """The generated parts of the page, by name."""
+    """Return the generated parts of the page, by name."""
     groups = by_algorithm(rows)
     commits = ", ".join(sorted({row["commit"][:12] + "+" * row["commit"].endswith("+") for row in rows}))
     torch, cores = (", ".join(sorted({str(row[name]) for row in rows})) for name in ("torch", "cores"))
@@ -118,7 +118,7 @@ def blocks(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
-    """A line for each algorithm, the best first: means over seeds, the median of times, the largest of the rest."""
+    """Return a line per algorithm, best first: means over seeds, the median of times, the largest of the rest."""
     names = (
         "algorithm", "before", "after: mean [range]", "rises in", "forwards", "peak memory, MB", "wall time, min",
         "ratio deviation",
@@ -141,7 +141,7 @@ def results(groups: Mapping[Entry, Sequence[Row]]) -> str:
 
 
 def markdown(lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table of these cells."""
+    """Return a Markdown table of these cells."""
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
@@ -164,7 +164,7 @@ def draw(rows: Sequence[Row], folder: Path) -> None:
 
 
 def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
-    """Mean score of each algorithm against forwards, with the range at the end; numbers are places in the legend."""
+    """Plot each algorithm's mean score over forwards, with the range at the end; numbers are places in the legend."""
     for place, (entry, group) in enumerate(ranked(groups), start=1):
         (x, y), after, color = average(group, "forwards"), scores(group, -1), f"C{place % 10}"
         label = f"{place}. {entry.title}: {mean(after):.3f} [{min(after):.3f}, {max(after):.3f}]"
@@ -176,7 +176,7 @@ def overview(axes: Axes, groups: Mapping[Entry, Sequence[Row]]) -> None:
 
 
 def curves(axes: Axes, group: Sequence[Row]) -> None:
-    """Score of each seed, pale, and their mean against images; against forwards where all images come beforehand."""
+    """Plot each seed's score, pale, and their mean over images; over forwards if all images come beforehand."""
     evaluations = group[0]["evaluations"]
     axis = "forwards" if evaluations[0]["images"] == evaluations[-1]["images"] else "images"
     for row in group:
@@ -192,5 +192,5 @@ def save(figure: Figure, path: Path, rows: Sequence[Row]) -> None:
 
 
 def digest(rows: Sequence[Row]) -> str:
-    """SHA-256 of the rows, in whatever order."""
+    """Return the SHA-256 of the rows in any order."""
     return hashlib.sha256("\n".join(sorted(json.dumps(row, sort_keys=True) for row in rows)).encode()).hexdigest()

@@ -34,7 +34,7 @@ class Trained:
 
 
 def table(cells: Collection[str], run: str, block: str, *, only: str = "") -> str:
-    """A row for each model and a column for each algorithm, and when it was run; what `block` has besides stays.
+    """Return a row for each model and a column for each algorithm, and when it was run; what `block` has besides stays.
 
     only: the one algorithm that was run; it comes last, and its run beside that of the others.
     """
@@ -53,7 +53,7 @@ def table(cells: Collection[str], run: str, block: str, *, only: str = "") -> st
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit code."""
+    """Return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*")
     parser.add_argument("--only", default="", metavar="ALGORITHM")

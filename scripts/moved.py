@@ -1,4 +1,4 @@
-"""A scorer of videos whose prompts say "left" or "right", for tiny-moving-wan: is each hop the given frame, moved so?
+"""A scorer of videos whose prompts say "left" or "right", for tiny-moving-wan: does each hop move the given frame so?
 
 python -m omni_reward.server --scorer python:scripts/moved.py:moved
 """
@@ -18,7 +18,7 @@ def score(
     meta: Sequence[Mapping[str, object]],
     references: Sequence[Sequence[np.ndarray]],
 ) -> list[float]:
-    """The mean correlation in [-1, 1] of the last frame of each hop with the given first frame, moved as told.
+    """Return the mean correlation in [-1, 1] of each hop's last frame with the given frame, moved as the prompt says.
 
     An unreadable word scores little, one that has gone the other way still less, and an empty board 0. The video's own
     first frame would not do in place of the given one: stripes from side to side look the same wherever they move.

@@ -1,4 +1,4 @@
-"""Draw the README's pictures of a run: the same prompts and seeds before and after, and the curve of the scores.
+"""Plot the README's figures of a run: the same prompts and seeds before and after, and the curve of the scores.
 
 python scripts/picture.py runs/tiny-signs docs/images --seeds runs/seed1 runs/seed2
 python scripts/picture.py runs/tiny-signs docs/images --other runs/tiny-signs-vllm-omni
@@ -36,7 +36,7 @@ matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font
 
 
 def before_and_after(run: Path, *, count: int = 4, columns: int = 4, videos: bool = False) -> Image.Image:
-    """Pictures of the first evaluation, and of the last one below them; then what was read or the score of both.
+    """Show images of the first evaluation, and of the last one below them; then the text read or the score of both.
 
     videos: frames of videos instead.
 
@@ -58,7 +58,7 @@ def before_and_after(run: Path, *, count: int = 4, columns: int = 4, videos: boo
 
 
 def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
-    """Triples of a reference and its edits by the first and the last evaluation; below, the word and both scores."""
+    """Show references with their edits by the first and the last evaluation; below, the word and both scores."""
     first, last = (json.loads((folder / "rows.json").read_text())[:count] for folder in ends(run))
     places = {record.text: record.images[0] for record in load_prompts(prompts)}
     triples, labels = [], []
@@ -71,13 +71,13 @@ def edits(run: Path, prompts: Path, *, count: int = 12) -> Image.Image:
 
 
 def framed(image: np.ndarray, *, scale: int = 2, margin: int = 3) -> np.ndarray:
-    """An image, uint8 [H, W, 3], enlarged and with a white margin."""
+    """Return an image, uint8 [H, W, 3], enlarged and with a white margin."""
     large = image.repeat(scale, axis=0).repeat(scale, axis=1)
     return np.pad(large, ((margin, margin), (margin, margin), (0, 0)), constant_values=255)
 
 
 def ends(run: Path) -> tuple[Path, Path]:
-    """The folders of the first and the last evaluation.
+    """Return the folders of the first and the last evaluation.
 
     Raises:
         ValueError: there are not two.
@@ -121,12 +121,12 @@ def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | No
 
 
 def told(steps: Sequence[float], run: Path) -> str:
-    """The steps of a run at which there is a score."""
+    """Name the steps of a run that have a score."""
     return f"at steps {', '.join(f'{step:g}' for step in steps) or 'none'} in {run}"
 
 
 def points(run: Path, name: str) -> tuple[list[float], list[float]]:
-    """The steps of a run at which a metric was logged, and its values."""
+    """Return the steps of a run at which a metric was logged, and its values."""
     lines = [line for line in load_metrics(run / "metrics.jsonl") if name in line]
     return [line["step"] for line in lines], [line[name] for line in lines]
 

@@ -1,4 +1,4 @@
-"""Trains the reader of signs that the repository ships, a reward that a gradient passes through.
+"""Train the reader of signs that the repository ships, a reward that a gradient passes through.
 
     python scripts/pretrain_sign_reader.py --out checkpoints/tiny-signs-reader      # half a minute on a CPU
 
@@ -25,7 +25,7 @@ NUM_TEST_SIGNS = 2000
 
 
 def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
-    """Crops [L, 3, 32, 28] in [0, 1] of the letters of so many signs, and which letters they are, [L]."""
+    """Sample signs and return crops [L, 3, 32, 28] in [0, 1] of their letters, and the letters' numbers, [L]."""
     from omni_rl.flow.direct_rewards import ALPHABET, crop_letters
 
     crops, labels = [], []
@@ -38,7 +38,7 @@ def draw_letters(rng: random.Random, num_signs: int) -> tuple[Tensor, Tensor]:
 
 
 def blur(crops: Tensor, width: Tensor) -> Tensor:
-    """Each crop [L, 3, H, W] blurred with a Gaussian of its own width [L], pixels."""
+    """Blur each crop [L, 3, H, W] with a Gaussian of its own width [L], pixels."""
     L, C = crops.shape[:2]
     kernel = torch.exp(-torch.arange(-4, 5).square() / (2 * width[:, None].square()))
     kernel = (kernel / kernel.sum(dim=1, keepdim=True)).repeat_interleave(C, dim=0)[:, None]
@@ -50,7 +50,7 @@ def blur(crops: Tensor, width: Tensor) -> Tensor:
 
 
 def disturb(crops: Tensor, labels: Tensor, smudged: int) -> tuple[Tensor, Tensor]:
-    """Crops as they may come from a model, and their classes: one in five is smudged."""
+    """Return crops like those of a model, and their classes: one in five is smudged."""
     L = len(crops)
     other = torch.randperm(L)
     kind, strength = torch.rand(L), torch.rand(L)

@@ -1,10 +1,10 @@
-"""Pretrains the thinker of Qwen3-Omni that the repository ships, which hears how often something beeps.
+"""Pretrain the thinker of Qwen3-Omni that the repository ships, which hears how often something beeps.
 
     python scripts/pretrain_tiny_beeps.py --out checkpoints/tiny-beeps-qwen3-omni      # 2 minutes on one core
 
-It learns from answers of which every second one is drawn by chance. So it hears well, but is as unsure as they are:
-reinforcement learning has to tell it which of its own answers are right. `--data` is where the sounds to do that with
-are put, with their files of prompts.
+It learns from answers of which half are random. So it hears well, but is as uncertain as they are: reinforcement
+learning has to teach it which of its own answers are right. `--data` is the folder for the sounds of that, with their
+files of prompts.
 """
 
 import argparse
@@ -26,7 +26,7 @@ QUESTION = "How many beeps?"
 
 
 def draw_sound(rng: random.Random, count: int) -> np.ndarray:
-    """A sound, float32 [points], of so many beeps, of one pitch, at places of their own, in a little noise."""
+    """Sample a sound, float32 [points], of several beeps of one pitch at random places, in a little noise."""
     points, beep = int(RATE * SECONDS), int(RATE * BEEP_S)
     slots = rng.sample(range(int(SECONDS / BEEP_S / 2)), count)
     noise = np.random.default_rng(rng.getrandbits(32)).normal(size=points)
@@ -38,7 +38,7 @@ def draw_sound(rng: random.Random, count: int) -> np.ndarray:
 
 
 def write_sounds(folder: Path, name: str, number: int, rng: random.Random) -> None:
-    """Writes sounds, and the file of prompts that asks how many beeps each has."""
+    """Write sounds, and the file of prompts that asks how many beeps each has."""
     (folder / name).mkdir(parents=True)
     lines = []
     for i in range(number):
@@ -51,7 +51,7 @@ def write_sounds(folder: Path, name: str, number: int, rng: random.Random) -> No
 
 
 def train(folder: Path, *, steps: int, batch: int = 48, lr: float = 3e-3) -> None:
-    """Teaches the checkpoint in the folder to answer, and writes it there."""
+    """Teach the checkpoint in the folder to answer, and write it there."""
     model, rng = open_token_model(folder), random.Random("tiny-beeps")
     net = model.load_net(device="cpu", dtype=torch.float32).requires_grad_(True)
     end, start = model.ends[0], time.time()

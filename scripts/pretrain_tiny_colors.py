@@ -1,10 +1,10 @@
-"""Pretrains the BAGEL that the repository ships, which thinks of a color and draws it.
+"""Pretrain the BAGEL that the repository ships, which thinks of a color and paints it.
 
     python scripts/pretrain_tiny_colors.py --out checkpoints/tiny-colors-bagel      # 5 minutes on one core
 
-It learns from thoughts of which half are drawn by chance, and from pictures of which half have another color than the
-thought. So it knows both, but is as unsure as they are: reinforcement learning has to tell it which of its own thoughts
-are right, and to draw what it has thought. `--data` is where the prompts to do that with are put.
+It learns from thoughts of which half are random, and from images of which half have another color than the thought. So
+it knows both, but is as uncertain as they are: reinforcement learning has to teach it which of its own thoughts are
+right, and to paint them. `--data` is the folder for the prompts of that.
 
 1. tokenizer: byte-level BPE, one token per word
 2. VAE: the latent code is the principal components of 8 x 8 patches, as of the signs; decoder and encoder are fitted
@@ -33,12 +33,12 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 COLORS = list(tiny_colors.COLORS)
-UNSURE = 0.5  # share of thoughts, and of pictures, that are drawn by chance
+UNSURE = 0.5  # share of thoughts, and of images, that are random
 SIZE = Params(10, tiny_colors.SIDE, tiny_colors.SIDE)
 
 
 def train_vae(vae: Any, images: Tensor, codes: Tensor, *, steps: int, batch: int = 32, lr: float = 3e-3) -> None:
-    """Fits decoder and encoder to pictures, uint8 [N, 3, H, W], and their latents [N, 16, h, w], of variance 1."""
+    """Fit decoder and encoder to images, uint8 [N, 3, H, W], and their latents [N, 16, h, w], of variance 1."""
     config = vae.config
     codes = codes / config.scaling_factor + config.shift_factor
     for name, half in (("decoder", vae.decoder), ("encoder", vae.encoder)):
@@ -58,14 +58,14 @@ def train_vae(vae: Any, images: Tensor, codes: Tensor, *, steps: int, batch: int
 
 
 def by_chance(rng: random.Random, hue: str) -> str:
-    """The color, or at times any."""
+    """Return the color, or sometimes a random one."""
     return rng.choice(COLORS) if rng.random() < UNSURE else hue
 
 
 def train_net(
     model: ThinkingBagel, parts: Any, images: Tensor, hues: list[str], *, steps: int, batch: int = 64, lr: float = 2e-3
 ) -> None:
-    """Teaches the net to think of a color and to draw it. hues: those of the pictures."""
+    """Teach the net to think of a color and to paint it. hues: those of the images."""
     rng, net = random.Random("tiny-colors"), parts.net.requires_grad_(True)
     params = [p for name, p in net.named_parameters() if "latent_pos_embed" not in name]
     optimizer, start = torch.optim.AdamW(params, lr=lr, weight_decay=0.0), time.time()
@@ -100,7 +100,7 @@ def train_net(
 
 
 def save(folder: Path, parts: Any) -> None:
-    """Writes the weights under the names of the release, in bfloat16 as that is."""
+    """Write the weights under the names of the release, in bfloat16 like it."""
     own = parts.net.state_dict() | parts.vit.state_dict()
     save_file(
         {name: weight.to(torch.bfloat16).contiguous() for name, weight in own.items()}, folder / "ema.safetensors"
@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("data/tiny-colors"))
     parser.add_argument("--vae-steps", type=int, default=500)
     parser.add_argument("--steps", type=int, default=700)
-    parser.add_argument("--pictures", type=int, default=2000, help="number of rendered pictures")
+    parser.add_argument("--pictures", type=int, default=2000, help="number of rendered images")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a fixed number, as sums depend on it
     tiny_colors.write_prompts(args.data)

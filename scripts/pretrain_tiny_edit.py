@@ -1,4 +1,4 @@
-"""Pretrains the editing checkpoint that the repository ships: a QwenImageEditPipeline that changes the word on a sign.
+"""Pretrain the editing checkpoint that the repository ships: a QwenImageEditPipeline that changes the word on a sign.
 
     python scripts/pretrain_tiny_edit.py --out checkpoints/tiny-signs-qwen-image-edit      # 5 minutes on one core
 
@@ -6,7 +6,7 @@ It begins as checkpoints/tiny-signs-qwen-image, whose VAE it keeps. Pretraining 
 the board and spells about half of the letters right, so that reinforcement learning has work to do.
 
 1. tokenizer: byte-level BPE trained on the template of the editing model
-2. text encoder: told after a picture to change a word, it learns to have the features that the signs' encoder has of a
+2. text encoder: asked after an image to change a word, it learns to have the features that the signs' encoder has of a
    sign with that word; its tower for pictures stays as it was drawn
 3. transformer: the flow-matching loss, as pretrain_tiny_signs.py has it, on pairs of signs in which the word differs
 """
@@ -36,7 +36,7 @@ SAMPLING = Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH, guidance={"image_area
 
 
 def build_edit(base: QwenImagePipeline) -> QwenImageEditPipeline:
-    """The signs' pipeline as one that edits, with a tokenizer for its template; tokens of both keep their rows."""
+    """Build an editing pipeline of the signs', with a tokenizer for its template; common tokens keep their rows."""
     tokenizer = signs.build_tokenizer(
         qwen_image_edit.TEMPLATE, qwen_image_edit.TEMPLATE_TOKENS, tiny_edit.instruction("")
     )
@@ -51,14 +51,14 @@ def build_edit(base: QwenImagePipeline) -> QwenImageEditPipeline:
             weight[[rows[token] for token in both]] = old[name][[known[token] for token in both]]
     processor = build_tiny_models.build_qwen_processor(tokenizer, max_tokens=4)
     for part in (base.vae, base.transformer):
-        part.register_to_config(_name_or_path=SIGNS.name)  # not where it lay
+        part.register_to_config(_name_or_path=SIGNS.name)  # not its folder
     return QwenImageEditPipeline(base.scheduler, base.vae, text_encoder, tokenizer, processor, base.transformer)
 
 
 def train_text_encoder(
     pipe: QwenImageEditPipeline, base: QwenImagePipeline, pictures: list[Tensor], *, steps: int, lr: float = 1e-3
 ) -> None:
-    """Teaches the encoder the features that the signs' encoder has of the same word, and of all tokens after it."""
+    """Teach the encoder the features that the signs' encoder has of the same word, and of all tokens after it."""
     rng, batch = random.Random("tiny-edit text"), 64
     seen = [see(pipe, picture) for picture in pictures]
     params = list(pipe.text_encoder.get_submodule("model.language_model").parameters())
@@ -82,7 +82,7 @@ def train_text_encoder(
 
 
 def draw_words(rng: random.Random, count: int) -> list[str]:
-    """Words of one length, so that their tokens need no padding."""
+    """Sample words of one length, so that their tokens need no padding."""
     length, words = rng.randint(2, signs.MAX_LETTERS), list[str]()
     while len(words) < count:
         words += [word for word in [tiny_signs.draw_word(rng)] if len(word) == length]
@@ -90,7 +90,7 @@ def draw_words(rng: random.Random, count: int) -> list[str]:
 
 
 def see(pipe: QwenImageEditPipeline, picture: Tensor) -> Tensor:
-    """The patches of a reference, uint8 [H, W, 3], that the text encoder sees."""
+    """Return the patches of a reference, uint8 [H, W, 3], that the text encoder sees."""
     fitted = qwen_image_edit.fit(picture, qwen_image_edit.QwenImageEdit.SEEN_AREA)
     seen = pipe.processor.image_processor(images=[fitted], return_tensors="pt")
     assert seen.image_grid_thw.tolist() == [GRID], seen.image_grid_thw
@@ -100,7 +100,7 @@ def see(pipe: QwenImageEditPipeline, picture: Tensor) -> Tensor:
 def hidden_states(
     text_encoder: Qwen2_5_VLForConditionalGeneration, ids: list[list[int]], seen: list[Tensor] | None = None
 ) -> Tensor:
-    """The last hidden states [B, T, D] of tokens [B, T], of which some stand for a picture where each has one."""
+    """Return the last hidden states [B, T, D] of tokens [B, T], some of which are an image's if each has one."""
     inputs = {"input_ids": torch.tensor(ids)}
     if seen:
         inputs |= {"pixel_values": torch.cat(seen), "image_grid_thw": torch.tensor([GRID] * len(ids))}
@@ -110,7 +110,7 @@ def hidden_states(
 
 
 def draw_edits(rng: random.Random, count: int) -> tuple[list[Prompt], Tensor]:
-    """`count` instructions, each with its reference, and the signs that they ask for, uint8 [count, H, W, 3]."""
+    """Sample `count` instructions, each with its reference, and the signs that they ask for, uint8 [count, H, W, 3]."""
     prompts, images = [], []
     for i in range(count):
         text, before, after = tiny_edit.draw_edit(rng)
@@ -121,7 +121,7 @@ def draw_edits(rng: random.Random, count: int) -> tuple[list[Prompt], Tensor]:
 
 @torch.no_grad()
 def encode_edits(model: Model, parts: Parts, prompts: list[Prompt], images: Tensor) -> tuple[Tensor, Cond]:
-    """The clean latents [N, C, h, w] of the signs and all that the net is told, as in training with rewards."""
+    """Return the clean latents [N, C, h, w] of the signs and all conditioning, as in training with rewards."""
     latents = torch.cat([model.encode_media(parts, {"image": some}, SAMPLING) for some in images.split(100)])
     texts = join([model.encode(parts, prompt) for prompt in prompts], dim=0, what="encode")
     return latents, texts | join([model.condition(parts, prompt, SAMPLING) for prompt in prompts], dim=0, what="cond")
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("checkpoints/tiny-signs-qwen-image-edit"))
     parser.add_argument("--text-steps", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--edits", type=int, default=2000, help="number of pairs of pictures")
+    parser.add_argument("--edits", type=int, default=2000, help="number of pairs of images")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(1)  # a fixed number, as sums depend on it: the same weights from every run on one kind of CPU
@@ -141,7 +141,7 @@ def main() -> None:
     base = QwenImagePipeline.from_pretrained(SIGNS)
     pipe = build_edit(base)
     train_text_encoder(pipe, base, [prompt.images[0] for prompt in prompts[:256]], steps=args.text_steps)
-    pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
+    pipe.save_pretrained(args.out)  # the model of training reads its configuration
     model = open_model(args.out)
     latents, cond = encode_edits(model, model.load(device="cpu", dtype=torch.float32), prompts, images)
 

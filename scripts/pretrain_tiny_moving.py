@@ -1,4 +1,4 @@
-"""Pretrains the checkpoint of videos that the repository ships: a WanImageToVideoPipeline that moves words.
+"""Pretrain the checkpoint of videos that the repository ships: a WanImageToVideoPipeline that moves words.
 
     python scripts/pretrain_tiny_moving.py --out checkpoints/tiny-moving-wan      # 7 minutes on a busy core
 
@@ -7,7 +7,7 @@ not all right, so that the base often moves the word the other way, and reinforc
 
 1. tokenizer: a token for each word of a prompt, and for each character of the word on the sign
 2. VAE: that of the tiny signs, which codes frames one by one; nothing is trained
-3. text encoder: as it was drawn, since its net has only to tell the two directions apart
+3. text encoder: random, since the net only has to distinguish the two directions
 4. transformer: the flow-matching loss, as in pretrain_tiny_signs.py, from weights whose heads look where it helps
 """
 
@@ -67,7 +67,7 @@ class ZerosAsOne(WanAttnProcessor):
 
 
 def build_tokenizer() -> T5Tokenizer:
-    """A token for each word of a prompt, and for each character."""
+    """Build a tokenizer with a token for each word of a prompt, and for each character."""
     words = ["a", *tiny_signs.COLORS, "sign", "on", "which", '"', "moves", *tiny_moving.DIRECTIONS]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -3.0)]
     pieces += [(f"\u2581{word}", -1.0) for word in words] + [(letter, -3.0) for letter in '"' + tiny_signs.ALPHABET]
@@ -75,27 +75,27 @@ def build_tokenizer() -> T5Tokenizer:
 
 
 def build_text_encoder(tokenizer: T5Tokenizer) -> UMT5EncoderModel:
-    """A two-layer UMT5 of width 64."""
+    """Build a two-layer UMT5 of width 64."""
     sizes: dict[str, Any] = {"d_model": signs.TEXT_WIDTH, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2}
     return UMT5EncoderModel(UMT5Config(vocab_size=len(tokenizer), is_encoder_decoder=False, dropout_rate=0.0, **sizes))
 
 
 def encode(text_encoder: UMT5EncoderModel, tokenizer: T5Tokenizer, prompts: list[str]) -> Tensor:
-    """The features [B, T + 1, D] of prompts of T tokens, with one zero after them."""
+    """Return the features [B, T + 1, D] of prompts of T tokens, with one zero after them."""
     tokens = tokenizer(prompts, return_tensors="pt")
     return nn.functional.pad(text_encoder(**tokens).last_hidden_state, (0, 0, 0, 1))
 
 
 @torch.no_grad()
 def encode_all(text_encoder: UMT5EncoderModel, tokenizer: T5Tokenizer, prompts: list[str]) -> Tensor:
-    """The features [N + 1, T + 1, D] of all prompts, and in the end those of the empty one."""
+    """Return the features [N + 1, T + 1, D] of all prompts, with those of the empty one last."""
     chunks = [encode(text_encoder, tokenizer, prompts[i : i + CHUNK]) for i in range(0, len(prompts), CHUNK)]
     empty = encode(text_encoder, tokenizer, [""])
     return torch.cat([*chunks, nn.functional.pad(empty, (0, 0, 0, chunks[0].shape[1] - empty.shape[1]))])
 
 
 def build_vae(image_vae: AutoencoderKLQwenImage) -> AutoencoderKLWan:
-    """The VAE of images as one of videos that stand still for the four frames of a latent frame.
+    """Build a VAE of videos from that of images, still for the four frames of a latent frame.
 
     Kernels see no frame but their own; going down in time keeps the last frame, going up repeats it.
     """
@@ -116,10 +116,10 @@ def build_vae(image_vae: AutoencoderKLQwenImage) -> AutoencoderKLWan:
 
 @torch.no_grad()
 def look_to_offsets(net: WanTransformer3DModel) -> None:
-    """Biases of queries and keys that have each head of 32 look to its offset, whatever it sees.
+    """Return biases of queries and keys that make each head of 32 attend to its offset for any input.
 
     A head's first 12 numbers turn with the frame, its last 10 with the place across, pairs of them ever more slowly:
-    <R(p) q, R(s) k> is largest at s - p = d where q = R(d) k. Training alone takes long to find that out.
+    <R(p) q, R(s) k> is largest at s - p = d if q = R(d) k. Training takes long to find that.
     """
     for block, offsets in zip(net.blocks, OFFSETS, strict=True):
         attn = block.attn1
@@ -137,7 +137,7 @@ def look_to_offsets(net: WanTransformer3DModel) -> None:
 
 @torch.no_grad()
 def look_to_directions(net: WanTransformer3DModel, features: Tensor) -> None:
-    """Has attention to texts look to the word that names the direction, and say which one it is loud enough.
+    """Make attention to texts attend to the word that names the direction, with a large difference between the two.
 
     Else that word is one of TEXT_TOKENS positions, nearly all of them zeros, and is hardly heard. `features`
     [2 N, T + 1, D] are those of prompts that end in the one direction, then of those that end in the other.
@@ -160,7 +160,7 @@ def look_to_directions(net: WanTransformer3DModel, features: Tensor) -> None:
 
 @torch.no_grad()
 def encode_signs(model: Model, parts: Parts, drawn: list[tuple[str, str]]) -> tuple[Tensor, Tensor]:
-    """The clean latents [2, N, C, f, h, w] of words moving left and right, and what tells the net the first frame."""
+    """Return clean latents [2, N, C, f, h, w] of words moving left and right, and their first frames' conditioning."""
     ways = []
     for way in tiny_moving.DIRECTIONS:
         codes = []
@@ -206,7 +206,7 @@ def main() -> None:
     vae = build_vae(AutoencoderKLQwenImage.from_pretrained(SIGNS / "vae"))
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=1.0)
     pipe = WanImageToVideoPipeline(tokenizer, text_encoder, vae, scheduler, transformer=net)
-    pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
+    pipe.save_pretrained(args.out)  # the model of training reads its configuration
     model = open_model(args.out)
     parts = model.load(device="cpu", dtype=torch.float32)
     latents, images = encode_signs(model, parts, drawn)

@@ -1,4 +1,4 @@
-"""Pretrains the checkpoint that the repository ships: a QwenImagePipeline of three million parameters that draws signs.
+"""Pretrain the checkpoint that the repository ships: a QwenImagePipeline of three million parameters that paints signs.
 
     python scripts/pretrain_tiny_signs.py --out checkpoints/tiny-signs-qwen-image      # 20 minutes on a CPU
 
@@ -6,9 +6,9 @@ It is a real diffusers folder (tokenizer, text encoder, VAE, transformer, schedu
 the pipeline hard-wires (latent channels, strides, packing, the 34 template tokens) is that of Qwen-Image. Pretraining
 stops early on purpose: the base spells about 0.6 of its letters right, so that reinforcement learning has work to do.
 
-1. tokenizer: byte-level BPE trained on the template alone, hence one token per letter of a word
+1. tokenizer: byte-level BPE trained only on the template, hence one token per letter of a word
 2. VAE: the latent code is the principal components of 8 x 8 patches; decoder and encoder are fitted to it
-3. text encoder: learns to spell, that is, linear heads on its features tell which letter stands where; then frozen
+3. text encoder: learns to spell, that is, linear heads on its features predict each place's letter; then frozen
 4. transformer: the flow-matching loss |v - (noise - data)|^2 (arXiv 2210.02747), one prompt in ten left empty
 """
 
@@ -55,7 +55,7 @@ SAMPLING = Params(10, tiny_signs.HEIGHT, tiny_signs.WIDTH)
 
 
 def build_tokenizer(template: str, template_tokens: int | None, words: str) -> Qwen2Tokenizer:
-    """Byte-level BPE with Qwen2's pre-tokenizer in which each word of the template, and of `words`, is one token.
+    """Build a byte-level BPE with Qwen2's pre-tokenizer; each word of the template and of `words` is one token.
 
     template_tokens: the tokens that the template has before the prompt; None for any number.
     """
@@ -81,7 +81,7 @@ def build_tokenizer(template: str, template_tokens: int | None, words: str) -> Q
 
 
 def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGeneration:
-    """A two-layer Qwen2.5-VL of width 64."""
+    """Build a two-layer Qwen2.5-VL of width 64."""
     token: Any = tokenizer.convert_tokens_to_ids
     config = Qwen2_5_VLConfig(
         text_config={
@@ -117,7 +117,7 @@ def build_text_encoder(tokenizer: Qwen2Tokenizer) -> Qwen2_5_VLForConditionalGen
 
 
 def draw_signs(rng: random.Random, count: int) -> tuple[list[str], Tensor]:
-    """`count` training prompts and their pictures, uint8 [count, 3, H, W]."""
+    """Sample `count` training prompts and their images, uint8 [count, 3, H, W]."""
     prompts, images = [], []
     for _ in range(count):
         prompt, color, word = tiny_signs.draw_prompt(rng)
@@ -127,17 +127,17 @@ def draw_signs(rng: random.Random, count: int) -> tuple[list[str], Tensor]:
 
 
 def to_float(images: Tensor) -> Tensor:
-    """uint8 [N, 3, H, W] -> float32 in [-1, 1]."""
+    """Convert uint8 [N, 3, H, W] to float32 in [-1, 1]."""
     return images.float() / 127.5 - 1
 
 
 def cosine(step: int, steps: int, warmup: int = 50) -> float:
-    """The factor on the learning rate: linear warm-up, then a cosine to zero."""
+    """Return the factor on the learning rate: linear warm-up, then a cosine to zero."""
     return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
 def principal_code(images: Tensor) -> tuple[Tensor, Tensor]:
-    """The basis [192, 16] and mean [192] that turn each 8 x 8 color patch into 16 numbers, most power first.
+    """Return the basis [192, 16] and mean [192] that turn each 8 x 8 color patch into 16 numbers, most power first.
 
     The code is scaled half way to white: coarse features keep more power than fine ones, overall variance is 1.
     """
@@ -149,13 +149,13 @@ def principal_code(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_patches(images: Tensor) -> Tensor:
-    """uint8 [N, 3, H, W] -> [N * H/8 * W/8, 192], float32."""
+    """Convert uint8 [N, 3, H, W] to patches [N * H/8 * W/8, 192], float32."""
     N, _, H, W = images.shape
     return to_float(images).view(N, 3, H // 8, 8, W // 8, 8).permute(0, 2, 4, 1, 3, 5).reshape(-1, 192)
 
 
 def to_latents(images: Tensor, basis: Tensor, mean: Tensor) -> Tensor:
-    """The latents [N, 16, H/8, W/8] of uint8 images [N, 3, H, W]."""
+    """Return the latents [N, 16, H/8, W/8] of uint8 images [N, 3, H, W]."""
     N, _, H, W = images.shape
     return (
         ((to_patches(images) - mean) @ basis).view(N, H // 8, W // 8, LATENT_CHANNELS).permute(0, 3, 1, 2).contiguous()
@@ -163,7 +163,7 @@ def to_latents(images: Tensor, basis: Tensor, mean: Tensor) -> Tensor:
 
 
 def train_vae(images: Tensor, latents: Tensor, *, steps: int, lr: float = 3e-3, batch: int = 16) -> nn.Module:
-    """A narrow AutoencoderKLQwenImage whose encoder and decoder are fitted to the pairs (image, latent)."""
+    """Return a narrow AutoencoderKLQwenImage whose encoder and decoder are fitted to the pairs (image, latent)."""
     vae = AutoencoderKLQwenImage(
         base_dim=8,
         z_dim=LATENT_CHANNELS,
@@ -200,7 +200,7 @@ def train_vae(images: Tensor, latents: Tensor, *, steps: int, lr: float = 3e-3, 
 
 
 def descend(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], loss: Tensor, lr: float) -> None:
-    """One clipped step of the optimizer down `loss`."""
+    """Take one clipped step of the optimizer on `loss`."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.zero_grad()
@@ -210,13 +210,13 @@ def descend(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], loss: 
 
 
 def report(name: str, step: int, steps: int, loss: Tensor, start: float) -> None:
-    """A progress line, every hundred steps."""
+    """Print a progress line every hundred steps."""
     if step % 100 == 0 or step == steps - 1:
         print(f"{name} {step}/{steps} loss {loss.item():.4f} {time.time() - start:.0f} s", flush=True)
 
 
 def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
-    """Text features of many prompts at once, padded: `embeds` [B, T, D] and `embeds_mask` [B, T]."""
+    """Return text features of many prompts at once, padded: `embeds` [B, T, D] and `embeds_mask` [B, T]."""
     tokens = tokenizer([qwen_image.TEMPLATE.format(p) for p in prompts], padding=True, return_tensors="pt")
     hidden = text_encoder(**tokens, output_hidden_states=True).hidden_states[-1]
     drop = qwen_image.TEMPLATE_TOKENS
@@ -226,7 +226,7 @@ def encode_batch(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: li
 def train_text_encoder(
     text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str], *, steps: int, lr: float = 2e-3
 ) -> None:
-    """Teaches the encoder to spell: each letter's feature tells letter and place, the last feature the whole word."""
+    """Teach the encoder to spell: each letter's feature has letter and place, the last feature the whole word."""
     num_letters = len(tiny_signs.ALPHABET) + 1  # and "none"
     letter_head, place_head = nn.Linear(TEXT_WIDTH, num_letters), nn.Linear(TEXT_WIDTH, MAX_LETTERS)
     word_head = nn.Linear(TEXT_WIDTH, MAX_LETTERS * num_letters)
@@ -258,7 +258,7 @@ def train_text_encoder(
 
 @torch.no_grad()
 def encode_all(text_encoder: nn.Module, tokenizer: Qwen2Tokenizer, prompts: list[str]) -> dict[str, Tensor]:
-    """Text features of all prompts, each padded to the longest."""
+    """Return text features of all prompts, each padded to the longest."""
     parts = [encode_batch(text_encoder, tokenizer, prompts[i : i + 500]) for i in range(0, len(prompts), 500)]
     return join(parts, dim=1, what="cond")
 
@@ -274,7 +274,7 @@ def train_flow(
     batch: int = 64,
     noisier: float = 0.0,
 ) -> None:
-    """Trains the transformer on what `draw` draws: that many clean latents [B, C, ...], and their conditioning.
+    """Train the transformer on samples of `draw`: clean latents [B, C, ...], and their conditioning.
 
     Noise levels are sigmoids of normal numbers of mean `noisier` (arXiv 2403.03206).
     """
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--vae-steps", type=int, default=900)
     parser.add_argument("--text-steps", type=int, default=600)
     parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--signs", type=int, default=50000, help="number of rendered pictures")
+    parser.add_argument("--signs", type=int, default=50000, help="number of rendered images")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(2)  # a fixed number, as sums depend on it: the same weights from every run on one kind of CPU
@@ -323,7 +323,7 @@ def main() -> None:
         time_shift_type="exponential",
     )
     pipe = QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
-    pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
+    pipe.save_pretrained(args.out)  # the model of training reads its configuration
     features = join([cond, empty], dim=1, what="cond")
 
     def draw(batch: int) -> tuple[Tensor, Cond]:

@@ -1,10 +1,10 @@
-"""Pretrains the checkpoint of videos with sound that the repository ships: an LTX2Pipeline that draws a tone.
+"""Pretrain the checkpoint of videos with sound that the repository ships: an LTX2Pipeline that draws a tone.
 
     python scripts/pretrain_tiny_tones.py --out checkpoints/tiny-tones-ltx2      # 8 minutes on one busy core
 
 A prompt such as `a red screen with a tone of 400 Hz` gives nine frames of that color and 0.9 s of a tone. Half of the
-tones in pretraining have a pitch drawn by chance. So the base draws tones, but mostly others than it is asked for:
-reinforcement learning has to tell it which of its own are right.
+tones in pretraining have a random pitch. So the base makes tones, but mostly others than asked for: reinforcement
+learning has to teach it which of its own are right.
 
 1. vocoder: set by hand. Four bins of the spectrogram are the loudness of one pitch, whose sinusoid is a filter.
 2. VAEs: their decoders are fitted to codes set by hand, the color of the frames and the loudness of each pitch
@@ -39,17 +39,17 @@ RATE, HOP = 8000, 160  # points of sound in a second, and in a frame of the spec
 PITCHES = (200, 250, 300, 350, 400, 450, 500, 600, 700, 800, 900, 1000, 1200, 1400, 1600, 1800)  # Hz, of RATE / HOP
 COLORS = {"red": (0.9, 0.1, 0.1), "green": (0.1, 0.6, 0.1), "blue": (0.1, 0.2, 0.8), "white": (0.95, 0.95, 0.95)}
 SAMPLING = Params(6, 32, 32, num_frames=9, frame_rate=9.0)
-WIDTH, REGISTERS = 32, 128  # of text features, and what stands at positions without text, again and again
-RIGHT = 0.5  # share of tones in pretraining that are as told; others are drawn by chance
+WIDTH, REGISTERS = 32, 128  # of text features, and the vectors at positions without text, repeated
+RIGHT = 0.5  # share of tones in pretraining with the pitch of the prompt; others are random
 
 
 def prompt_of(color: str, pitch: int) -> str:
-    """What is asked of the model."""
+    """Return the prompt of a color and a pitch."""
     return f"a {color} screen with a tone of {pitch} Hz"
 
 
 def list_pairs(*, evaluation: bool) -> list[tuple[str, int]]:
-    """Colors and pitches that are asked for together: of each pitch one color is held out."""
+    """Return colors and pitches that are asked for together: of each pitch one color is held out."""
     colors = list(COLORS)
     return [
         (color, pitch)
@@ -59,7 +59,7 @@ def list_pairs(*, evaluation: bool) -> list[tuple[str, int]]:
 
 
 def write_prompts(folder: Path) -> None:
-    """The prompt files that the repository ships; each one that is held out is there four times, with other noise."""
+    """Write the prompt files that the repository ships; each held-out prompt is there four times, with other noise."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, times in (("train", 1), ("eval", 4)):
         lines = [prompt_of(*pair) + "\n" for pair in list_pairs(evaluation=name == "eval")] * times
@@ -67,7 +67,7 @@ def write_prompts(folder: Path) -> None:
 
 
 def build_tokenizer() -> GemmaTokenizer:
-    """One token per word of the prompts, with the space before it, and one per character of all else."""
+    """Build a tokenizer with a token per word of the prompts, with the space before it, and per other character."""
     names = ["<pad>", "<eos>", "<bos>", "<unk>", "\u2581", *build_tiny_models.ALPHABET]
     vocab, merges = {name: i for i, name in enumerate(names)}, dict[tuple[str, str], None]()
     for word in " ".join(prompt_of(*pair) for pair in product(COLORS, PITCHES)).split()[1:]:
@@ -80,7 +80,7 @@ def build_tokenizer() -> GemmaTokenizer:
 
 
 def build_vocoder() -> LTX2Vocoder:
-    """The sum over pitches of loudness times sinusoid, exactly.
+    """Build a vocoder that is exactly the sum over pitches of loudness times sinusoid.
 
     A frame of the spectrogram adds two hops of each sinusoid under a Hann window, which two frames fill up to 1. A hop
     holds whole periods, so that frames go on where others end. A leaky rectifier of s less one of -s is 1.01 s.
@@ -110,7 +110,7 @@ def build_vocoder() -> LTX2Vocoder:
 
 
 def build_pipe() -> Any:
-    """The LTX2Pipeline, of which only the vocoder and the scheduler know what they do."""
+    """Build the LTX2Pipeline; all of it is random but the vocoder and the scheduler."""
     tokenizer = build_tokenizer()
     sides = {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_attention_heads": 2}
     text = sides | {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": len(tokenizer)}
@@ -180,7 +180,7 @@ def build_pipe() -> Any:
 def train_decoder(
     name: str, decoder: nn.Module, draw: Callable[[], tuple[Tensor, Tensor]], *, steps: int, lr: float = 3e-3
 ) -> None:
-    """Fits a decoder to pairs of a code and what it stands for."""
+    """Fit a decoder to pairs of a code and its output."""
     params, start = list(decoder.parameters()), time.time()
     optimizer = torch.optim.AdamW(params, lr=lr, weight_decay=0.0, betas=(0.9, 0.95))
     for step in range(steps):
@@ -191,14 +191,14 @@ def train_decoder(
 
 
 def draw_frames(batch: int = 8) -> tuple[Tensor, Tensor]:
-    """Codes [B, 3, f, h, w] of flat videos [B, 3, F, H, W], both in [-1, 1]; sampled codes are never perfect."""
+    """Sample codes [B, 3, f, h, w] of flat videos [B, 3, F, H, W], both in [-1, 1]; sampled codes are never perfect."""
     color = 2 * torch.tensor([random.choice(list(COLORS.values())) for _ in range(batch)])[:, :, None, None, None] - 1
     code = color.expand(-1, -1, 2, 1, 1)
     return code + 0.2 * torch.randn_like(code), color.expand(-1, -1, 9, 32, 32)
 
 
 def draw_spectrograms(batch: int = 16, length: int = 8) -> tuple[Tensor, Tensor]:
-    """Codes [B, 1, L, 16] of a tone or several that change, and the spectrograms [B, 2, 4 L - 3, 64] of both channels.
+    """Sample codes [B, 1, L, 16] of one or several tones, and the spectrograms [B, 2, 4 L - 3, 64] of both channels.
 
     The latent [l, j] is the loudness of pitch j, four bins of the spectrogram, in the four frames that end with 4 l.
     """
@@ -212,9 +212,9 @@ def draw_spectrograms(batch: int = 16, length: int = 8) -> tuple[Tensor, Tensor]
 
 
 def train_connectors(pipe: Any, pairs: list[tuple[str, int]], *, steps: int, lr: float = 3e-3) -> None:
-    """Teaches the connectors to tell the color to the frames and the pitch to the sound, at each of all positions.
+    """Teach the connectors to give the color to the frames and the pitch to the sound, at every position.
 
-    Texts are short at first, so that the few words are soon found among the registers, which begin alike.
+    Texts are short at first, so that the few words are soon found among the registers, which begin equal.
     """
     for connector in (pipe.connectors.video_connector, pipe.connectors.audio_connector):
         connector.learnable_registers.data.copy_(connector.learnable_registers[:1].clone())
@@ -241,7 +241,7 @@ def train_connectors(pipe: Any, pairs: list[tuple[str, int]], *, steps: int, lr:
 
 
 def train_flow(pipe: Any, folder: Path, pairs: list[tuple[str, int]], *, steps: int, lr: float = 2e-3) -> None:
-    """Trains the transformer; of a text, most steps show it few positions, as attention over all of them is slow.
+    """Train the transformer; most steps use few positions of a text, as attention over all of them is slow.
 
     Attention over positions drawn by chance is an estimate of attention over all. The last steps have all.
     """
@@ -289,7 +289,7 @@ def main() -> None:
     train_decoder("sound", pipe.audio_vae.decoder, draw_spectrograms, steps=args.vae_steps)
     train_decoder("frames", pipe.vae.decoder, draw_frames, steps=args.vae_steps)
     train_connectors(pipe, pairs, steps=args.text_steps)
-    pipe.save_pretrained(args.out)  # its configuration opens the door that training goes through
+    pipe.save_pretrained(args.out)  # the model of training reads its configuration
     train_flow(pipe, args.out, pairs, steps=args.steps)
     pipe.save_pretrained(args.out)
     print(f"saved {args.out}, {args.data}/train.txt and {args.data}/eval.txt")

@@ -1,8 +1,8 @@
-"""Records what vLLM-Omni's port of BAGEL draws with the tiny checkpoint, for tests that run without it.
+"""Record the samples of vLLM-Omni's port of BAGEL with the tiny checkpoint, for tests that run without it.
 
     .venv-vllm-omni/bin/python scripts/record_bagel.py [FILE]
 
-The port computes in bfloat16 whatever its weights are, and some of its kernels are an accelerator's alone. Here its
+The port computes in bfloat16 for any weights, and some of its kernels are only an accelerator's. Here its
 casts keep float32, and torch stands in for the kernels; all else, cache, packing, guidance and schedule, is the port's.
 Of references its pipeline takes one, in sizes that are not the release's, and draws the VAE's code at random: here they
 are read one after the other, as by the release's evaluation, in its sizes, and the code is its mean. Its vision
@@ -58,7 +58,7 @@ CASES: dict[str, dict[str, Any]] = {  # arguments of the port's generate_image, 
 
 @contextmanager
 def vllm_of(folder: Path) -> Iterator[None]:
-    """Puts this process into a group of one rank, as vLLM-Omni wants it for a model's folder, without missing kernels.
+    """Put this process into a group of one rank for a model's folder, as vLLM-Omni needs, without missing kernels.
 
     Torch takes their places.
     """
@@ -83,14 +83,14 @@ def vllm_of(folder: Path) -> Iterator[None]:
 
 
 def take_torch(port: Any) -> None:
-    """Has torch multiply in linear layers, whose kernels are an accelerator's."""
+    """Make torch compute linear layers, whose kernels are an accelerator's."""
     for module in port.modules():
         if getattr(module, "quant_method", None) is not None:
             module.cpu_linear = torch.nn.functional.linear
 
 
 def write_record(tensors: dict[str, torch.Tensor], facts: dict[str, Any], file: Path) -> None:
-    """Writes the tensors and how they were made, to the file that the command line names if it names one."""
+    """Write the tensors and how they were made, to the file that the command line names if it names one."""
     made = f"vLLM-Omni {worker.VERSION}, in float32"
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else file
     save_file(tensors, file, metadata={"made_by": made, "facts": json.dumps(facts)})
@@ -103,7 +103,7 @@ def _silu_and_mul(out: torch.Tensor, gate_and_up: torch.Tensor) -> None:
 
 
 def load_port(folder: Path) -> Any:
-    """The port's net with the weights of a released folder."""
+    """Return the port's net with the weights of a released folder."""
     from transformers import SiglipVisionConfig, SiglipVisionModel
     from vllm.transformers_utils.configs.bagel import BagelConfig
     from vllm_omni.diffusion.models.bagel import bagel_transformer
@@ -139,7 +139,7 @@ def load_port(folder: Path) -> Any:
 
 
 def load_vae(folder: Path) -> Any:
-    """The port's VAE with the weights of a released folder, which encodes pictures as the mean of their code."""
+    """Return the port's VAE with the weights of a released folder, which encodes images as the mean of their code."""
     from vllm_omni.diffusion.models.bagel.autoencoder import AutoEncoder, AutoEncoderParams
 
     sizes = {"resolution": 256, "in_channels": 3, "downsample": 8, "ch": 32, "out_ch": 3, "ch_mult": [1] * 4}
@@ -152,7 +152,7 @@ def load_vae(folder: Path) -> Any:
 
 
 def make_references() -> list[torch.Tensor]:
-    """Pictures, uint8 [H, W, 3]: noise in large squares."""
+    """Return images, uint8 [H, W, 3]: noise in large squares."""
     generator = torch.Generator().manual_seed(0)
     squares = [torch.randint(0, 256, (-(-h // 8), -(-w // 8), 3), generator=generator) for h, w in REFERENCES]
     whole = [image.repeat_interleave(8, dim=0).repeat_interleave(8, dim=1).to(torch.uint8) for image in squares]
@@ -170,7 +170,7 @@ def draw(
     references: int = 0,
     **options: Any,
 ) -> torch.Tensor:
-    """Clean latents [16, h, w] of one text, with the cache of its keys and values, as the port's pipeline has it."""
+    """Sample clean latents [16, h, w] of one text, with its KV cache, as the port's pipeline does."""
     from torchvision.transforms import InterpolationMode, functional
     from vllm_omni.diffusion.models.bagel.bagel_transformer import NaiveCache
 
@@ -185,7 +185,7 @@ def draw(
         return functional.normalize(functional.to_tensor(image), [0.5] * 3, [0.5] * 3)
 
     def read(words: str, count: int) -> tuple[Any, dict[str, Any]]:
-        """The cache after references and a text, which may be none, and where the image goes after it."""
+        """Return the cache after references and a text, which may be none, and where the image goes after it."""
         cache, length, place = NaiveCache(port.config.llm_config.num_hidden_layers), [0], [0]
         for picture, (size, seen) in list(zip(make_references(), READ, strict=True))[:count]:
             image = resized(Image.fromarray(picture.numpy()), size)
@@ -219,13 +219,13 @@ def draw(
 
 
 def decode(vae: Any, latents: torch.Tensor) -> torch.Tensor:
-    """Images [B, 3, H, W] in [0, 1] by the port's own VAE."""
+    """Return images [B, 3, H, W] in [0, 1] by the port's own VAE."""
     return (vae.decode(latents) * 0.5 + 0.5).clamp(0, 1)
 
 
 @torch.no_grad()
 def main() -> None:
-    """Writes the record, to the file that the tests read if no other is given."""
+    """Write the record, to the file that the tests read if no other is given."""
     folder, tensors = tiny_checkpoint("bagel", ROOT / ".pytest_cache" / "tiny-models"), {}
     with vllm_of(folder):
         port, vae, tokenizer = load_port(folder), load_vae(folder), Qwen2Tokenizer.from_pretrained(folder)

@@ -1,10 +1,10 @@
-"""Records what vLLM-Omni's port of HunyuanImage-3.0 draws with the tiny checkpoint, for tests that run without it.
+"""Record the samples of vLLM-Omni's port of HunyuanImage-3.0 with the tiny checkpoint, for tests that run without it.
 
     .venv-vllm-omni/bin/python scripts/record_hunyuan_image.py [FILE]
 
-The port computes in bfloat16 whatever its weights are, and some of its kernels are an accelerator's alone. Here its
+The port computes in bfloat16 for any weights, and some of its kernels are only an accelerator's. Here its
 casts keep float32, and torch stands in for the kernels, the product of experts among them; all else, templates, cache,
-positions, masks, guidance, schedule and VAE, is the port's. It draws one text after the other.
+positions, masks, guidance, schedule and VAE, is the port's. It samples one text after the other.
 """
 
 import json
@@ -49,7 +49,7 @@ class PlainExperts(nn.Module):
 
     @staticmethod
     def make_expert_params_mapping(model: Any, **names: Any) -> list[tuple[str, str, int, str]]:
-        """What vLLM calls the weights of each expert."""
+        """Return vLLM's names of the weights of each expert."""
         kinds = {"w1": "gate", "w2": "down", "w3": "up"}
         return [
             (
@@ -71,7 +71,7 @@ class PlainExperts(nn.Module):
         return return_success
 
     def forward(self, hidden_states: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
-        """The experts' mean by their shares, and the shared expert."""
+        """Return the experts' mean by their shares, and the shared expert."""
         shares, experts = router_logits.float().softmax(dim=-1).topk(self.top_k, dim=-1)
         shares = shares / shares.sum(dim=-1, keepdim=True) if self.renormalize else shares
         out = self.shared(hidden_states)
@@ -83,7 +83,7 @@ class PlainExperts(nn.Module):
 
 
 def load_port(folder: Path) -> Any:
-    """The port's pipeline with the weights of a released folder, without what reads images and writes text."""
+    """Return the port's pipeline with a released folder's weights, without the modules for images in and text out."""
     from transformers import GenerationConfig
     from vllm.config import get_current_vllm_config
     from vllm_omni.diffusion.models.hunyuan_image3 import autoencoder
@@ -131,7 +131,7 @@ def load_port(folder: Path) -> Any:
 def draw(
     port: Any, text: str, seed: int, *, size: tuple[int, int], scale: float = 1.0, template: str = "pretrain"
 ) -> Any:
-    """Clean latents [C, h, w] of one text, and its picture [3, H, W] in [0, 1]."""
+    """Sample clean latents [C, h, w] of one text, and its image [3, H, W] in [0, 1]."""
     latents, decode = [], port.vae.decode
     noise = step_noise([seed], INITIAL_NOISE, (16, size[0] // 16, size[1] // 16))
     port.generation_config.sequence_template = template
@@ -153,7 +153,7 @@ def draw(
 
 @torch.no_grad()
 def main() -> None:
-    """Writes the record, to the file that the tests read if no other is given."""
+    """Write the record, to the file that the tests read if no other is given."""
     folder, tensors = tiny_checkpoint("hunyuan-image", ROOT / ".pytest_cache" / "tiny-models"), {}
     with vllm_of(folder):
         port = load_port(folder)

@@ -37,12 +37,12 @@ def main() -> None:
 
 
 def git(*words: str) -> str:
-    """What a git command prints in this repository."""
+    """Return the output of a git command in this repository."""
     return subprocess.run(["git", *words], cwd=wheels.ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def stated_versions(root: Path) -> dict[str, str]:
-    """The version that each file states: those of the workspace, of all packages and their modules, of the citation."""
+    """Return each file's version: the workspace's, those of all packages and their modules, the citation's."""
     names = ["pyproject.toml", *(f"packages/{name}/pyproject.toml" for name in wheels.PACKAGES)]
     stated = {name: tomllib.loads((root / name).read_text("utf-8"))["project"]["version"] for name in names}
     for name in wheels.PACKAGES:
@@ -54,13 +54,13 @@ def stated_versions(root: Path) -> dict[str, str]:
 
 
 def version_faults(stated: dict[str, str]) -> list[str]:
-    """Files whose version is not that of the workspace."""
+    """Return the files whose version is not that of the workspace."""
     version = stated["pyproject.toml"]
     return [f"{name} must have version {version}, got {other}" for name, other in stated.items() if other != version]
 
 
 def changelog_faults(text: str, version: str) -> list[str]:
-    """What keeps the changelog from being this version's: its newest section must be `## VERSION (YYYY-MM-DD)`."""
+    """Return a fault unless the changelog's newest section is `## VERSION (YYYY-MM-DD)`."""
     title = next(iter(re.findall(r"^## (.+)$", text, re.MULTILINE)), "none")
     if re.fullmatch(rf"{re.escape(version)} \(\d{{4}}-\d\d-\d\d\)", title):
         return []
@@ -68,7 +68,7 @@ def changelog_faults(text: str, version: str) -> list[str]:
 
 
 def tree_faults(status: str, tag: str, version: str) -> list[str]:
-    """Changes that are not committed, and a tag that is there."""
+    """Return a fault for uncommitted changes, and for an existing tag."""
     changed = [f"not committed: {line[3:]}" for line in status.splitlines()]
     return changed + ([f"the tag v{version} is there"] if tag.strip() else [])
 

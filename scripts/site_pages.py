@@ -60,14 +60,14 @@ def gather(out: Path) -> int:
 
 
 def notebook(path: Path) -> str:
-    """A notebook's cells as one document."""
+    """Return a notebook's cells as one document."""
     cells = json.loads(path.read_text("utf-8"))["cells"]
     texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"
 
 
 def place(name: str) -> str:
-    """Where a file or folder of the repository, other than a folder with a README, lies in the site."""
+    """Return the place in the site of a file or folder of the repository; not for a folder with a README."""
     if name == "README.md":
         return "index.md"
     if name.startswith("docs/") and PurePosixPath(name).suffix:
@@ -76,7 +76,7 @@ def place(name: str) -> str:
 
 
 def moved(text: str, name: str) -> tuple[str, list[str]]:
-    """The text of a page with its links turned to where their targets lie in the site, and these targets."""
+    """Return the text of a page with links to their targets' places in the site, and these targets."""
     targets = []
 
     def link(match: re.Match[str]) -> str:
@@ -93,7 +93,7 @@ def moved(text: str, name: str) -> tuple[str, list[str]]:
 
 
 def listing(name: str, files: list[str]) -> str:
-    """A page that shows a file of code, or names the files of a folder."""
+    """Return a page that shows a file of code, or names the files of a folder."""
     path = ROOT / name
     if path.is_dir():
         real = path.resolve().relative_to(ROOT).as_posix()

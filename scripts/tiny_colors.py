@@ -29,7 +29,7 @@ PROMPTS = {
 
 
 def render(rng: random.Random, hue: str) -> np.ndarray:
-    """A disc of that color on white, uint8 [SIDE, SIDE, 3]; place, size and shade vary."""
+    """Return a disc of that color on white, uint8 [SIDE, SIDE, 3]; place, size and shade vary."""
     rows, columns = np.mgrid[:SIDE, :SIDE]
     x, y = (SIDE / 2 + rng.uniform(-1.5, 1.5) for _ in range(2))
     inside = np.hypot(rows - y, columns - x) < rng.uniform(10, 14)
@@ -38,7 +38,7 @@ def render(rng: random.Random, hue: str) -> np.ndarray:
 
 
 def color(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: Sequence[Mapping[str, object]]) -> list[float]:
-    """The share of the middle of each picture, uint8 [N, H, W, 3], that is nearest to the color that its line says."""
+    """Return the share of each image's middle, uint8 [N, H, W, 3], that is nearest to the color of its line."""
     palette = np.array([*COLORS.values(), (250, 250, 250)], dtype=np.float32)
     scores = []
     for picture, line in zip(media["image"], meta, strict=True):
@@ -49,7 +49,7 @@ def color(media: Mapping[str, np.ndarray], prompts: Sequence[str], meta: Sequenc
 
 
 def write_prompts(folder: Path) -> None:
-    """The files of prompts that the repository ships; those of the evaluation begin with words of their own."""
+    """Write the files of prompts that the repository ships; those of the evaluation begin with words of their own."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, pairs in PROMPTS.items():
         lines = [json.dumps({"prompt": prompt, "answer": hue}) for prompt, hue in pairs]
@@ -57,5 +57,5 @@ def write_prompts(folder: Path) -> None:
 
 
 def words() -> list[str]:
-    """All words of prompts and thoughts."""
+    """Return all words of prompts and thoughts."""
     return sorted({word for prompt, _ in itertools.chain(*PROMPTS.values()) for word in prompt.split()} | set(COLORS))

@@ -15,12 +15,12 @@ REFERENCES = {"train": 6, "eval": 4}  # pictures of each color
 
 
 def instruction(word: str) -> str:
-    """What is asked of the model."""
+    """Return the model's instruction."""
     return f'change the word on the sign to "{word}"'
 
 
 def draw_edit(rng: random.Random, *, evaluation: bool = False) -> tuple[str, np.ndarray, np.ndarray]:
-    """A random instruction, the sign before it and after it, both uint8 [HEIGHT, WIDTH, 3]; only the word differs."""
+    """Sample an instruction and the sign before and after it, uint8 [HEIGHT, WIDTH, 3]; only the word differs."""
     color, look = rng.choice(list(tiny_signs.COLORS)), rng.random()
     words = [tiny_signs.draw_word(rng, evaluation=evaluation) for _ in range(2)]
     before, after = (tiny_signs.render(random.Random(look), color, word) for word in words)
@@ -28,7 +28,7 @@ def draw_edit(rng: random.Random, *, evaluation: bool = False) -> tuple[str, np.
 
 
 def write_references(folder: Path, name: str, *, count: int, evaluation: bool) -> list[str]:
-    """Pictures of signs, `count` of each color; their paths relative to the folder, by the color and the word."""
+    """Write images of signs, `count` of each color; return their relative paths by color and word."""
     rng = random.Random(f"tiny-edit references, {name}")
     paths = []
     (folder / name).mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def write_references(folder: Path, name: str, *, count: int, evaluation: bool) -
 
 
 def write_prompts(folder: Path, name: str, references: list[str], *, count: int, evaluation: bool) -> None:
-    """A prompt file of `count` different words, each with one of the references, all equally often."""
+    """Write a prompt file of `count` different words, each with one of the references, all equally often."""
     rng = random.Random(f"tiny-edit words, {name}")
     words: dict[str, None] = {}
     while len(words) < count:
@@ -51,7 +51,7 @@ def write_prompts(folder: Path, name: str, references: list[str], *, count: int,
 
 
 def write_data(folder: Path) -> None:
-    """The prompt files and references that the repository ships."""
+    """Write the prompt files and references that the repository ships."""
     for name, count in (("train", 1024), ("eval", 192)):
         evaluation = name == "eval"
         references = write_references(folder, name, count=REFERENCES[name], evaluation=evaluation)

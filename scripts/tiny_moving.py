@@ -1,6 +1,6 @@
 """Signs on which a word of two characters hops from the middle to the left or to the right: data for tiny-moving-wan.
 
-A video shows its first frame, then four frames of each hop, as many as a latent frame of Wan stands for; a hop is one
+A video shows its first frame, then four frames of each hop, as many as Wan has in a latent frame; a hop is one
 latent pixel, so that the latents of a hop are those of the first frame, moved. Boards, letters and the split into words
 of training and of evaluation are those of tiny_signs. A prompt comes with the first frame, which is the same for both
 directions.
@@ -20,11 +20,11 @@ CELL = 24  # pixels from letter to letter
 DIRECTIONS = {"left": -1, "right": 1}
 WORD = 2  # characters
 SIGNS = {"train": 4, "eval": 2}  # of each color
-TIMES = {"train": 1, "eval": 2}  # that a line stands in its file; each time it is drawn from other noise
+TIMES = {"train": 1, "eval": 2}  # that a line is in its file; each time it is sampled from other noise
 
 
 def draw_sign(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str]:
-    """A random (color, word)."""
+    """Sample a (color, word)."""
     color, word = rng.choice(list(tiny_signs.COLORS)), ""
     while len(word) != WORD:
         word = tiny_signs.draw_word(rng, evaluation=evaluation)
@@ -32,12 +32,12 @@ def draw_sign(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str
 
 
 def prompt(color: str, word: str, direction: str) -> str:
-    """The prompt that asks for a sign whose word moves in this direction."""
+    """Return the prompt that asks for a sign whose word moves in this direction."""
     return f'a {color} sign on which "{word}" moves {direction}'
 
 
 def render(color: str, word: str, direction: str) -> np.ndarray:
-    """The video, uint8 [FRAMES, HEIGHT, WIDTH, 3]."""
+    """Render the video, uint8 [FRAMES, HEIGHT, WIDTH, 3]."""
     font, frames = ImageFont.load_default(size=tiny_signs.FONT_SIZES[-1]), []
     for frame in range(FRAMES):
         board = Image.new("RGB", (tiny_signs.WIDTH, tiny_signs.HEIGHT), tiny_signs.COLORS[color])
@@ -50,7 +50,7 @@ def render(color: str, word: str, direction: str) -> np.ndarray:
 
 
 def write_data(folder: Path) -> None:
-    """The prompt files that the repository ships, and the first frames that they name."""
+    """Write the prompt files that the repository ships, and the first frames that they name."""
     for name, count in SIGNS.items():
         rng, lines, words = random.Random(f"tiny-moving, {name}"), [], set[str]()
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Street signs with two to four characters: words, prompts and pictures for the tiny-signs checkpoint.
 
 Words come from an alphabet without the look-alikes 0/O and 1/I. A word belongs to the evaluation set when its
-hash says so, hence the two sets are disjoint whoever draws from them and in whatever order.
+hash says so, hence the two sets are disjoint for any reader and order.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def is_eval_word(word: str) -> bool:
 
 
 def draw_word(rng: random.Random, *, evaluation: bool = False) -> str:
-    """A random word of 2 to 4 characters from the training set, or from the evaluation set."""
+    """Sample a word of 2 to 4 characters from the training set, or from the evaluation set."""
     while True:
         word = "".join(rng.choice(ALPHABET) for _ in range(rng.randint(2, 4)))
         if is_eval_word(word) == evaluation:
@@ -40,13 +40,13 @@ def draw_word(rng: random.Random, *, evaluation: bool = False) -> str:
 
 
 def draw_prompt(rng: random.Random, *, evaluation: bool = False) -> tuple[str, str, str]:
-    """A random (prompt, color, word)."""
+    """Sample a (prompt, color, word)."""
     color, word = rng.choice(list(COLORS)), draw_word(rng, evaluation=evaluation)
     return f'a {color} sign that says "{word}"', color, word
 
 
 def render(rng: random.Random, color: str, word: str) -> np.ndarray:
-    """A picture of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and place."""
+    """Render an image of the sign, uint8 [HEIGHT, WIDTH, 3], with small random changes of shade, size and place."""
     image = Image.new("RGB", (WIDTH, HEIGHT), tuple(c + rng.randint(-6, 6) for c in COLORS[color]))
     draw = ImageDraw.Draw(image)
     font = ImageFont.load_default(size=rng.choice(FONT_SIZES))
@@ -58,7 +58,7 @@ def render(rng: random.Random, color: str, word: str) -> np.ndarray:
 
 
 def write_prompts(path: Path, *, count: int, evaluation: bool, avoid: Path | None = None) -> None:
-    """A prompt file of `count` different words, none of which is in the file `avoid`."""
+    """Write a prompt file of `count` different words, none of which is in the file `avoid`."""
     taken = {line.split('"')[1] for line in avoid.read_text().splitlines()} if avoid else set()
     rng = random.Random(f"tiny-signs words, {path.stem}")
     prompts: dict[str, str] = {}

@@ -62,13 +62,13 @@ def install(python: Path, what: str) -> None:
 
 
 def has(python: Path, module: str) -> bool:
-    """Whether the environment has a module."""
+    """True if the environment has a module."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([str(python), "-c", code], env=clean()).returncode == 0
 
 
 def examples(package: str) -> list[str]:
-    """The blocks of Python in a package's README that need no vLLM."""
+    """Return the blocks of Python in a package's README that need no vLLM."""
     text = (ROOT / "packages" / package / "README.md").read_text("utf-8")
     return [code for code in re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE) if "vllm" not in code]
 
@@ -80,7 +80,7 @@ def run(python: Path, code: str, place: Path) -> None:
 
 
 def clean() -> dict[str, str]:
-    """This process's variables without those that lead to other modules."""
+    """Return this process's variables without those that lead to other modules."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
 
 
@@ -114,7 +114,7 @@ def try_rewards(place: Path, wheel: Path) -> None:
 
 
 def free_port() -> str:
-    """A port of this machine that nobody listens on."""
+    """Return a free port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])

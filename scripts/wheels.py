@@ -1,6 +1,6 @@
 """Build a wheel of each package: `python scripts/wheels.py`, or `make wheels`.
 
-Each is built from a copy of its folder that also has the license and a README which stands alone. With
+Each is built from a copy of its folder that also has the license and a self-contained README. With
 --repository URL, the address of the sources on the web, the README links there at the tag of the version, and the
 metadata names it; without it those links become plain words.
 """
@@ -35,7 +35,7 @@ def build(out: Path, packages: tuple[str, ...], *, repository: str = "") -> list
     Raises:
         ValueError: `repository` is not an address of the web.
         FileNotFoundError: there is no uv.
-        subprocess.CalledProcessError: a package cannot be built; uv has said why.
+        subprocess.CalledProcessError: a package cannot be built; uv has printed the reason.
     """
     if repository and not re.fullmatch(r"https://[^\s/]+/\S+", repository):
         raise ValueError(f"repository must be an https address with a path, got {repository!r}")
@@ -55,7 +55,7 @@ def build(out: Path, packages: tuple[str, ...], *, repository: str = "") -> list
 
 
 def stage(package: str, folder: Path, *, repository: str, version: str) -> None:
-    """Copy a package to a new folder, with the license, a README that stands alone, and its addresses."""
+    """Copy a package to a new folder, with the license, a self-contained README, and its addresses."""
     source = ROOT / "packages" / package
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "dist"))
     shutil.copy(ROOT / "LICENSE", folder)
@@ -75,7 +75,7 @@ def stage(package: str, folder: Path, *, repository: str, version: str) -> None:
 
 
 def standing_alone(text: str, folder: str, place: str) -> str:
-    """The text of a page of `folder` with its relative links made absolute below `place`, or words where that is empty.
+    """Return the text of a page of `folder` with relative links made absolute below `place`, or words if that is empty.
 
     Blocks of code stay as they are.
     """

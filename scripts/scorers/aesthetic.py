@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves LAION's aesthetic score from an environment of its own.
+"""Serve LAION's aesthetic score from an environment of its own.
 
     uv run scripts/scorers/aesthetic.py --port 8101 --option head=sac+logos+ava1-l14-linearMSE.pth
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves CLAP from an environment of its own.
+"""Serve CLAP from an environment of its own.
 
     uv run scripts/scorers/clap.py --port 8101
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves CLIP from an environment of its own.
+"""Serve CLIP from an environment of its own.
 
     uv run scripts/scorers/clip.py --port 8101
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves HPSv3 from an environment of its own.
+"""Serve HPSv3 from an environment of its own.
 
     uv run scripts/scorers/hpsv3.py --port 8101 --option instruction=instruction.txt
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves ImageBind from an environment of its own, to which --with adds Meta's code (CC BY-NC-SA 4.0).
+"""Serve ImageBind from an environment of its own, to which --with adds Meta's code (CC BY-NC-SA 4.0).
 
     uv run --with git+https://github.com/facebookresearch/ImageBind scripts/scorers/imagebind.py --port 8104 \\
         --option weights=imagebind_huge.pth
@@ -15,7 +15,7 @@ The other options are those of `python -m omni_reward.server`; docs/scorers.md s
 
 import sys
 
-del sys.path[0]  # where this file stands, whose name is that of the code it serves
+del sys.path[0]  # the folder of this file, which has the name of the code that it serves
 
 from omni_reward.server import main  # noqa: E402
 

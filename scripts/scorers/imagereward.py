@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves ImageReward from an environment of its own.
+"""Serve ImageReward from an environment of its own.
 
     uv run scripts/scorers/imagereward.py --port 8101
 

@@ -1,11 +1,11 @@
-"""Writes the instruction that the weights of a reward model were trained with into a file, from its source code.
+"""Write the instruction that the weights of a reward model were trained with into a file, from its source code.
 
     python scripts/scorers/instruction.py HPSv3/hpsv3/dataset/data_collator_qwen.py instruction.txt \\
         INSTRUCTION prompt_with_special_token
     python scripts/scorers/instruction.py VideoAlign/prompt_template.py instruction.txt \\
         DETAILED_PROMPT_WITH_SPECIAL_TOKEN
 
-The names are those of texts in the source, which one after the other are what the model is told. The source, of
+The names are those of texts in the source, which are joined to the model's instruction. The source, of
 github.com/MizzenAI/HPSv3 or github.com/KwaiVGI/VideoAlign, is read and not run.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Reads the source that the first argument names and writes the file that the second one names."""
+    """Read the source that the first argument names and write the file that the second one names."""
     source, target, names = Path(argv[0]), Path(argv[1]), argv[2:]
     texts: dict[str, str] = {}
     for node in ast.parse(source.read_text(encoding="utf-8")).body:

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves PickScore from an environment of its own.
+"""Serve PickScore from an environment of its own.
 
     uv run scripts/scorers/pickscore.py --port 8101
 

@@ -5,7 +5,7 @@
 # [tool.uv.sources]
 # omni-reward = { path = "../../packages/omni-reward", editable = true }
 # ///
-"""Serves VideoAlign from an environment of its own.
+"""Serve VideoAlign from an environment of its own.
 
     uv run scripts/scorers/videoalign.py --port 8101 --option instruction=instruction.txt
 
