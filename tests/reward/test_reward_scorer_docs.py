@@ -54,7 +54,7 @@ def script_settings(path: Path) -> dict[str, Any]:
 def test_the_page_names_every_scorer_extra_option_and_word() -> None:
     named = set(re.findall(r"`([^`\n]+)`", PAGE))
     assert set(SCORERS) <= named
-    assert {f"omni-reward[{name}]" for name in set(EXTRAS) - {"server", "math"}} <= named
+    assert set(re.findall(r"^\| `(\w+)` \* \|", PAGE, re.MULTILINE)) == set(EXTRAS) - {"server", "math"}
     assert {*MODES, *MEASURES, *likeness.MEASURES, *flow.MEASURES, *FRAMES, *TASKS} <= named
     for load in [*NETWORKS.values(), *map(find_loader, ("flow", "jpeg", "likeness", "pitch", "video", "vlm"))]:
         assert inspect.signature(load).parameters.keys() - {"threads"} <= named
