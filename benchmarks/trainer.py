@@ -31,7 +31,7 @@ from omni_rl.flow.scorers import Grade, LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step
 from omni_rl.run.world import World
-from omni_rollout.models.qwen_image import QwenImage, cut_to_one_frame
+from omni_rollout.models.qwen_image import OneFrameConv, QwenImage, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
 from torch import nn
@@ -219,7 +219,7 @@ def decoding_s(side: int, order: torch.memory_format, *, rounds: int) -> float:
     vae = AutoencoderKLQwenImage(base_dim=96 * side // 512).to(device, default_compute_dtype(device))
     cut_to_one_frame(vae.decoder)
     for conv in vae.decoder.modules():
-        if isinstance(conv, nn.Conv3d):
+        if isinstance(conv, OneFrameConv):
             conv.weight.data = conv.weight.contiguous(memory_format=order)
     latents = torch.randn(4, 16, 1, side // 8, side // 8).to(vae.device, vae.dtype)
     return min(seconds_of(lambda: vae.decode(latents)) for _ in range(1 + rounds))

@@ -218,7 +218,7 @@ def benchmarks(size: Size) -> Iterator[Row]:
     with fixed_cost.quiet():
         seconds = [each["wall"] for _, each in fixed_cost.measure(logged)]
     yield goal("step beside the model, s", sum(seconds) / len(seconds), 0.05)
-    orders = torch.contiguous_format, torch.channels_last_3d
+    orders = torch.contiguous_format, torch.channels_last
     apart, beside = (trainer.decoding_s(size.side, order, rounds=size.rounds) for order in orders)
     yield goal("decoding, a pixel's channels side by side / apart", beside / apart, 1.0)
 

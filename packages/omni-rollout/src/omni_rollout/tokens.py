@@ -4,8 +4,7 @@ Shapes: B samples, P tokens of the longest prompt, T of the longest answer, V of
 per token.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -173,8 +172,15 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
     """
     device = next(net.parameters()).device
     tokens, mask = batch.tokens.to(device), batch.mask.to(device)
-    with _scoring(net, tokens, partial(_score, suppressed=model.suppressed, params=batch.params)):
+    whole: Any = net  # which has an output head, as all models of transformers
+    head = whole.get_output_embeddings()
+    whole.set_output_embeddings(
+        ScoringHead(head, tokens, partial(_score, suppressed=model.suppressed, params=batch.params))
+    )
+    try:
         found = net(**model.inputs(batch.encoded, tokens, mask), use_cache=False).logits
+    finally:
+        whole.set_output_embeddings(head)
     return TokenScores(found[..., 0], found[..., 1])
 
 
@@ -196,31 +202,27 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
     return scaled.log_softmax(dim=-1)
 
 
-@contextmanager
-def _scoring(net: nn.Module, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-    """Within the `with` block the net's logits are what `score` makes of them for the answers' tokens, [B, T, 2].
+class ScoringHead(nn.Module):
+    """In place of a net's output head: scores of answers' tokens [B, T], as `score` has them, and no logits.
 
     The head and `score` run on MAX_LOGITS logits at a time, in the backward pass once more: all of them, for a
-    vocabulary of 150,000, would fill the memory. The pieces depend on shapes alone.
+    vocabulary of 150,000, would fill the memory, 0.6 GB for 1,000 tokens. The pieces depend on shapes alone.
     """
-    head: nn.Module = net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
-    plain, length = head.forward, tokens.shape[1]
 
-    def piece(hidden: Tensor, chosen: Tensor) -> Tensor:
-        return score(plain(hidden), chosen)
+    def __init__(self, head: nn.Module, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.head, self.tokens, self.score = head, tokens, score
 
-    def run(hidden: Tensor) -> Tensor:
-        rows = hidden[:, -length - 1 : -1].flatten(0, 1)
-        size = max(1, MAX_LOGITS // head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
-        pieces = list(zip(rows.split(size), tokens.flatten().split(size), strict=True))
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The scores [B, T, 2] of hidden states [B, P + T, D], the last of which leads to no token."""
+        rows = hidden[:, -self.tokens.shape[1] - 1 : -1].flatten(0, 1)
+        size = max(1, MAX_LOGITS // self.head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
+        pieces = list(zip(rows.split(size), self.tokens.flatten().split(size), strict=True))
         if len(pieces) == 1 or not torch.is_grad_enabled():
-            found = [piece(*each) for each in pieces]
+            found = [self._piece(*each) for each in pieces]
         else:
-            found = [checkpoint(piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
-        return torch.cat(found).view(*tokens.shape, 2)
+            found = [checkpoint(self._piece, *each, use_reentrant=False, preserve_rng_state=False) for each in pieces]
+        return torch.cat(found).view(*self.tokens.shape, 2)
 
-    head.forward = run
-    try:
-        yield
-    finally:
-        del head.forward
+    def _piece(self, hidden: Tensor, chosen: Tensor) -> Tensor:
+        return self.score(self.head(hidden), chosen)

@@ -289,6 +289,10 @@ class BagelThinker(BagelTransformer):
         head: nn.Module = self.language_model["lm_head"]
         return head
 
+    def set_output_embeddings(self, head: nn.Module) -> None:
+        """Put another in its place."""
+        self.language_model["lm_head"] = head
+
     def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
         """As BagelTransformer's; without latents as `write`."""
         return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)

@@ -7,8 +7,7 @@ around the transformer call. The transformer runs in the dtype of the text featu
 """
 
 from collections.abc import Mapping
-from functools import cache, wraps
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -144,9 +143,6 @@ class QwenImage(DiffusersModel):
         mean, std = self._statistics(code)
         return (code - mean) / std
 
-    def _class(self, part: str) -> Any:
-        return net_class() if part == "transformer" else super()._class(part)
-
     def _statistics(self, latents: Tensor) -> list[Tensor]:
         """Mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
         return [
@@ -155,48 +151,32 @@ class QwenImage(DiffusersModel):
         ]
 
 
-@cache
-def net_class() -> Any:
-    """The class of diffusers, by its name, whose blocks get the mask of texts past its forward.
+class OneFrameConv(nn.Conv2d):
+    """A causal convolution of videos for a single frame: its last taps in time, as the others meet zeros alone."""
 
-    Given a mask, that forward asks the device for the length of each text, which it does not use; the host would wait.
-    """
-    import diffusers
-    from diffusers.models.transformers.transformer_qwenimage import QwenDoubleStreamAttnProcessor2_0
+    def __init__(self, conv: nn.Conv3d) -> None:
+        size = conv.kernel_size[1:]
+        padding = (size[0] // 2, size[1] // 2)
+        super().__init__(conv.in_channels, conv.out_channels, size, padding=padding, device="meta")
+        last = conv.weight[:, :, -1].clone(memory_format=torch.channels_last)
+        self.weight, self.bias = nn.Parameter(last, requires_grad=False), conv.bias
 
-    class TextMaskProcessor(QwenDoubleStreamAttnProcessor2_0):
-        """Attention whose `attention_mask`, bool [B, T] or None, is that of the texts."""
-
-        @wraps(QwenDoubleStreamAttnProcessor2_0.__call__)  # of which Attention reads the names
-        def __call__(self, *args: Any, attention_mask: Tensor | None = None, **inputs: Any) -> Any:
-            return super().__call__(*args, **inputs | {"encoder_hidden_states_mask": attention_mask})
-
-    class QwenImageTransformer2DModel(diffusers.QwenImageTransformer2DModel):
-        @wraps(diffusers.QwenImageTransformer2DModel.__init__)  # type: ignore[misc]  # from_config reads its names
-        def __init__(self, **config: Any) -> None:
-            super().__init__(**config)
-            self.set_attn_processor(TextMaskProcessor())
-
-        def forward(self, *, encoder_hidden_states_mask: Tensor | None = None, **inputs: Any) -> Any:
-            return super().forward(attention_kwargs={"attention_mask": encoder_hidden_states_mask}, **inputs)
-
-    return QwenImageTransformer2DModel
+    def forward(self, x: Tensor, cache_x: None = None) -> Tensor:
+        """The frame [B, out, 1, h, w] of x [B, in, 1, h, w], before which there is none."""
+        return super().forward(x[:, :, 0])[:, :, None]
 
 
 def cut_to_one_frame(decoder: nn.Module) -> None:
-    """Leave the causal convolutions of a decoder of videos what they need for one frame: their last taps in time.
+    """Replace the convolutions of a decoder of videos by those that a single frame needs.
 
-    The other taps multiply the zeros before the first frame. A third of the products and weights is left. A pixel's
-    channels lie side by side, in which order norms take a small part of the time. No input of a convolution is copied
-    and kept for a next frame.
+    38 % of the operations and, on a CPU, of the time are left, and 2.4 GB of bfloat16 less are kept for a picture of
+    1024 pixels.
     """
-    decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)  # without `feat_cache`
-    for conv in decoder.modules():
-        if isinstance(conv, nn.Conv3d):
-            weight = conv.weight[:, :, -1:].clone(memory_format=torch.channels_last_3d)
-            conv.weight = nn.Parameter(weight, requires_grad=False)
-            conv.padding = (0, *(size // 2 for size in conv.kernel_size[1:]))
-            conv._padding = (0,) * 6  # type: ignore[assignment]  # what diffusers pads before it convolves
+    for name, module in list(decoder.named_modules()):
+        if isinstance(module, nn.Conv3d):
+            decoder.set_submodule(name, OneFrameConv(module))
+    # Without `feat_cache`, as there is no next frame to keep the inputs of convolutions for.
+    decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
 
 
 def features(hidden: Tensor, num_left_out: int) -> Cond:
