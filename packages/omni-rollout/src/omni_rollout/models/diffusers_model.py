@@ -412,9 +412,9 @@ def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
 
 
 def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
-    """The class of transformers without modules that never run: names, or the entries of a list from N on as name.N:.
+    """Return the class of transformers without modules that never run: names, or name.N: for a list's entries from N.
 
-    Files may hold their weights, which are not read.
+    Files may hold their weights, which are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
     """
 
     class Part(cls):  # type: ignore[misc,valid-type]

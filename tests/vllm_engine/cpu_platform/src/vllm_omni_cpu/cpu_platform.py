@@ -42,7 +42,7 @@ class CpuOmniPlatform(OmniPlatform, CpuPlatform):
     @classmethod
     def get_diffusion_attn_backend_cls(cls, *args: Any, **kwargs: Any) -> str:
         """Torch's attention, whatever was asked for."""
-        return "omni_rollout.engines.vllm_omni.cpu.attention.CpuAttentionBackend"
+        return "vllm_omni_cpu.cpu_attention.CpuAttentionBackend"
 
     @classmethod
     def supports_torch_inductor(cls) -> bool:
