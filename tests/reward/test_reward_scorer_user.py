@@ -52,8 +52,8 @@ def test_a_scorer_says_more_of_itself(own: Path) -> None:
         ("python:{own}:blue", "must have a function 'blue', got None"),
         ("python:{own}:number", "must have a function 'number', got 3"),
         ("python:{own}.bak.py:red", "must be python:FILE.py:FUNCTION with a file that exists"),
-        ("python:{own}", "scorer must be a name or read like"),
-        ("python:my.module:red", "scorer must be a name or read like"),
+        ("python:{own}", "a reward must be a name or read like"),
+        ("python:my.module:red", "a reward must be a name or read like"),
     ],
 )
 def test_something_else_is_refused(own: Path, spec: str, message: str) -> None:
