@@ -148,7 +148,7 @@ def test_clip_s_own_code_never_runs_and_nobody_is_asked(clip_folder, tmp_path, m
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "own"}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(ValueError, match="a model must load without code of its own, got"):
+    with pytest.raises(ValueError, match="a model must load without remote code, got"):
         direct_rewards.load_clip(str(folder), CPU)
     assert not (tmp_path / "ran").exists()
 

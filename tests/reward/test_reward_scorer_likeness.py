@@ -102,7 +102,7 @@ def test_a_box_smaller_than_a_pixel_is_an_abstention() -> None:
         ({"leave_out": "0,0,1"}, "leave_out must be TOP,LEFT,BOTTOM,RIGHT .*, got '0,0,1'"),
         ({"only": "0.5,0,0.5,1"}, "only must be TOP,LEFT,BOTTOM,RIGHT"),
         ({"only": "0,0,a,1"}, "only must be TOP,LEFT,BOTTOM,RIGHT"),
-        ({"only": "0,0,1,1", "leave_out": "0,0,1,1"}, "only must be left out beside leave_out"),
+        ({"only": "0,0,1,1", "leave_out": "0,0,1,1"}, "only must be empty with leave_out"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, str], message: str) -> None:

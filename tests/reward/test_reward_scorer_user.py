@@ -62,7 +62,7 @@ def test_something_else_is_refused(own: Path, spec: str, message: str) -> None:
 
 
 def test_it_takes_no_options(own: Path) -> None:
-    with pytest.raises(ValueError, match=r"options must be left out for python:.*, got \['a'\]"):
+    with pytest.raises(ValueError, match=r"options must be empty for python:.*, got \['a'\]"):
         load_scorer(f"python:{own}:red", options={"a": "1"})
 
 

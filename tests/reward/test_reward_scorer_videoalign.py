@@ -108,7 +108,7 @@ def test_two_frames_a_second_are_seen_and_four_at_least(num_frames: int, fps: fl
 def test_what_cannot_be_read_abstains(tiny: Path) -> None:
     scorer = load(tiny)
     steered, _ = scorer({"video": CLIPS}, ["be <|VQ_reward|>", "a"], META)
-    assert steered == Score(None, abstained="the prompt holds <|VQ_reward|>, which steers the model")
+    assert steered == Score(None, abstained="the prompt contains <|VQ_reward|>, a control token of the model")
     [ribbon] = scorer({"video": np.zeros((1, 4, 1, 201, 3), np.uint8)}, ["a"], META[:1])
     assert ribbon.abstained == "the video has an aspect ratio above 200"
 

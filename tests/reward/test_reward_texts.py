@@ -154,7 +154,7 @@ def test_answers_that_are_left_when_a_request_has_waited_long_are_abstentions(mo
     monkeypatch.setattr("omni_reward.scorers.rules.time", SimpleNamespace(monotonic=lambda: next(clock)))
     scores = scorer({"text": ["a"] * 4}, ["p"] * 4, [{"answer": "a"}] * 4, since=0.0)
     assert [score.value for score in scores] == [1, 1, None, None]
-    assert scores[2].abstained == "other answers took all of the 100 s from when the request came"
+    assert scores[2].abstained == "other answers took all of the 100 s of the request"
 
 
 def test_a_file_of_rules_that_has_changed_under_the_server_grades_nothing(tmp_path) -> None:
@@ -163,7 +163,9 @@ def test_a_file_of_rules_that_has_changed_under_the_server_grades_nothing(tmp_pa
     file.write_text("def rule(answer, line):\n    return 1\n")
     scorer = load_scorer(f"rules:python:{file}:rule")
     file.write_text("def rule(answer, line):\n    return 2\n")
-    with pytest.raises(RuntimeError, match=r"its file must be as when the server began, own\.py .*, got own\.py "):
+    with pytest.raises(
+        RuntimeError, match=r"its file must not change while the server runs: was own\.py .*, is own\.py "
+    ):
         scorer({"text": ["a"]}, ["p"], [{}])
 
 

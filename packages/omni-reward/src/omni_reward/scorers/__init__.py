@@ -1,4 +1,4 @@
-"""Scorers by name: what a server can be told to serve, alone or in a reward (omni_reward/terms.py)."""
+"""Scorers by name, each to be served as it is or as part of a reward (omni_reward/terms.py)."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -20,10 +20,10 @@ SCORERS = (
 
 
 def find_loader(name: str) -> Callable[..., ScoreFn]:
-    """The `load_...` function of a scorer, whose libraries are imported here and nowhere else.
+    """Return the `load_...` function of a scorer; only this imports the scorer's libraries.
 
     Raises:
-        ValueError: there is no such scorer.
+        ValueError: the scorer does not exist.
         ImportError: it needs a library that is not installed.
     """
     load: Callable[..., ScoreFn]
@@ -69,19 +69,19 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
 
 
 def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> Scorer:
-    """The scorer of that name, ready to score.
+    """Load a scorer by name.
 
     Args:
         name: one of SCORERS, `python:path/to/file.py:function`, one of images after `frames:`, a reward as in
             `omni_reward.terms`, or rules for texts after `rules:`.
         threads: cores that the scorer may use.
-        options: settings by name; of a combination, by the scorer's name, a dot and the setting's.
+        options: settings by name; for a combination, by SCORER.NAME.
 
     Raises:
-        ValueError: there is no such scorer, or it has no such option, or refuses its value.
+        ValueError: the scorer or an option does not exist, or the scorer refuses its value.
         ImportError: it needs a library that is not installed.
     """
-    if name.startswith(RULES):  # whose patterns may hold anything
+    if name.startswith(RULES):  # patterns may contain any character
         return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
     reward = parse(name)
     if reward.is_plain:
@@ -104,7 +104,7 @@ def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
         return Scorer.of(_call(spec, partial(over_frames, image), mine))
     if spec.startswith(PREFIX):
         if options:
-            raise ValueError(f"options must be left out for {spec}, got {sorted(options)}")
+            raise ValueError(f"options must be empty for {spec}, got {sorted(options)}")
         return Scorer.of(load_user(spec))
     try:
         load = find_loader(spec)
@@ -115,7 +115,7 @@ def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:
 
 
 def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], **own: int) -> ScoreFn:
-    """What a `load_...` function makes of its options."""
+    """Call a `load_...` function with its options."""
     signature = inspect.signature(load)
     try:
         converted: dict[str, str | float] = {name: _convert(name, text, signature) for name, text in options.items()}
@@ -126,7 +126,7 @@ def _call(spec: str, load: Callable[..., ScoreFn], options: Mapping[str, str], *
 
 
 def _convert(name: str, text: str, signature: inspect.Signature) -> str | float:
-    """The option as a number, where its default is one."""
+    """Convert the option to a number if its default is one."""
     parameter = signature.parameters.get(name)
     kind = {int: int, float: float}.get(type(parameter.default)) if parameter else None
     try:

@@ -1,10 +1,10 @@
-"""LAION's aesthetic score: how much people like an image on average, from 1 to 10, whatever the prompt.
+"""LAION's aesthetic score: people's mean rating of an image, from 1 to 10, independent of the prompt.
 
-    score = head(embedding / |embedding|), the embedding CLIP ViT-L/14's
+    score = head(embedding / |embedding|)      with the embedding of CLIP ViT-L/14
 
-The head is five linear layers with nothing in between. Its published weights, the file sac+logos+ava1-l14-linearMSE.pth
-of the repository christophschuhmann/improved-aesthetic-predictor, are a PyTorch file; it is read as tensors only, and a
-.safetensors file of the same tensors does as well. Most images lie between 4 and 7; some divide the score by 10.
+The head is five linear layers without activations. Its published weights are the PyTorch file
+sac+logos+ava1-l14-linearMSE.pth of the repository christophschuhmann/improved-aesthetic-predictor. Only tensors are
+read from it; a .safetensors file of the same tensors works too. Most scores are between 4 and 7; some use a tenth.
 
 Letters: N samples, H height, W width, E size of an embedding.
 """
@@ -23,7 +23,7 @@ from omni_reward.wire import Scorer
 def load_aesthetic(
     *, head: str, model: str = CLIP, device: str | None = None, dtype: str = "float32", threads: int = 1
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB; it does not read the prompt.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB; it ignores the prompt.
 
     Args:
         head: path of the head's weights.
@@ -31,7 +31,7 @@ def load_aesthetic(
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`; the head computes in float32.
 
     Raises:
-        ValueError: an argument breaks its rule, or the model cannot be read or the head does not fit it.
+        ValueError: an argument breaks its rule, the model cannot be read, or the head does not fit it.
         OSError: the head cannot be read.
     """
     clip = load_embedder(model, None, device=device, dtype=dtype, threads=threads)

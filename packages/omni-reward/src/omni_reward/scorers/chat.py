@@ -1,8 +1,7 @@
-"""One question about one image to an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, under one deadline.
+"""A client that asks an OpenAI-compatible chat endpoint, such as vLLM's or SGLang's, about one image.
 
-The answer is asked for as JSON of a schema, at temperature 0 and with a fixed seed. What comes back is the text that
-the model wrote and nothing more: whoever asked has to check it, since servers differ in how well they keep to a
-schema, and some ignore it without a word.
+It requests JSON of a schema, at temperature 0 and with a fixed seed, and returns the model's text. The caller must
+check the text: servers differ in how well they follow a schema, and some silently ignore it.
 """
 
 import base64
@@ -19,24 +18,24 @@ from omni_reward.errors import RewardFormatError
 from omni_reward.transport import Transport
 
 MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
-MAX_TOKENS = 1024  # that the model may write
+MAX_TOKENS = 1024  # of an answer
 
 
 class UnansweredError(Exception):
-    """The endpoint works, but gave no whole answer to this question; the message is the reason, without the server."""
+    """A question without a complete answer from a working endpoint; the message is the reason, without the server."""
 
 
 class Endpoint:
-    """An endpoint, with kept-alive connections to it, one for each thread.
+    """An endpoint with a kept-alive connection per thread.
 
     Args:
         url: base URL, such as http://127.0.0.1:8000/v1.
-        timeout_s: longest that a question may take, further tries included.
+        timeout_s: limit of a question, retries included.
         seed: of the endpoint's sampler.
-        token: sent as a bearer token when set.
+        token: sent as a bearer token if set.
 
     Raises:
-        ValueError: the URL is not one of an HTTP server, or no header can hold the token.
+        ValueError: the URL is not of an HTTP server, or the token is not valid in a header.
     """
 
     def __init__(self, url: str, timeout_s: float, seed: int = 0, token: str | None = None) -> None:
@@ -44,11 +43,11 @@ class Endpoint:
         self._transport = Transport(self._url, token, content_type="application/json")
 
     def ask(self, model: str, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
-        """Text of a model's answer to a question about an image [H, W, 3], uint8, RGB.
+        """Return the text of a model's answer to a question about an image [H, W, 3], uint8, RGB.
 
         Raises:
-            UnansweredError: the image is too large, or the model refused or did not come to an end.
-            RewardError: the endpoint could not be reached, failed, or speaks something else.
+            UnansweredError: the image is too large, or the model refused or did not finish.
+            RewardError: the endpoint could not be reached, failed, or has another protocol.
         """
         content = [{"type": "image_url", "image_url": {"url": _data_uri(image)}}, {"type": "text", "text": question}]
         chat = {"model": model, "messages": [{"role": "user", "content": content}]}
@@ -60,7 +59,7 @@ class Endpoint:
         return _answer_in(endpoints.call(lambda url: exchange("POST", "/chat/completions", deadline, body), deadline))
 
     def models(self) -> list[str]:
-        """Names of the models that are served.
+        """Return the names of the served models.
 
         Raises:
             RewardError: as above.
@@ -74,14 +73,14 @@ class Endpoint:
 
 def _data_uri(image: np.ndarray) -> str:
     file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG", compress_level=1)  # exact, and fast
+    Image.fromarray(image).save(file, "PNG", compress_level=1)  # lossless and fast
     if file.tell() > MAX_IMAGE_BYTES:
         raise UnansweredError(f"the image takes more than {MAX_IMAGE_BYTES} bytes as PNG")
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def _answer_in(reply: bytes) -> str:
-    """The text of the first choice in a chat completion."""
+    """Return the text of the first choice in a chat completion."""
     try:
         choice: Any = json.loads(reply)["choices"][0]
         reason, text = choice["finish_reason"], choice["message"].get("content")

@@ -1,7 +1,7 @@
-"""CLAP: how near a sound lies to its prompt, the cosine of their embeddings, in [-1, 1].
+"""CLAP: the similarity of a sound and its prompt, the cosine of their embeddings, in [-1, 1].
 
-CLAP (Wu et al., arXiv 2211.06687) hears one channel at 48 kHz, of which the first 10 s are given; a shorter sound is
-repeated. Models that fuse random crops of longer sounds are refused: their scores would differ from call to call.
+CLAP (Wu et al., arXiv 2211.06687) takes one channel at 48 kHz. It gets the first 10 s of a sound; a shorter sound is
+repeated. Models that fuse random crops of longer sounds are refused, as their scores are not deterministic.
 
 Letters: N samples, S points in time, C channels.
 """
@@ -21,7 +21,7 @@ CLAP = "laion/clap-htsat-unfused"
 
 
 def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:
-    """Scorer for `audio` [N, S, C], float32.
+    """Load the scorer of `audio` [N, S, C], float32.
 
     Args:
         model: name of a CLAP model without feature fusion.

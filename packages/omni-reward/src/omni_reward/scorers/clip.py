@@ -1,11 +1,11 @@
-"""CLIP and PickScore: how near an image lies to its prompt in the space of a CLIP model.
+"""CLIP and PickScore: the similarity of an image and its prompt by a CLIP model.
 
-    clip = cos(image, prompt)                                   in [-1, 1]; good matches lie around 0.3
-    pickscore = exp(logit_scale) cos(image, prompt)             good images lie around 20 to 23
+    clip = cos(image, prompt)                                   in [-1, 1]; good matches are around 0.3
+    pickscore = exp(logit_scale) cos(image, prompt)             good images are around 20 to 23
 
 CLIPScore is by Radford et al. (arXiv 2103.00020) and Hessel et al. (arXiv 2104.08718); others multiply it by 100 or
 2.5. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model trained on people's choices; some divide it by 26. A
-prompt is cut after the number of tokens that the model takes, 77 for the published ones.
+prompt is truncated to the length of the model, 77 tokens for the published ones.
 
 Letters: N samples, H height, W width, E size of an embedding.
 """
@@ -34,20 +34,20 @@ class Embedder:
 
     Args:
         model: transformers' CLIPModel.
-        tokenizer: its tokenizer; None where only images are embedded.
+        tokenizer: its tokenizer; None if only images are embedded.
     """
 
     model: Any
     tokenizer: Any
 
     def images(self, images: np.ndarray) -> Tensor:
-        """Embeddings [N, E] of length 1 of images [N, H, W, 3], uint8, RGB."""
+        """Return normalized embeddings [N, E] of images [N, H, W, 3], uint8, RGB."""
         pixels = torch.from_numpy(square_pixels(images, self.model.config.vision_config.image_size))
         pixels = pixels.to(self.model.device, self.model.dtype)
         return normalize(self.model.get_image_features(pixel_values=pixels).pooler_output, dim=-1)
 
     def texts(self, prompts: list[str]) -> Tensor:
-        """Embeddings [N, E] of length 1 of N prompts."""
+        """Return normalized embeddings [N, E] of N prompts."""
         most = self.model.config.text_config.max_position_embeddings
         tokens = self.tokenizer(prompts, padding=True, truncation=True, max_length=most, return_tensors="pt")
         tokens = tokens.to(self.model.device)
@@ -56,7 +56,7 @@ class Embedder:
 
 
 def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtype: str, threads: int) -> Embedder:
-    """The CLIP model of that name.
+    """Load a CLIP model by name.
 
     Raises:
         ValueError: an argument breaks its rule, or the model cannot be read.
@@ -74,14 +74,14 @@ def load_clip(
     dtype: str = "float32",
     threads: int = 1,
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB: the cosine.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the cosine.
 
     Args:
         model: name of a CLIP model.
         tokenizer: name of its tokenizer; the model's own name by default.
-        device: where to compute; the accelerator, or else the CPU, by default.
+        device: of the computation; by default the accelerator, else the CPU.
         dtype: float32, bfloat16 or float16.
-        threads: cores that it may use.
+        threads: CPU cores to use.
 
     Raises:
         ValueError: an argument breaks its rule, or the model cannot be read.
@@ -102,7 +102,7 @@ def load_pickscore(
     dtype: str = "float32",
     threads: int = 1,
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB: the cosine times the model's scale; arguments as in `load_clip`.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, by the scaled cosine; arguments as in `load_clip`.
 
     Raises:
         ValueError: an argument breaks its rule, or the model cannot be read.

@@ -1,12 +1,12 @@
-"""Color scorer: how far the color that the prompt names is the one that most of the picture has.
+"""Color scorer: the area of the color that the prompt names, compared with the largest other color.
 
     p(c | pixel) ~ max over shades s of c of exp(-d(pixel, s)^2 / 2w^2),    share(c) = mean over pixels of p(c | pixel)
     score = min(1, share(named) / (2 max over other c of share(c)))        in [0, 1]
 
-It is 1 where the named color has at least twice as much of the picture as any other, so letters on a sign cost little,
-and 1/2 at a tie, so a mixture of all colors does not pay. The colors are the eleven basic terms of English (Berlin and
-Kay, 1969); the chromatic ones have the shades that the color survey of xkcd.com (CC0) gives under the plain name and
-under light, dark and dull; d is the distance in Oklab (Ottosson, 2020), with lightness counted half.
+It is 1 if the named color has at least twice the area of any other, so letters on a sign cost little, and 1/2 at a tie,
+so a mixture of all colors does not pay. The colors are the eleven basic terms of English (Berlin and Kay, 1969). Shades
+of the chromatic ones are from the color survey of xkcd.com (CC0): the plain name, light, dark and dull. d is the
+distance in Oklab (Ottosson, 2020) with half weight for lightness.
 
 Letters: N samples, H height, W width, C colors, S shades, L levels of a channel.
 """
@@ -32,8 +32,8 @@ SHADES = {
 }
 COLORS = tuple(SHADES)
 WIDTH = 0.04  # w, in units of Oklab
-LIGHTNESS = 0.5  # weight of lightness beside the two axes of color
-LEVELS = 32  # of each channel that are told apart
+LIGHTNESS = 0.5  # weight of lightness relative to the two axes of color
+LEVELS = 32  # distinct levels of each channel
 
 _LMS = np.array([[0.4122214708, 0.5363325363, 0.0514459929],
                  [0.2119034982, 0.6806995451, 0.1073969566],
@@ -44,7 +44,7 @@ _OKLAB = np.array([[0.2104542553, 0.7936177850, -0.0040720468],
 
 
 def load_color() -> ScoreFn:
-    """Score function for `image` [N, H, W, 3], uint8, RGB, with the color of most of the picture in `details`."""
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the most frequent color in `details`."""
     table = _belonging()
 
     def score(media: dict[str, np.ndarray], prompts: list[str], meta: list[dict[str, object]]) -> list[Score]:
@@ -54,13 +54,13 @@ def load_color() -> ScoreFn:
 
 
 def named_colors(prompt: str) -> set[str]:
-    """The basic colors that the prompt names outside of double quotes."""
+    """Return the basic colors that the prompt names outside double quotes."""
     words = re.sub(r'"[^"]*"', " ", prompt.lower()).replace("grey", "gray")
     return set(re.findall(r"\b[a-z]+\b", words)) & set(COLORS)
 
 
 def oklab(rgb: np.ndarray) -> np.ndarray:
-    """Oklab coordinates [..., 3] of sRGB colors [..., 3] in [0, 1]."""
+    """Return Oklab coordinates [..., 3] of sRGB colors [..., 3] in [0, 1]."""
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return np.cbrt(linear @ _LMS.T) @ _OKLAB.T
 
@@ -70,7 +70,7 @@ def _place(rgb: np.ndarray) -> np.ndarray:
 
 
 def _belonging() -> np.ndarray:
-    """p(c | pixel), [L^3, C], for each color that is told apart."""
+    """Return p(c | pixel), [L^3, C], for each distinct pixel."""
     levels = np.linspace(0, 1, LEVELS)
     pixels = _place(np.stack(np.meshgrid(levels, levels, levels, indexing="ij"), axis=-1).reshape(-1, 3))
     weights = []

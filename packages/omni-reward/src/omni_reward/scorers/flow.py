@@ -1,16 +1,15 @@
-"""Optical-flow scorer: how fast the picture moves, or whether it moves the way that the prompt says, by rule.
+"""Optical-flow scorer by rule: the speed of motion, or its agreement with the direction in the prompt.
 
     speed = mean over frames and the fastest pixels of |d| fps / h        in frame heights per second
-    direction = mean d . u / mean |d|                                     in [-1, 1]; 0 where nothing moves
+    direction = mean d . u / mean |d|                                     in [-1, 1]; 0 without motion
 
-d is the displacement of a pixel from one frame to the next, found by Lucas and Kanade (IJCAI 1981) on a pyramid
-(Bouguet, 2000): over a window around each pixel, d solves the normal equations of I(p) = J(p + d) to first order, again
-and again, on frames of half the size first. It is taken of the small frames of `omni_reward.scorers.video` and follows
-steps of up to an eighth of a frame. Ground without texture is taken to stand still. u is the unit vector of the
-direction that the prompt names.
+d is the displacement of a pixel from one frame to the next, by the method of Lucas and Kanade (IJCAI 1981) on a pyramid
+(Bouguet, 2000): in a window around each pixel, d solves the normal equations of I(p) = J(p + d) to first order,
+iteratively, from coarse to fine frames. The frames are the small ones of `omni_reward.scorers.video`; displacements up
+to an eighth of a frame are found. Areas without texture have no motion. u is the unit vector of the direction that the
+prompt names.
 
-With the fastest 5 % of the pixels, speed is the quantity of VBench's dynamic degree (arXiv 2311.17982), which takes
-RAFT's flow.
+With the fastest 5 % of the pixels, speed is the quantity of VBench's dynamic degree (arXiv 2311.17982); that uses RAFT.
 
 Letters: N samples, T frames, H height, W width, h and w those of small frames.
 """
@@ -28,20 +27,20 @@ from omni_reward.wire import Score, Scorer
 MEASURES = ("speed", "direction")
 DIRECTIONS = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}  # down and right
 LEAST_SIDE = 16  # of the smallest frames of the pyramid
-REACH = 3  # pixels of the window to each side
-ROUNDS = 4  # at each size
-STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, so that noise does not move
+REACH = 3  # pixels from the center of the window to its edge
+ROUNDS = 4  # iterations at each size
+STIFFNESS = 50.0  # added to the window's mean squared gradient, in levels per pixel, against motion of noise
 
 
 def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB.
+    """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB.
 
     Args:
-        measure: `speed`, or `direction` for the one of left, right, up and down that the prompt names.
-        top: share of the pixels, the fastest of each frame, that the speed is the mean of.
+        measure: `speed`, or `direction` (left, right, up or down, as the prompt names it).
+        top: share of the fastest pixels of each frame over which the speed is averaged.
 
     Raises:
-        ValueError: there is no such measure, or top is not in (0, 1].
+        ValueError: the measure does not exist, or top is not in (0, 1].
     """
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {list(MEASURES)}, got {measure!r}")
@@ -73,7 +72,7 @@ def load_flow(*, measure: str = "speed", top: float = 1.0) -> Scorer:
 
 
 def optical_flow(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Displacement (down, right) [2, h, w], in pixels, of what is at each pixel of a frame [h, w] to the next."""
+    """Return the displacement (down, right) [2, h, w], in pixels, of each pixel of a frame [h, w] to the next frame."""
     pyramid = [np.stack([before, after])]
     while min(pyramid[-1].shape[1:]) >= 2 * LEAST_SIDE:
         pyramid.append(shrink(pyramid[-1], 2))
@@ -94,7 +93,7 @@ def optical_flow(before: np.ndarray, after: np.ndarray) -> np.ndarray:
 
 
 def _window(x: np.ndarray) -> np.ndarray:
-    """Mean over the window around each pixel of [h, w]; what lies beyond an edge is what lies on it."""
+    """Return the mean over the window around each pixel of [h, w], with edge padding."""
     for _ in range(2):  # down, then across
         sums = np.pad(x, ((REACH + 1, REACH), (0, 0)), "edge").cumsum(axis=0)
         x = (sums[2 * REACH + 1 :] - sums[: -2 * REACH - 1]).T / (2 * REACH + 1)
@@ -102,7 +101,7 @@ def _window(x: np.ndarray) -> np.ndarray:
 
 
 def _sample(image: np.ndarray, flow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Image [h, w] at the places p + flow(p), between pixels by their nearness, and which places lie in it."""
+    """Return image [h, w] at p + flow(p) by bilinear interpolation, and True for positions inside it."""
     h, w = image.shape
     places = np.indices((h, w)) + flow
     rows, columns = places[0].clip(0, h - 1), places[1].clip(0, w - 1)

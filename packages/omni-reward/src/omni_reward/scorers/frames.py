@@ -1,13 +1,13 @@
 """Scorers of images on the frames of a video: `frames:NAME` for any of them.
 
     mean      mean of the scores of every n-th frame
-    positive  mean of those of them that are above 0, or 0: flow_grpo's for words (omni_reward/scorers/text.py)
-    min       the least of them: one bad frame costs the whole video
-    first, last      the score of that frame alone
+    positive  mean of those above 0, or 0: flow_grpo's for text (omni_reward/scorers/text.py)
+    min       the minimum: one bad frame costs the whole video
+    first, last      the score of that frame
 
-With `frames:likeness` and the first frame, this is how well a video keeps to the picture that it was made from.
+`frames:likeness` with the first frame measures how well a video preserves its first image.
 
-Letters: N samples, T frames, K of them looked at.
+Letters: N samples, T frames, K scored frames.
 """
 
 import math
@@ -23,12 +23,12 @@ FRAMES = ("mean", "positive", "min", "first", "last")
 
 
 def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with the scores of the frames in `details`.
+    """Return a scorer of `video` [N, T, H, W, 3], uint8, RGB, with the scores of the frames in `details`.
 
     Args:
         scorer: of images.
         frames: one of FRAMES.
-        every: 1 looks at every frame, 2 at every second one from the first on, and so on.
+        every: n scores every n-th frame from the first on.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -54,7 +54,7 @@ def over_frames(scorer: Scorer, *, frames: str = "mean", every: int = 1) -> Scor
 
 
 def _join(scores: list[Score], frames: str) -> Score:
-    """The score of a video, from those of its frames."""
+    """Return the score of a video from the scores of its frames."""
     values = [round(score.value, 6) for score in scores if score.value is not None]
     if len(values) < len(scores):
         return next(score for score in scores if score.value is None)

@@ -1,7 +1,7 @@
-"""The small network that turns a model's features into a score, built to fit its weights.
+"""A small network from a model's features to a score, built from its weights.
 
-It is a row of linear layers, whose places in the row stand in the weights' names: "0.weight", "0.bias", "2.weight" and
-so on. What stood in between while it was trained, dropout and activations, has no weights and so leaves a gap.
+It is a sequence of linear layers with their positions in the weights' names: "0.weight", "0.bias", "2.weight" etc.
+Positions of dropout and activations in training have no weights.
 """
 
 import re
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 
 def build_head(weights: Mapping[str, Tensor], num_features: int, num_scores: int, *, has_relu: bool) -> nn.Sequential:
-    """Network, float32, that makes num_scores numbers of num_features.
+    """Return a float32 network from num_features to num_scores numbers.
 
     Args:
-        weights: its weights, by their place in the row.
-        num_features, num_scores: what must go in and come out.
-        has_relu: whether a ReLU stands between any two layers; else nothing does.
+        weights: its weights, by position and kind.
+        num_features, num_scores: sizes of input and output.
+        has_relu: True if a ReLU follows each layer except the last.
 
     Raises:
-        ValueError: the weights are not those of such a row.
+        ValueError: the weights are not of such a sequence.
     """
     places = sorted({int(match[1]) for name in weights if (match := re.fullmatch(r"(\d+)\.(weight|bias)", name))})
     names = {f"{place}.{kind}" for place in places for kind in ("weight", "bias")}
     if not places or weights.keys() != names:
-        raise ValueError(f"a head must hold a weight and a bias for each place of a row, got {sorted(weights)[:8]}")
+        raise ValueError(f"a head must have a weight and a bias for each position, got {sorted(weights)[:8]}")
     shapes = [tuple(weights[f"{place}.weight"].shape) for place in places]
     sizes = [num_features, *(shape[0] for shape in shapes)]
     wanted = list(zip(sizes[1:], sizes, strict=False))

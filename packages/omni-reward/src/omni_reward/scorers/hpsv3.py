@@ -1,10 +1,10 @@
-"""HPSv3: how much people prefer an image for its prompt, by a vision-language model with a head in place of words.
+"""HPSv3: human preference for an image given its prompt, by a vision-language model with a reward head.
 
     score = head(h)_0, h the last state of Qwen2-VL-7B at the token <|Reward|>
 
-The head is three linear layers with ReLUs in between, in float32; the first of its two outputs is the mean of the
-preference (Ma et al., arXiv 2508.03789). Good images lie around 10 and above, bad ones around 0 and below; some
-multiply the score by 0.1. An image has 256 tokens, whatever its size.
+The head is three linear layers with ReLUs, in float32; the first of its two outputs is the mean of the preference
+(Ma et al., arXiv 2508.03789). Good images score around 10 and above, bad ones around 0 and below; some multiply the
+score by 0.1. An image of any size has 256 tokens.
 
 Letters: N samples, H height, W width.
 """
@@ -21,7 +21,7 @@ from omni_reward.wire import Scorer
 HPSV3 = "MizzenAI/HPSv3"
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
 REWARD_TOKEN = "<|Reward|>"
-NUM_PIXELS = 256 * SIDE**2  # about, after rounding both sides
+NUM_PIXELS = 256 * SIDE**2  # approximately, after both sides are rounded
 
 
 def load_hpsv3(
@@ -33,12 +33,12 @@ def load_hpsv3(
     dtype: str = "bfloat16",
     threads: int = 1,
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB.
 
     Args:
-        instruction: path of the text that the model is told.
-        model: name of the model, which holds HPSv3.safetensors.
-        base: name of Qwen2-VL-7B-Instruct, of which only the settings and the tokenizer are read.
+        instruction: path of the model's instruction.
+        model: name of the model, with HPSv3.safetensors.
+        base: name of Qwen2-VL-7B-Instruct, for its configuration and tokenizer.
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:

@@ -1,8 +1,8 @@
-"""ImageBind: how near a video lies to its sound, the cosine of their embeddings, in [-1, 1].
+"""ImageBind: the similarity of a video and its sound, the cosine of their embeddings, in [-1, 1].
 
-ImageBind (Girdhar et al., arXiv 2305.05665) embeds pieces of 2 s, whose mean it takes: five of a video, from each of
-which it sees two frames in three squares, and three of a sound, which it hears at 16 kHz as 128 mel bands. Pieces begin
-evenly from the first to the last that fits; shorter ones are filled up with silence.
+ImageBind (Girdhar et al., arXiv 2305.05665) averages the embeddings of clips of 2 s: five of a video, each as three
+square crops of two frames, and three of a sound, each as 128 mel bands at 16 kHz. Starts of clips are evenly spaced;
+shorter sounds are padded with silence.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
@@ -22,21 +22,21 @@ from omni_reward.scorers.sound import resample
 from omni_reward.wire import Score, Scorer
 
 HERTZ = 16_000
-SECONDS = 2.0  # of a piece
+SECONDS = 2.0  # of a clip
 SIDE = 224
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
 
 def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32.
+    """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32.
 
     Args:
         weights: path of imagebind_huge.pth.
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
-        ValueError: an argument breaks its rule, or the weights are not the model's.
-        OSError: they cannot be read.
+        ValueError: an argument breaks its rule, or the weights are of another model.
+        OSError: the weights cannot be read.
     """
     from imagebind.models import imagebind_model
 
@@ -47,7 +47,7 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
     except RuntimeError as exc:
         raise ValueError(f"weights must be those of imagebind_huge, got {weights!r}: {exc}") from exc
     network = network.to(where, kind).eval().requires_grad_(False)
-    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # whose spread is of two deviations
+    hear = ASTFeatureExtractor(max_length=204, mean=-4.268, std=9.138 / 2)  # it divides by two deviations
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
@@ -66,14 +66,14 @@ def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "flo
 
 
 def pieces(whole: np.ndarray, rate: float, count: int) -> list[np.ndarray]:
-    """As many pieces of 2 s of frames or points [T, ...], which begin evenly; all of a shorter one each time."""
+    """Return `count` clips of 2 s of frames or points [T, ...] with evenly spaced starts; a shorter input whole."""
     length = max(1, round(SECONDS * rate))
     starts = np.linspace(0, max(len(whole) - length, 0), count).astype(int)
     return [whole[start : start + length] for start in starts]
 
 
 def squares(frames: np.ndarray) -> Tensor:
-    """The left, middle and right square of frames [T, H, W, 3], or upper to lower, for CLIP: [3, 3, T, 224, 224]."""
+    """Return the left, middle and right (or top to bottom) square of frames [T, H, W, 3]: [3, 3, T, 224, 224]."""
     pixels = torch.from_numpy(frames).permute(0, 3, 1, 2).float() / 255
     height, width = pixels.shape[2:]
     scale = SIDE / min(height, width)

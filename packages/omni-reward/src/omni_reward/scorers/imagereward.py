@@ -1,14 +1,14 @@
-"""ImageReward: how much people prefer an image for its prompt, as a z-score over the images of its training set.
+"""ImageReward: human preference for an image given its prompt, as a z-score over the training set.
 
     score = (head(h_0) - 0.16717362830052426) / 1.0333394966054072
 
-h_0 is the first token's last state of BLIP's text encoder, which reads the prompt and looks at the image's tokens from
-BLIP's ViT-L/16 through cross-attention (Xu et al., arXiv 2304.05977). The head is five linear layers with nothing in
-between. Scores lie mostly between -2 and 2. A prompt is cut after 35 tokens.
+h_0 is the last hidden state of the first token in BLIP's text encoder, which attends to the image tokens of BLIP's
+ViT-L/16 (Xu et al., arXiv 2304.05977). The head is five linear layers without activations. Most scores are between -2
+and 2. A prompt is truncated to 35 tokens.
 
-The published weights (ImageReward.pt, with med_config.json, at zai-org/ImageReward) follow BLIP's own code; here they
-are renamed to the BLIP of transformers. They are a PyTorch file, read as tensors only; ImageReward.safetensors of the
-same tensors is taken instead where there is one.
+The published weights (ImageReward.pt, with med_config.json, at zai-org/ImageReward) have the names of BLIP's code; they
+are renamed for transformers. Only tensors are read from the PyTorch file. ImageReward.safetensors of the same tensors
+has priority.
 
 Letters: N samples, H height, W width, T tokens.
 """
@@ -33,9 +33,9 @@ IMAGEREWARD = "zai-org/ImageReward"
 TOKENIZER = "google-bert/bert-base-uncased"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
 MAX_TOKENS = 35
-HEAD_WIDTH = 64  # of an attention head in both sizes of BLIP's vision tower; the weights do not tell it
+HEAD_WIDTH = 64  # of an attention head in both sizes of BLIP's vision tower; not in the weights
 
-_VISION_NAMES = (  # of BLIP's own code -> of transformers, in this order
+_VISION_NAMES = (  # of BLIP's code -> of transformers, in this order
     (r"^cls_token$", "embeddings.class_embedding"),
     (r"^pos_embed$", "embeddings.position_embedding"),
     (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
@@ -59,7 +59,7 @@ def load_imagereward(
     dtype: str = "float32",
     threads: int = 1,
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB.
 
     Args:
         model: name of the model.
@@ -75,11 +75,11 @@ def load_imagereward(
     safe = Path(model) / "ImageReward.safetensors"
     weights = neural.read_weights(safe if safe.is_file() else neural.find_file(model, "ImageReward.pt"))
     see, read = neural.below("blip.visual_encoder.", weights), neural.below("blip.text_encoder.", weights)
-    read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: old versions stored it, new ones count for themselves
+    read.pop("embeddings.position_ids", None)  # 0, 1, 2, ...: new versions do not store it
     if not see or not read:
         raise ValueError(f"the weights must be ImageReward's, got the names {sorted(weights)[:3]}")
     vision: Any = BlipVisionModel(_vision_config(see))
-    # is_decoder is what gives the text encoder cross-attention
+    # is_decoder adds cross-attention to the text encoder
     config = BlipTextConfig(**kept, encoder_hidden_size=vision.config.hidden_size, is_decoder=True)
     text = BlipTextModel(config, add_pooling_layer=False)
     _fill(vision, {_rename(name): weight for name, weight in see.items()}, where, kind)
@@ -105,7 +105,7 @@ def _rename(name: str) -> str:
 
 
 def _vision_config(weights: neural.Weights) -> BlipVisionConfig:
-    """Sizes of the vision tower, which its weights tell."""
+    """Return the vision tower's configuration from the shapes of its weights."""
     width, _, patch, _ = weights["patch_embed.proj.weight"].shape
     return BlipVisionConfig(
         hidden_size=width,

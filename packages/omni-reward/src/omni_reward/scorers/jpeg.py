@@ -1,11 +1,11 @@
-"""JPEG scorer: how small, or how large, an image is as a JPEG file.
+"""JPEG scorer: the size of an image as a JPEG file, small or large.
 
     incompressibility = bytes of the file / 1000          in kB
     compressibility = -incompressibility
 
 The file is written at quality 95, with Pillow's other defaults. These are the two rewards of DDPO (Black et al., arXiv
-2305.13301, section 5.1). They need no model and no prompt, which makes them a quick check of a whole training run; they
-say nothing about what an image shows.
+2305.13301, section 5.1). They need no model and no prompt, for a quick check of a whole training run; they
+do not depend on the content of an image.
 
 Letters: N samples, H height, W width.
 """
@@ -20,14 +20,14 @@ from omni_reward.wire import Score, ScoreFn
 MODES = ("compressibility", "incompressibility")
 
 QUALITY = 95
-MAX_SIDE = 65_500  # of what Pillow's encoder takes
+MAX_SIDE = 65_500  # limit of Pillow's encoder
 
 
 def load_jpeg(*, mode: str = "compressibility") -> ScoreFn:
-    """Score function for `image` [N, H, W, 3], uint8, RGB: kB, with the minus sign where small files are wanted.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB: kB, negative for compressibility.
 
     Raises:
-        ValueError: there is no such mode.
+        ValueError: the mode does not exist.
     """
     if mode not in MODES:
         raise ValueError(f"mode must be one of {list(MODES)}, got {mode!r}")
@@ -40,7 +40,7 @@ def load_jpeg(*, mode: str = "compressibility") -> ScoreFn:
 
 
 def num_kilobytes(image: np.ndarray) -> float:
-    """Size in kB (1000 bytes) of an image [H, W, 3], uint8, RGB, as a JPEG file."""
+    """Return the size in kB (1000 bytes) of an image [H, W, 3], uint8, RGB, as a JPEG file."""
     file = io.BytesIO()
     Image.fromarray(image).save(file, "JPEG", quality=QUALITY)
     return file.tell() / 1000

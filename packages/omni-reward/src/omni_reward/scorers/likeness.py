@@ -1,13 +1,12 @@
-"""Likeness scorer: how little of a picture an edit has changed that it was to leave alone.
+"""Likeness scorer: how well an edit preserves the parts of an image that it should not change.
 
     score = max(0, 1 - d / zero_at),    d = mean over the three channels of the difference, in [0, 1]
 
-The difference is that from the first reference, either pixel by pixel, the L1 distance of the benchmarks of editing
-(MagicBrush, arXiv 2306.10012), or that of the two median colors: where a word covers less than half of a sign, the
-median is the color of its ground, whatever the word. A box can be left out, or be all that is compared.
+The difference from the first reference is either pixel by pixel, the L1 distance of editing benchmarks (MagicBrush,
+arXiv 2306.10012), or of the two median colors: if a word covers less than half of a sign, the median is the color of
+the background. A box can be excluded, or only the box can be compared.
 
-A reference of another size is brought to the sample's, without regard to its aspect: each pixel is the mean of what
-lies under it.
+A reference of another size is resized to the sample's by area averaging, without keeping its aspect ratio.
 
 Letters: N samples, H height, W width.
 """
@@ -21,13 +20,13 @@ MEASURES = ("pixels", "ground")
 
 
 def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "", zero_at: float = 1.0) -> Scorer:
-    """Scorer of `image` [N, H, W, 3], uint8, RGB, beside their first references, with d in `details`.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, and their first references, with d in `details`.
 
     Args:
         measure: `pixels` compares pixel by pixel, `ground` the median colors.
-        leave_out: box TOP,LEFT,BOTTOM,RIGHT that is not compared, in shares of the height and the width.
-        only: box that alone is compared.
-        zero_at: least d that scores 0, above 0 and at most 1, the distance of black and white.
+        leave_out: excluded box TOP,LEFT,BOTTOM,RIGHT, in shares of height and width.
+        only: box to which the comparison is restricted.
+        zero_at: d from which the score is 0, in (0, 1]; 1 is the distance of black and white.
 
     Raises:
         ValueError: an option breaks its rule, or both boxes are given.
@@ -37,7 +36,7 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
     if not 0 < zero_at <= 1:
         raise ValueError(f"zero_at must be above 0 and at most 1, got {zero_at}")
     if leave_out and only:
-        raise ValueError(f"only must be left out beside leave_out, got {only!r}")
+        raise ValueError(f"only must be empty with leave_out, got {only!r}")
     box = _read_box("leave_out" if leave_out else "only", leave_out or only or "0,0,1,1")
 
     def score(media: Arrays, prompts: list[str], meta: Meta, references: References) -> list[Score]:
@@ -60,7 +59,7 @@ def load_likeness(*, measure: str = "pixels", leave_out: str = "", only: str = "
 
 
 def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
-    """Image [H, W, 3] at the size [height, width, 3], float64: each pixel the mean of what lies under it."""
+    """Resize an image [H, W, 3] to [height, width, 3], float64, by area averaging."""
     if image.shape[:2] == (height, width):
         return image.astype(np.float64)
     down, across = _means(height, image.shape[0]), _means(width, image.shape[1])
@@ -68,13 +67,13 @@ def fit(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _inside(box: list[float], height: int, width: int) -> np.ndarray:
-    """True [height, width] for the pixels of which the middle lies in the box."""
+    """Return True [height, width] for the pixels whose center is in the box."""
     rows, columns = ((np.arange(side) + 0.5) / side for side in (height, width))
     return ((rows >= box[0]) & (rows < box[2]))[:, None] & ((columns >= box[1]) & (columns < box[3]))
 
 
 def _means(count: int, length: int) -> np.ndarray:
-    """Weights [count, length] with which `length` pixels make `count` that share the same side; rows sum to 1."""
+    """Return weights [count, length] that average `length` pixels to `count`; rows sum to 1."""
     edges, places = np.arange(count + 1) * length / count, np.arange(length)
     overlaps = np.minimum(edges[1:, None], places + 1) - np.maximum(edges[:-1, None], places)
     return overlaps.clip(0) * count / length

@@ -1,7 +1,7 @@
-"""Devices, weights and batches of the scorers with a network.
+"""Devices, weights and batches of neural scorers.
 
-Weights are read from safetensors, or from a PyTorch file with `weights_only=True`, which takes tensors and runs
-nothing. A name of a model is a folder of this machine, or else one on the hub, which transformers fetches and keeps.
+Weights are read from safetensors, or from a PyTorch file with `weights_only=True`, which runs no code. A model is named
+by a local folder, or a repository of the hub, which transformers downloads and caches.
 
 Letters: N samples, H height, W width.
 """
@@ -30,21 +30,21 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def image_scorer(rate: Rate, version: str, decline: Decline = lambda prompt: None) -> Scorer:
-    """Scorer for `image` of a network: `rate(images, prompts)` are the scores [N]; the rest as of `network_scorer`."""
+    """Return a scorer of `image` by `rate(images, prompts)`, the scores [N]; the rest as in `network_scorer`."""
     return network_scorer("image", lambda images, prompts, meta: rate(images, prompts), version, decline)
 
 
 def network_scorer(
     kind: str, rate: RateAny, version: str, decline: Decline = lambda prompt: None, parts: Sequence[str] = ()
 ) -> Scorer:
-    """Scorer for pictures or videos of a network, which abstains on those that are too long for it.
+    """Return a scorer of images or videos by a network; it abstains above MAX_ASPECT.
 
     Args:
         kind: `image` or `video`.
         rate: scores [N] of media [N, ...], uint8, RGB, N prompts and their meta, N at least 1; with parts, [N, parts].
-        version: as of a Scorer.
-        decline: reason for which the network cannot read a prompt; None where it can.
-        parts: names of what a score is the sum of.
+        version: of the scorer.
+        decline: returns why the network cannot read a prompt; None if it can.
+        parts: names of the summands of a score.
     """
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
@@ -65,10 +65,10 @@ def network_scorer(
 
 
 def pick_device(name: str | None, *, threads: int) -> torch.device:
-    """The device of that name, or the accelerator where there is one and the CPU where not, with so many threads.
+    """Return the device of this name, by default the accelerator, else the CPU, and set the number of CPU threads.
 
     Raises:
-        ValueError: threads is below 1, or there is no such device.
+        ValueError: threads is below 1, or the device does not exist.
     """
     if threads < 1:
         raise ValueError(f"threads must be >= 1, got {threads}")
@@ -82,10 +82,10 @@ def pick_device(name: str | None, *, threads: int) -> torch.device:
 
 
 def pick_dtype(name: str) -> torch.dtype:
-    """The floating-point type of that name.
+    """Return the floating-point type of this name.
 
     Raises:
-        ValueError: it is none that scorers compute in.
+        ValueError: scorers do not support it.
     """
     if name not in _DTYPES:
         raise ValueError(f"dtype must be one of {sorted(_DTYPES)}, got {name!r}")
@@ -95,17 +95,17 @@ def pick_dtype(name: str) -> torch.dtype:
 def load_model(
     kind: Any, name: str, dtype: torch.dtype, device: torch.device, *, config: Any = None, weights: Any = None
 ) -> Any:
-    """Network of a class of transformers, ready to score.
+    """Load a network of a class of transformers, for inference.
 
     Args:
         kind: the class.
         name: name of the model.
-        dtype, device: what its weights are brought to.
-        config: settings of the network, where they are not the model's own.
-        weights: its weights, tensors by name, where they are not the model's own.
+        dtype, device: of its weights.
+        config: configuration instead of the model's.
+        weights: tensors by name instead of the model's.
 
     Raises:
-        ValueError: there is no such model, or not as safetensors, or its weights are not those of this class.
+        ValueError: the model does not exist, has no safetensors, or its weights are not of this class.
     """
     source = name if weights is None else None
     given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
@@ -114,54 +114,54 @@ def load_model(
             model, info = kind.from_pretrained(source, **given, output_loading_info=True, trust_remote_code=False)
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
-    if missing := sorted(info["missing_keys"]):  # transformers would go on with random ones
+    if missing := sorted(info["missing_keys"]):  # transformers would initialize them randomly
         raise ValueError(f"{name} must hold all weights of a {kind.__name__}, but not {missing[:3]}")
     return model.to(device).eval().requires_grad_(False)
 
 
 def load_part(kind: Any, name: str) -> Any:
-    """Settings or tokenizer of a model, of a class of transformers.
+    """Load a model's configuration, tokenizer or feature extractor by its class of transformers.
 
     Raises:
-        ValueError: there is no such model, or it takes code of its own to read it.
+        ValueError: the model does not exist, or needs remote code.
     """
     with _readable(name):
         return kind.from_pretrained(name, trust_remote_code=False)
 
 
 def find_file(name: str, file: str) -> Path:
-    """Path of a file of a model.
+    """Return the path of a file of a model.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the file does not exist.
     """
     with _readable(name):
         return Path(str(cached_file(name, file)))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """Tensors by name in a .safetensors file, or in a PyTorch file that holds nothing else.
+    """Read tensors by name from a .safetensors file, or from a PyTorch file with only tensors.
 
     Raises:
-        ValueError: it holds something else.
-        OSError: it cannot be read.
+        ValueError: the file has other objects.
+        OSError: the file cannot be read.
     """
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no mapping)
     weights = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(weights, dict) or not all(isinstance(weight, Tensor) for weight in weights.values()):
-        raise ValueError(f"{path} must hold tensors by name and nothing else")
+        raise ValueError(f"{path} must hold only tensors by name")
     return weights
 
 
 def below(prefix: str, weights: Weights) -> dict[str, Tensor]:
-    """The weights whose names start with the prefix, without it."""
+    """Return the weights whose names start with the prefix, without the prefix."""
     return {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
 
 
 def short_name(name: str) -> str:
-    """Name of a model without the folders above it on this machine."""
+    """Return a model's name without local parent folders."""
     return Path(name).name if Path(name).exists() else name
 
 
@@ -170,10 +170,10 @@ def _readable(name: str) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        rule = "a model must be a folder, or a name on the hub that can be fetched or is kept here"
+        rule = "a model must be a folder, or a repository of the hub that can be downloaded or is cached"
         raise ValueError(f"{rule}, got {name!r}: {_first_line(exc)}") from exc
-    except ValueError as exc:  # transformers asks for code of the folder's own, which never runs here
-        raise ValueError(f"a model must load without code of its own, got {name!r}: {_first_line(exc)}") from exc
+    except ValueError as exc:  # transformers asks for remote code, which is never run
+        raise ValueError(f"a model must load without remote code, got {name!r}: {_first_line(exc)}") from exc
 
 
 def _first_line(exc: Exception) -> str:

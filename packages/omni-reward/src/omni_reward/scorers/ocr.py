@@ -1,9 +1,9 @@
-"""OCR scorer: how closely the text in an image agrees with the text in quotes in its prompt.
+"""OCR scorer: the agreement of the text in an image with the quoted text in its prompt.
 
-    boxes     a detector finds the text, and each box is read as a line: for images in which text stands somewhere
-    line      the whole image is read as one line, and nothing is searched for: for small signs and labels
+    boxes     a detector finds the text, and each box is read as a line: for images with text anywhere
+    line      the whole image is read as one line: for small signs and labels
 
-The score is that of `omni_reward.scorers.text`, by one of its formulas.
+The score is a formula of `omni_reward.scorers.text`.
 
 Letters: N samples, H height, W width, K boxes.
 """
@@ -17,21 +17,20 @@ from rapidocr import RapidOCR
 from omni_reward.scorers.text import FORMULAS, agreement, wanted_text
 from omni_reward.wire import Score, Scorer
 
-MAX_ASPECT = {"boxes": 8, "line": 40}  # the work grows with it, and the recognizer fails on what is very high
-DETECTOR_SIDE = 960  # pixels; larger images are shrunk to it, as PaddleOCR does in flow_grpo
-LEAST_SIDE = 64  # pixels; a smaller image is likely a sign that is one line
+MAX_ASPECT = {"boxes": 8, "line": 40}  # the cost grows with it, and the recognizer fails on very high images
+DETECTOR_SIDE = 960  # pixels; larger images are reduced to it, as by PaddleOCR in flow_grpo
+LEAST_SIDE = 64  # pixels; a smaller image is likely a sign with one line
 
 
 def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 1) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB, with what was read and what was wanted in `details`.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB, with the read and the wanted text in `details`.
 
-    An image without text scores by the formula. A failure of the detector or the recognizer is raised and never a 0.
+    An image without text is scored by the formula. An error of the detector or the recognizer is raised, not scored 0.
 
     Args:
         reading: key of MAX_ASPECT.
         formula: one of FORMULAS.
-        threads: cores that one recognition may use. Its threads spin while they wait, so more than 1 costs more than it
-            brings on cores that others use too.
+        threads: CPU cores of one recognition. Its threads busy-wait: more than 1 is slower on shared cores.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -46,12 +45,12 @@ def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 
         params={
             "Global.use_det": reading == "boxes",
             "Global.use_cls": False,
-            "Global.log_level": "error",  # one warning per image without text otherwise
+            "Global.log_level": "error",  # otherwise it warns of each image without text
             "EngineConfig.onnxruntime.intra_op_num_threads": threads,
             "Det.limit_type": "max",
             "Det.limit_side_len": DETECTOR_SIDE,
-            # [C, H, W], W being the least width: the image's own aspect decides the rest. The default, 320, has the
-            # recognizer work through padding that is wider than most signs.
+            # [C, H, W] with the minimum width, which grows with the image's aspect. The default, 320, is wider than
+            # most signs, and padding costs time.
             "Rec.rec_img_shape": [3, 48, 48],
         }
     )
@@ -64,7 +63,7 @@ def load_ocr(*, reading: str = "boxes", formula: str = "strict", threads: int = 
 
 
 def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, prompt: str) -> Score:
-    """Score of one image [H, W, 3]; one at a time, so that it cannot depend on the others of its batch."""
+    """Return the score of one image [H, W, 3], independent of the others of its batch."""
     target = wanted_text(prompt)
     if isinstance(target, Score):
         return target
@@ -85,12 +84,12 @@ def _score_image(engine: Any, reading: str, formula: str, image: np.ndarray, pro
 
 
 def reading_order(boxes: np.ndarray) -> list[int]:
-    """Indices of boxes [K, 4, 2] line by line from the top, each line from the left, as the boxes are turned.
+    """Return indices of boxes [K, 4, 2] in reading order, along the direction of the boxes.
 
-    Corners go clockwise from the top left, and x comes before y. Boxes are on one line where their centers lie less
-    than half of the smaller height apart.
+    Corners are (x, y), clockwise from the top left. Boxes are on one line if the distance of their centers is less than
+    half of the smaller height.
     """
-    along = (boxes[:, 1] - boxes[:, 0]).sum(axis=0)  # long boxes weigh more
+    along = (boxes[:, 1] - boxes[:, 0]).sum(axis=0)  # long boxes have more weight
     along = along / max(np.hypot(*along), 1e-9)
     centers = boxes.mean(axis=1)  # [K, 2]
     right, down = centers @ along, centers @ (-along[1], along[0])

@@ -1,7 +1,7 @@
-"""Images as the models want them: resized, cropped, normalized, cut into patches. Pillow and numpy only.
+"""Inputs of vision models: images resized, cropped, normalized and cut into patches, by Pillow and numpy.
 
-The libraries' own processors come in variants whose results differ in the last bits, and some need torchvision. This is
-what the models were trained with: Pillow's bicubic filter on 8-bit pixels.
+The libraries' processors have variants with different rounding, and some need torchvision. The models were trained with
+Pillow's bicubic filter on 8-bit pixels, as here.
 
 Letters: N samples, H height, W width, S side of the model's input, P number of patches, D numbers in a patch.
 """
@@ -15,13 +15,13 @@ MEAN = np.array([0.48145466, 0.4578275, 0.40821073], np.float32)  # CLIP's, whic
 STD = np.array([0.26862954, 0.26130258, 0.27577711], np.float32)
 PATCH, MERGE, FRAMES = 14, 2, 2  # pixels of a patch of Qwen2-VL, patches and frames of a token
 SIDE = PATCH * MERGE  # pixels of a token
-MAX_ASPECT = 200  # longer side / shorter side that Qwen2-VL takes
+MAX_ASPECT = 200  # longer side / shorter side, limit of Qwen2-VL
 
 
 def square_pixels(images: np.ndarray, side: int) -> np.ndarray:
-    """Images [N, H, W, 3], uint8, RGB, as CLIP sees them: [N, 3, S, S], float32, normalized.
+    """Return CLIP's input [N, 3, S, S], float32, normalized, of images [N, H, W, 3], uint8, RGB.
 
-    The shorter side is brought to S, the longer to the whole number below its share, and the middle is cut out.
+    The shorter side is resized to S, the longer in proportion, rounded down; then the center is cropped.
     """
     return np.stack([_normalize(_middle(image, side)) for image in images])
 
@@ -35,13 +35,13 @@ def _middle(image: np.ndarray, side: int) -> np.ndarray:
 
 
 def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, int]:
-    """Height and width of least to most pixels, multiples of SIDE, of about the same aspect.
+    """Return height and width as multiples of SIDE, with `least` to `most` pixels and nearly the same aspect.
 
-    The rule of Qwen2-VL: round both sides to multiples; when that gives too many pixels, scale down and round down,
-    when too few, scale up and round up.
+    The rule of Qwen2-VL: round both sides to multiples; with too many pixels, scale down and round down; with too few,
+    scale up and round up.
 
     Raises:
-        ValueError: the image is more than MAX_ASPECT times as long as wide.
+        ValueError: the aspect ratio is above MAX_ASPECT.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise ValueError(f"an image must not be more than {MAX_ASPECT} times as long as wide, got {height} x {width}")
@@ -56,10 +56,10 @@ def fit_size(height: int, width: int, *, least: int, most: int) -> tuple[int, in
 
 
 def to_patches(clip: np.ndarray, height: int, width: int) -> np.ndarray:
-    """A clip [F, H, W, 3], uint8, RGB, resized and cut as Qwen2-VL's vision tower reads it: [P, D], float32.
+    """Return patches [P, D], float32, for Qwen2-VL's vision tower of a resized clip [F, H, W, 3], uint8, RGB.
 
-    After FRAMES frames each, squares of MERGE x MERGE patches follow one another row by row, since the tower merges
-    each into one token. Within a patch come the channel, the frame, the row and the column.
+    Groups of FRAMES frames are in order; within one, squares of MERGE x MERGE patches, which become one token, are
+    in row order. The order within a patch is channel, frame, row, column.
     """
     pixels = np.stack([_normalize(_resize(image, height, width)) for image in clip])
     sides = (height // SIDE, MERGE, PATCH, width // SIDE, MERGE, PATCH)
@@ -72,5 +72,5 @@ def _resize(image: np.ndarray, height: int, width: int) -> np.ndarray:
 
 
 def _normalize(image: np.ndarray) -> np.ndarray:
-    """Image [H, W, 3], uint8, as [3, H, W], float32, with CLIP's mean and spread."""
+    """Normalize an image [H, W, 3], uint8, to [3, H, W], float32, by CLIP's mean and standard deviation."""
     return np.moveaxis((image.astype(np.float32) / 255 - MEAN) / STD, -1, 0)

@@ -1,10 +1,9 @@
-"""Reward models that are a Qwen2-VL with a head in place of words: HPSv3 and VideoAlign.
+"""Reward models of Qwen2-VL with a reward head: HPSv3 and VideoAlign.
 
-The model reads a chat with the sample, an instruction with the prompt in it, and marks, tokens at which its last state
-is graded. The instruction belongs to the weights: with other words the scores mean nothing. It is not part of this
-package; scripts/scorers/instruction.py takes it from the source code of the reward model and writes the file that
-`instruction` names. As in both, the positions of the tokens are simply counted, where Qwen2-VL itself would give the
-tokens of a picture a time, a row and a column.
+The model reads a chat of the sample, an instruction that contains the prompt, and marks, the tokens whose last hidden
+states are graded. Scores are only meaningful with the instruction of the training, which is not part of this package;
+scripts/scorers/instruction.py extracts it from the source code of the reward model. As in both models, positions of
+tokens are one-dimensional, while Qwen2-VL has time, row and column for tokens of an image.
 
 Letters: N samples, F frames, H height, W width, T tokens, R marks, P patches, D width of a state.
 """
@@ -22,7 +21,7 @@ from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLModel
 from omni_reward.scorers import neural
 from omni_reward.scorers.pixels import FRAMES, MERGE, PATCH, to_patches
 
-PLACE = "{text_prompt}"  # of the prompt in the instruction
+PLACE = "{text_prompt}"  # placeholder of the prompt in the instruction
 CHAT = (  # Qwen2-VL's format of a chat
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     "<|im_start|>user\n<|vision_start|>{sample}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
@@ -34,8 +33,8 @@ MAX_PROMPT_CHARS = 8000
 class Judge:
     """A Qwen2-VL that reads samples with an instruction.
 
-    network, tokenizer: of transformers. instruction: with the prompt's place and the marks. marks: their tokens. pad:
-    the token in whose place the sample stands.
+    network, tokenizer: of transformers. instruction: with the placeholder of the prompt and the marks. marks: their
+    tokens. pad: the placeholder token of the sample.
     """
 
     network: Any
@@ -45,14 +44,14 @@ class Judge:
     pad: str
 
     def decline(self, prompt: str) -> str | None:
-        """Reason for which a prompt cannot be read."""
+        """Return why a prompt cannot be read, or None."""
         if len(prompt) > MAX_PROMPT_CHARS:
             return f"the prompt is longer than {MAX_PROMPT_CHARS} characters"
         marks = [token for token in self.tokenizer.get_added_vocab() if token in prompt]
-        return f"the prompt holds {marks[0]}, which steers the model" if marks else None
+        return f"the prompt contains {marks[0]}, a control token of the model" if marks else None
 
     def read(self, clips: Sequence[np.ndarray], size: tuple[int, int], prompts: Sequence[str]) -> Tensor:
-        """Last states [N, R, D], float32, at the marks, of clips [F, H, W, 3], uint8, RGB, brought to a size."""
+        """Return the last hidden states [N, R, D], float32, at the marks, of resized clips [F, H, W, 3], uint8."""
         device, (height, width) = self.network.device, size
         patches = torch.from_numpy(np.concatenate([to_patches(clip, height, width) for clip in clips]))
         grid = torch.tensor([[len(clip) // FRAMES, height // PATCH, width // PATCH] for clip in clips])
@@ -73,14 +72,14 @@ class Judge:
 def load_judge(
     instruction: str, weights: neural.Weights, base: str, marks: Sequence[str], pad: str, to: tuple[torch.device, Any]
 ) -> Judge:
-    """The reward model of these weights.
+    """Load the reward model of these weights.
 
     Args:
         instruction: path of the text, with `{text_prompt}` and the marks in their order.
-        weights: the model's, under the names of the time when it was made or of today.
-        base: name of the Qwen2-VL beneath, of which only the settings and the tokenizer are read.
-        marks: the tokens that the model has besides, in the order in which they were added.
-        pad: the token in whose place the sample stands.
+        weights: of the model, under old or current names of transformers.
+        base: name of the base Qwen2-VL, for its configuration and tokenizer.
+        marks: the added tokens, in their order.
+        pad: the placeholder token of the sample.
         to: device and dtype.
 
     Raises:
@@ -104,7 +103,7 @@ def load_judge(
 
 
 def _rename(name: str) -> str:
-    """Name of a weight in the Qwen2VLModel of today, from that of its class when the model was made, or a later one."""
+    """Return the name of a weight in the current Qwen2VLModel, from its name in an earlier or current version."""
     if name.startswith(("model.visual.", "model.language_model.")):
         return name.removeprefix("model.")
     return name.replace("model.", "language_model.", 1) if name.startswith("model.") else name

@@ -1,7 +1,7 @@
 """The rules of `omni_reward.rules` as a scorer of texts: `--scorer "rules:math + 0.1*format=PATTERN"`.
 
-They grade in a process of their own, each answer within a time limit: a regular expression or a checker of mathematics
-may take for ever on what a model writes, and math-verify's own limits need the main thread of a process.
+They grade in a separate process, with a time limit for each answer: a regular expression or a math checker may not
+terminate on a model's text, and math-verify's limits need the main thread of a process.
 """
 
 import faulthandler
@@ -19,17 +19,17 @@ from omni_reward.rules import check_keys, grade, open_rules, version_of
 from omni_reward.wire import Score, Scorer
 
 PREFIX = "rules:"
-START_S = 60.0  # in which the process starts and a rule imports its library
+START_S = 60.0  # for the process's start and imports
 
 
 def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 100.0) -> Scorer:
-    """A scorer of texts by rules, with their version; a line that a rule cannot grade is an abstention.
+    """Load a scorer of texts by rules, with their version; it abstains on a line that a rule cannot grade.
 
     Args:
-        reward: as a trainer's `--reward`.
-        timeout_s: longest that the rules may take for an answer, which else is an abstention.
-        request_timeout_s: longest from when a request comes, those before it graded, to its reply, for which a trainer
-            waits 120 s; the answers that are left are abstentions.
+        reward: as in a trainer's `--reward`.
+        timeout_s: limit of an answer, after which it is an abstention.
+        request_timeout_s: limit of a request, after which the remaining answers are abstentions; a trainer waits 120 s
+            for a reply.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -45,7 +45,7 @@ def load_rules(reward: str, timeout_s: float = 20.0, request_timeout_s: float = 
 
 
 class _Grader:
-    """A process that grades, begun anew after an answer that took it too long or ended it."""
+    """A grading process, which is restarted after an answer that took too long or killed it."""
 
     def __init__(self, reward: str, version: str, timeout_s: float, request_timeout_s: float) -> None:
         self._reward, self._version, self._timeout_s = reward, version, timeout_s
@@ -61,7 +61,7 @@ class _Grader:
         if left_s <= 0:
             return Score(
                 None,
-                abstained=f"other answers took all of the {self._request_timeout_s:g} s from when the request came",
+                abstained=f"other answers took all of the {self._request_timeout_s:g} s of the request",
             )
         limit_s = min(self._timeout_s + START_S * (self._process is None), left_s)
         if self._process is None:
@@ -89,12 +89,12 @@ class _Grader:
 
 
 def _serve(reward: str, version: str, pipe: Connection) -> None:
-    """Grade what comes through the pipe until its other end is closed.
+    """Grade answers from the pipe until its other end is closed.
 
-    With an answer comes the number of seconds after which the process ends itself: a server that was killed cannot do
-    it, and a regular expression lets nothing else of the process run.
+    An answer comes with the seconds after which the process exits: a killed server cannot end it, and a regular
+    expression blocks all threads of the process.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt from the keyboard is for the server, which drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which finishes its requests
     rules = open_rules(reward)
     now = version_of(rules)
     while True:
@@ -106,13 +106,13 @@ def _serve(reward: str, version: str, pipe: Connection) -> None:
         reply: dict[str, object]
         try:
             if now != version:
-                raise RuntimeError(f"its file must be as when the server began, {version}, got {now}")
+                raise RuntimeError(f"its file must not change while the server runs: was {version}, is {now}")
             check_keys(rules, line, flag="the rule")
             [score] = grade(rules, [text], [line])
             reply = {"value": score.value, "parts": score.parts}
         except ValueError as exc:
             reply = {"abstained": str(exc) or repr(exc)}
-        except Exception as exc:  # a user's function may raise anything
+        except Exception as exc:  # of a user's function
             reply = {"failed": f"{type(exc).__name__}: {exc}"}
         faulthandler.cancel_dump_traceback_later()
         pipe.send_bytes(json.dumps(reply).encode())

@@ -1,16 +1,16 @@
-"""Two scorers of sound by rule: the pitch of a tone, and how far a sound goes with the motion in its video.
+"""Two scorers of sound by rule: the pitch of a tone, and the synchrony of a sound with the motion of its video.
 
     pitch = max(0, 1 - |1200 log2(f / target)| / zero_at)                                                   (1)
     sync = correlation over t of the loudness between frames t and t + 1 with mean |g_{t+1} - g_t|          (2)
 
-In (1) f is the loudest frequency: the peak of the spectrum under a Hann window, between bins by the parabola through
-the logarithms of three of them (Smith and Serra, ICMC 1987); a cent is a hundredth of a semitone. A prompt names its
-target as `440 Hz` or as a note such as `A4`, in equal temperament with A4 = 440 Hz.
+In (1) f is the loudest frequency: the peak of the spectrum with a Hann window, interpolated by a parabola through the
+logarithms of three bins (Smith and Serra, ICMC 1987). A cent is a hundredth of a semitone. A prompt names its target as
+`440 Hz` or as a note such as `A4`, in equal temperament with A4 = 440 Hz.
 
-In (2), which is in [-1, 1], loudness is the root of the mean square and g the luma. Like AV-Align (Yariv et al., arXiv
-2309.16429) it holds the energy of the sound against the motion, but over all frames and not at peaks alone.
+In (2), in [-1, 1], loudness is the root mean square and g the luma. Like AV-Align (Yariv et al., arXiv 2309.16429) it
+compares the energy of the sound with the motion, but over all frames instead of at peaks.
 
-Silence has no pitch and goes with nothing, as does a still picture: 0.
+Silence and a still video score 0.
 
 Letters: N samples, T frames, S points in time, C channels.
 """
@@ -25,15 +25,15 @@ from omni_reward.scorers.video import gray_frames
 from omni_reward.wire import Score, Scorer
 
 SILENCE = 1e-4  # of full scale
-SEMITONES = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}  # above A of the same octave
-MIN_GAPS = 3  # between frames, that a correlation takes
+SEMITONES = {"C": -9, "D": -7, "E": -5, "F": -4, "G": -2, "A": 0, "B": 2}  # from A of the same octave
+MIN_GAPS = 3  # fewest intervals between frames for a correlation
 
 
 def load_pitch(*, zero_at: float = 1200.0) -> Scorer:
-    """Scorer for `audio` [N, S, C], float32: how near the loudest frequency is to the one that the prompt names.
+    """Load the scorer of `audio` [N, S, C], float32, by the distance of the loudest frequency from the prompt's.
 
     Args:
-        zero_at: least distance, in cents, that scores 0.
+        zero_at: distance in cents from which the score is 0.
 
     Raises:
         ValueError: zero_at is not above 0.
@@ -58,7 +58,7 @@ def load_pitch(*, zero_at: float = 1200.0) -> Scorer:
 
 
 def named_pitch(prompt: str) -> float | None:
-    """The one frequency, in Hz, that the prompt names; None where it names none or several."""
+    """Return the frequency, in Hz, that the prompt names; None if it names none or several."""
     named = [float(number) for number in re.findall(r"(\d+(?:\.\d+)?) ?Hz\b", prompt)]
     for letter, sign, octave in re.findall(r"\b([A-G])([#b]?)(\d)\b", prompt):
         semitones = SEMITONES[letter] + {"#": 1, "b": -1, "": 0}[sign] + 12 * (int(octave) - 4)
@@ -67,7 +67,7 @@ def named_pitch(prompt: str) -> float | None:
 
 
 def loudest_frequency(sound: np.ndarray, rate: float) -> float:
-    """Frequency of the peak of the spectrum of a sound [S], in Hz; 0 for silence."""
+    """Return the frequency of the peak of a sound's [S] spectrum, in Hz; 0 for silence."""
     sound = sound.astype(np.float64) - sound.mean(dtype=np.float64)
     if len(sound) < 8 or np.sqrt(np.mean(sound**2)) < SILENCE:
         return 0.0
@@ -78,7 +78,7 @@ def loudest_frequency(sound: np.ndarray, rate: float) -> float:
 
 
 def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
-    """A sound [S] at another rate, exact for tones below half of both that repeat with its length."""
+    """Resample a sound [S]; exact for tones below half of both rates that are periodic in its length."""
     count = max(1, round(len(sound) * wanted / rate))
     if count == len(sound):
         return sound
@@ -86,7 +86,7 @@ def resample(sound: np.ndarray, rate: float, wanted: float) -> np.ndarray:
 
 
 def load_sync() -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32."""
+    """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32."""
 
     def score(media: Arrays, prompts: list[str], meta: Meta) -> list[Score]:
         rates: list[tuple[Any, Any]] = [(sample["sample_rate"], sample["fps"]) for sample in meta]
@@ -97,7 +97,7 @@ def load_sync() -> Scorer:
 
     def score_pair(clip: np.ndarray, sound: np.ndarray, rate: float) -> Score:
         edges = np.round(np.arange(len(clip)) * rate).astype(int)
-        edges = edges[edges <= len(sound)]  # where both last
+        edges = edges[edges <= len(sound)]  # of the common duration
         if len(edges) <= MIN_GAPS or rate < 2:
             return Score(None, abstained=f"video and sound have fewer than {MIN_GAPS + 1} frames in common")
         motion = np.abs(np.diff(gray_frames(clip)[1][: len(edges)], axis=0)).mean(axis=(1, 2))

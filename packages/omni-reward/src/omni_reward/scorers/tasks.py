@@ -1,18 +1,17 @@
-"""Questions about an image for a vision-language model, the forms of the answers, and the scores made of them.
+"""Questions about an image for a vision-language model, the forms of the answers, and their scores.
 
-An answer counts only as a JSON object with exactly the fields that were asked for, each within its range; anything else
-raises, and the caller abstains. The prompt goes into the question as a JSON string: what it holds is quoted, and can
-neither end the quotation nor be taken for our own words.
+A valid answer is a JSON object with exactly the requested fields, each within its range; any other raises, and the
+caller abstains. The prompt is a JSON string in the question, so that it cannot end its quotation or pass for our text.
 
 | task | fields | score |
 |---|---|---|
-| `ocr` | `text`: all text in the image | agreement with the text in quotes in the prompt, as of `ocr`, in [0, 1] |
-| `ocr_contained` | as `ocr` | the same by the formula `contained`, as of verl-omni's reward |
+| `ocr` | `text`: all text in the image | agreement with the quoted text in the prompt, as in `ocr`, in [0, 1] |
+| `ocr_contained` | as `ocr` | the same with the formula `contained`, as in verl-omni |
 | `alignment` | `reason`; `score`, 0 to 10 | score / 10 |
 | `rating` | `alignment`, `coherence`, `style`, 1 to 5 each | (mean - 1) / 4, in [0, 1] |
 
-The three aspects of `rating` and their range are those that UnifiedReward (arXiv 2503.05236) rates images by in its
-second version. The words are our own, not those that its models were trained with.
+The three aspects of `rating` and their range are those of UnifiedReward (arXiv 2503.05236), second version. The text is
+ours, not that of its training.
 """
 
 import hashlib
@@ -38,10 +37,10 @@ class Task:
     """A kind of question.
 
     Args:
-        question: its words; {prompt} is replaced by the prompt.
-        fields: range of each number in the answer, None for a text, in the order in which they are to be written.
-        score: the score of an answer that has the right form, given the prompt.
-        decline: the abstention of a prompt that the question does not suit; None where it does.
+        question: its text; {prompt} is replaced by the prompt.
+        fields: range of each number in the answer, None for a text, in the order of the answer.
+        score: returns the score of a valid answer, given the prompt.
+        decline: returns the abstention of a prompt that does not suit the question, else None.
     """
 
     question: str
@@ -50,11 +49,11 @@ class Task:
     decline: Callable[[str], Score | None] = lambda prompt: None
 
     def ask(self, prompt: str) -> str:
-        """The question for a prompt."""
+        """Return the question for a prompt."""
         return self.question.replace("{prompt}", json.dumps(prompt, ensure_ascii=False))
 
     def schema(self) -> dict[str, object]:
-        """JSON schema of the answer."""
+        """Return the JSON schema of the answer."""
         properties = {
             name: {"type": "string"} if span is None else {"type": "number", "minimum": span[0], "maximum": span[1]}
             for name, span in self.fields.items()
@@ -63,10 +62,10 @@ class Task:
         return {**form, "additionalProperties": False}
 
     def read(self, answer: str) -> dict[str, Any]:
-        """The fields of an answer.
+        """Return the fields of an answer.
 
         Raises:
-            ValueError: it does not have the form that was asked for.
+            ValueError: the answer does not have the requested form.
         """
         try:
             fields = json.loads(answer)
@@ -80,7 +79,7 @@ class Task:
 
     @property
     def version(self) -> str:
-        """A short name for exactly this question and form."""
+        """The digest of the question and the form."""
         return hashlib.sha256(f"{self.question}{self.schema()}".encode()).hexdigest()[:12]
 
 

@@ -1,7 +1,7 @@
-"""A scorer from the user's own file: `--scorer python:path/to/file.py:function`.
+"""A scorer from a user's file: `--scorer python:path/to/file.py:function`.
 
-The file is run, so this is for the command line of whoever starts the server; no request can name one. What it names
-is a score function as in `omni_reward.wire.ScoreFn`, or a `omni_reward.Scorer` around one.
+The file is executed, so only the server's command line may name it, never a request. It names a score function as in
+`omni_reward.wire.ScoreFn`, or an `omni_reward.Scorer` of one.
 """
 
 import importlib.util
@@ -14,11 +14,11 @@ PREFIX = "python:"
 
 
 def load_user(spec: str) -> ScoreFn:
-    """The function or Scorer that `python:path/to/file.py:name` names.
+    """Load the function or Scorer of `python:path/to/file.py:name`.
 
     Raises:
-        ValueError: there is no such file, or nothing in it of that name that can be called.
-        ImportError: the file needs something that is not installed.
+        ValueError: the file does not exist, or has no callable of this name.
+        ImportError: the file imports a package that is not installed.
     """
     path, _, name = spec.removeprefix(PREFIX).rpartition(":")
     file = Path(path)
@@ -28,7 +28,7 @@ def load_user(spec: str) -> ScoreFn:
     assert module_spec is not None
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # dataclasses look their own module up
+    sys.modules[module_spec.name] = module  # dataclasses look up their module
     try:
         module_spec.loader.exec_module(module)
     except ImportError as exc:

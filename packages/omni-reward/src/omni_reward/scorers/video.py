@@ -1,24 +1,23 @@
 """Video scorer by rule: motion smoothness, sharpness and consistency of the frames, without a model.
 
-All three live in [0, 1] and are taken of the luma (0.299 R + 0.587 G + 0.114 B, 0 to 255; ITU-R BT.601). Smoothness
-and consistency are taken of small frames g_t, which are means over squares of s x s pixels, s = min(H, W) // 64, at
-least 1.
+All three are in [0, 1] and use the luma (0.299 R + 0.587 G + 0.114 B, 0 to 255; ITU-R BT.601). Smoothness and
+consistency use small frames g_t, the means over squares of s x s pixels, s = min(H, W) // 64, at least 1.
 
     smoothness = 1 - mean_t mean |g_t - m_t| / 255                                                          (1)
     m_t(p) = (g_{t-1}(p - d) + g_{t+1}(p + d)) / 2, d the motion of p's block of 8 x 8
     sharpness = mean_t v_t / (v_t + 100), v_t the variance of the Laplacian of frame t                      (2)
     consistency = mean_{t > 1} (S(g_1, g_t) + S(g_{t-1}, g_t)) / 2                                          (3)
 
-(1) asks how well each frame can be told from its two neighbours. This is VBench's motion smoothness (Huang et al.,
-arXiv 2311.17982) with classical interpolation in place of a network: d is the displacement of up to 4 that makes
-g_{t-1}(p - d) and g_{t+1}(p + d) agree best over the block (bidirectional motion estimation, Choi et al., IEEE TCE
+(1) measures how well each frame is predicted from its two neighbours. This is VBench's motion smoothness (Huang et al.,
+arXiv 2311.17982) with classical interpolation instead of a network: d is the displacement of up to 4 with the best
+agreement of g_{t-1}(p - d) and g_{t+1}(p + d) over the block (bidirectional motion estimation, Choi et al., IEEE TCE
 46(3), 2000). A steady motion scores 1, a jerky one less. (2) is the focus measure of Pech-Pacheco et al. (ICPR 2000),
-brought to [0, 1] by the variance that is commonly taken for the edge of blur; it is taken at full size, so it compares
-videos of one size only. (3) has the form of VBench's subject consistency, with S the structural similarity over whole
-frames (Wang et al., IEEE TIP 13(4), 2004), at least 0, in place of a network's features.
+mapped to [0, 1] by the variance that is a common threshold of blur; it uses the full size, so only videos of one size
+are comparable. (3) has the form of VBench's subject consistency, with S the structural similarity over whole frames
+(Wang et al., IEEE TIP 13(4), 2004), at least 0, instead of a network's features.
 
-A still picture has a smoothness and a consistency of 1 and moves not at all, so a reward of these alone stops the
-motion. `parts` holds the three and `motion`, the mean speed in frame heights per second, for a reward that asks for it.
+A still video has a smoothness and a consistency of 1, so a reward of only these stops the motion. `parts` has the three
+and `motion`, the mean speed in frame heights per second, for a reward of motion.
 
 Letters: N samples, T frames, H height, W width, h and w those of small frames, D displacements.
 """
@@ -31,23 +30,23 @@ from omni_reward.wire import Score, Scorer
 
 MEASURES = ("mean", "smoothness", "sharpness", "consistency")
 
-SMALL = 64  # least side of a small frame
+SMALL = 64  # minimum side of a small frame
 BLOCK = 8
 REACH = 4  # largest displacement, in small pixels per frame
 HALF_SHARP = 100.0  # variance of the Laplacian that scores 1/2
 MIN_SIDE = 32
 MIN_FRAMES = 3
 _LUMA = np.array([0.299, 0.587, 0.114], np.float32)
-_SHIFTS = sorted(  # the shortest first: where several agree as well, the block is taken to move least
+_SHIFTS = sorted(  # the shortest first: of equal matches the block gets the shortest
     ((dy, dx) for dy in range(-REACH, REACH + 1) for dx in range(-REACH, REACH + 1)), key=lambda shift: np.hypot(*shift)
 )
 
 
 def load_video(*, measure: str = "mean") -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB: one of the three measures, or their mean.
+    """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB, by one of the three measures, or their mean.
 
     Raises:
-        ValueError: there is no such measure.
+        ValueError: the measure does not exist.
     """
     if measure not in MEASURES:
         raise ValueError(f"measure must be one of {list(MEASURES)}, got {measure!r}")
@@ -71,27 +70,27 @@ def _score_clip(clip: np.ndarray, fps: float, measure: str) -> Score:
 
 
 def gray_frames(clip: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Luma [T, H, W] of a clip [T, H, W, 3], uint8, and its small frames [T, h, w]."""
+    """Return the luma [T, H, W] of a clip [T, H, W, 3], uint8, and its small frames [T, h, w]."""
     gray = np.stack([frame.astype(np.float32) @ _LUMA for frame in clip])
     return gray, shrink(gray, max(1, min(gray.shape[1:]) // SMALL))
 
 
 def shrink(gray: np.ndarray, factor: int) -> np.ndarray:
-    """Frames [T, h, w] of the means of squares of factor x factor pixels; what is left over at the edges is cut off."""
+    """Reduce frames to [T, h, w] by averaging squares of factor x factor pixels; incomplete squares are cut off."""
     num_frames, height, width = gray.shape
     h, w = height // factor, width // factor
     return gray[:, : h * factor, : w * factor].reshape(num_frames, h, factor, w, factor).mean(axis=(2, 4))
 
 
 def motion_smoothness(gray: np.ndarray) -> tuple[float, float]:
-    """Smoothness (1) in [0, 1] of frames [T, h, w], and the mean length of the motion found, in pixels per frame."""
+    """Return smoothness (1) in [0, 1] of frames [T, h, w], and the mean length of motion, in pixels per frame."""
     triples = zip(gray, gray[1:], gray[2:], strict=False)
     errors, lengths = zip(*(_interpolation_error(*triple) for triple in triples), strict=True)
     return 1 - float(np.mean(errors)) / 255, float(np.mean(lengths))
 
 
 def _interpolation_error(before: np.ndarray, frame: np.ndarray, after: np.ndarray) -> tuple[float, float]:
-    """Mean |frame - m| and mean |d| of one frame [h, w] and its neighbours, where all displacements stay inside."""
+    """Return mean |frame - m| and mean |d| of one frame [h, w] and its neighbours, away from the edges."""
     h, w = ((side - 2 * REACH) // BLOCK * BLOCK for side in frame.shape)
 
     def window(image: np.ndarray, dy: int, dx: int) -> np.ndarray:
@@ -106,24 +105,24 @@ def _interpolation_error(before: np.ndarray, frame: np.ndarray, after: np.ndarra
 
 
 def sharpness(gray: np.ndarray) -> float:
-    """Sharpness (2) in [0, 1) of frames [T, H, W]."""
+    """Return sharpness (2) in [0, 1) of frames [T, H, W]."""
     variances = np.array([_laplacian(frame).var(dtype=np.float64) for frame in gray])
     return float(np.mean(variances / (variances + HALF_SHARP)))
 
 
 def _laplacian(x: np.ndarray) -> np.ndarray:
-    """Of an image [H, W], without its border: the four neighbours minus four times the pixel."""
+    """Return the four neighbours minus four times the pixel, of an image [H, W] without its border."""
     return x[:-2, 1:-1] + x[2:, 1:-1] + x[1:-1, :-2] + x[1:-1, 2:] - 4 * x[1:-1, 1:-1]
 
 
 def consistency(gray: np.ndarray) -> float:
-    """Consistency (3) in [0, 1] of frames [T, h, w]."""
+    """Return consistency (3) in [0, 1] of frames [T, h, w]."""
     later = range(1, len(gray))
     return float(np.mean([(_similarity(gray[0], gray[t]) + _similarity(gray[t - 1], gray[t])) / 2 for t in later]))
 
 
 def _similarity(x: np.ndarray, y: np.ndarray) -> float:
-    """Structural similarity of two frames, at least 0, with the constants of Wang et al. (K1 = 0.01, K2 = 0.03)."""
+    """Return the structural similarity of two frames, at least 0, with Wang et al.'s K1 = 0.01 and K2 = 0.03."""
     c1, c2 = (0.01 * 255) ** 2, (0.03 * 255) ** 2
     mean_x, mean_y = x.mean(dtype=np.float64), y.mean(dtype=np.float64)
     covariance = ((x - mean_x) * (y - mean_y)).mean()

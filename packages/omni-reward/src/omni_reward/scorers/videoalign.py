@@ -1,11 +1,10 @@
-"""VideoAlign: how good a video looks, moves and fits its prompt, by a vision-language model with a head.
+"""VideoAlign: visual quality, motion quality and text alignment of a video, by a vision-language model with a head.
 
     score = VQ + MQ + TA,    part_i = (head_i(h_i) - mean_i) / std_i
 
-with h_i the last state of Qwen2-VL-2B at <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|>. The parts are visual quality,
-motion quality and text alignment (Liu et al., arXiv 2501.13918); means and spreads are those of the published model's
-own settings. As there, the model sees two frames a second, four at least, evenly spread from the first to the last.
-Its LoRA weights are added to those that they adapt.
+with the last hidden state h_i of Qwen2-VL-2B at <|VQ_reward|>, <|MQ_reward|>, <|TA_reward|> (Liu et al., arXiv
+2501.13918). Means and standard deviations are in the published model's settings. As there, the model gets two frames
+per second, at least four, evenly spaced from the first to the last. Its LoRA weights are merged.
 
 Letters: N samples, T frames, H height, W width, D width of a state.
 """
@@ -40,12 +39,12 @@ def load_videoalign(
     dtype: str = "bfloat16",
     threads: int = 1,
 ) -> Scorer:
-    """Scorer for `video` [N, T, H, W, 3], uint8, RGB.
+    """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB.
 
     Args:
-        instruction: path of the text that the model is told.
-        model: name of the model, which holds model_config.json and checkpoint-11352/model.pth.
-        base: name of Qwen2-VL-2B-Instruct, of which only the settings and the tokenizer are read.
+        instruction: path of the model's instruction.
+        model: name of the model, with model_config.json and checkpoint-11352/model.pth.
+        base: name of Qwen2-VL-2B-Instruct, for its configuration and tokenizer.
         device, dtype, threads: as in `omni_reward.scorers.clip.load_clip`.
 
     Raises:
@@ -70,7 +69,7 @@ def load_videoalign(
 
 
 def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
-    """The weights under a PEFT model's names, with `scale` B A added to each that has an adapter, under their own."""
+    """Merge `scale` B A into each weight with an adapter, and return all weights under names without PEFT's."""
     merged = neural.below("base_model.model.", weights)
     for name in [name for name in merged if name.endswith(".base_layer.weight")]:
         layer = name.removesuffix(".base_layer.weight")
@@ -82,6 +81,6 @@ def merge_lora(weights: neural.Weights, scale: float) -> dict[str, Tensor]:
 
 
 def pick_frames(clip: np.ndarray, fps: float, wanted: float) -> np.ndarray:
-    """An even number of frames of a clip [T, H, W, 3], about `wanted` a second, evenly spread; twice a lone one."""
+    """Return an even number of evenly spaced frames of a clip [T, H, W, 3], about `wanted` per second."""
     count = min(max(len(clip) / fps * wanted, LEAST_FRAMES), max(2, len(clip) // 2 * 2))
     return clip[np.linspace(0, len(clip) - 1, round(count / 2) * 2).round().astype(int)]

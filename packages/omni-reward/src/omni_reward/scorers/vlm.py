@@ -1,9 +1,8 @@
-"""Scorer that asks a vision-language model behind an OpenAI-compatible endpoint; the questions are in tasks.py.
+"""A scorer by a vision-language model at an OpenAI-compatible endpoint; the questions are in tasks.py.
 
-Every sample has one of three outcomes. A whole answer in the right form is a score. An answer in another form, out of
-range or cut off is an abstention with the reason, as is a sample for which the endpoint failed or took too long. When
-it failed on all samples of a call, the scorer itself fails, and the client's policy decides what becomes of the
-request: a wrong token or a dead endpoint should not pass for a model that has no opinion.
+A valid answer is a score. An answer of another form, out of range or truncated is an abstention with the reason, and so
+is a sample on which the endpoint failed or timed out. If it failed on all samples of a call, the scorer fails, and the
+client decides how to continue: a wrong token or a dead endpoint must not look like abstentions.
 """
 
 import logging
@@ -31,15 +30,15 @@ def load_vlm(
     max_in_flight: int = 8,
     seed: int = 0,
 ) -> Scorer:
-    """Scorer for `image` [N, H, W, 3], uint8, RGB.
+    """Load the scorer of `image` [N, H, W, 3], uint8, RGB.
 
     Args:
         url: the endpoint's base URL, such as http://127.0.0.1:8000/v1.
-        task: what to ask, a key of TASKS.
-        model: name of the model to ask; None where the endpoint serves only one.
+        task: a key of TASKS.
+        model: name of the model; None if the endpoint serves only one.
         token_file: file with the endpoint's bearer token.
-        timeout_s: longest that one sample may take, further tries included.
-        max_in_flight: questions that are asked at a time.
+        timeout_s: limit of a sample, retries included.
+        max_in_flight: concurrent questions.
         seed: of the endpoint's sampler; the temperature is 0.
 
     Raises:
@@ -72,8 +71,8 @@ def load_vlm(
         failures = [answer for answer in answers if isinstance(answer, RewardError)]
         if failures and len(failures) == len(answers):
             raise failures[0]
-        given = iter(_no_answer(answer) if isinstance(answer, RewardError) else answer for answer in answers)
-        return [own or next(given) for own in declined]
+        scores = iter(_no_answer(answer) if isinstance(answer, RewardError) else answer for answer in answers)
+        return [own or next(scores) for own in declined]
 
     return Scorer(score, version=f"{model} {task} {question.version}")
 
@@ -93,5 +92,5 @@ def _ask(endpoint: Endpoint, model: str, task: Task, image: np.ndarray, prompt: 
 
 
 def _no_answer(error: RewardError) -> Score:
-    logger.warning("no answer for a sample: %s", error)  # its URL is for the server's owner only
+    logger.warning("no answer for a sample: %s", error)  # only the server's log gets the URL
     return Score(None, abstained=f"the endpoint did not answer: {type(error).__name__}")
