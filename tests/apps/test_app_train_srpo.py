@@ -87,7 +87,7 @@ def test_what_the_reader_learns_to_call_smudged():
 
 @pytest.mark.parametrize("text", ["a blue sign", 'a sign that says "ABCDE"', 'a sign that says "ab"', 'says ""'])
 def test_a_text_without_a_sign_s_word_is_refused(text):
-    with pytest.raises(ValueError, match="texts must hold 1 to 4 of ABCDEF"):
+    with pytest.raises(ValueError, match="texts must have 1 to 4 of ABCDEF"):
         direct_rewards.sign_classes(text)
 
 

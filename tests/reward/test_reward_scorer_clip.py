@@ -184,9 +184,9 @@ def test_a_file_of_something_else_than_tensors_is_refused(content: object, tmp_p
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({}, "a weight and a bias for each place"),
-        ({"0.weight": (1, 4)}, "a weight and a bias for each place"),
-        ({"0.weight": (1, 4), "0.bias": (1,), "x": (1,)}, "a weight and a bias for each place"),
+        ({}, "a weight and a bias for each position"),
+        ({"0.weight": (1, 4)}, "a weight and a bias for each position"),
+        ({"0.weight": (1, 4), "0.bias": (1,), "x": (1,)}, "a weight and a bias for each position"),
         ({"0.weight": (1, 5), "0.bias": (1,)}, r"must make 1 of 4 numbers, got layers of the shapes \[\(1, 5\)\]"),
         ({"0.weight": (2, 4), "0.bias": (2,)}, "must make 1 of 4 numbers"),
         ({"0.weight": (1, 4), "0.bias": (2,)}, "must make 1 of 4 numbers"),
@@ -212,7 +212,7 @@ def test_the_places_of_a_head_are_numbers_and_not_words() -> None:
         ("clip", {"dtype": "int8"}, "dtype must be one of"),
         ("clip", {"device": "abacus"}, "device must be one that PyTorch has here, got 'abacus'"),
         ("clip", {"modle": "x"}, "options of clip must fit it: got an unexpected keyword argument 'modle'"),
-        ("clip", {"model": "/no/such/folder"}, "a model must be a folder, or a name on the hub"),
+        ("clip", {"model": "/no/such/folder"}, "a model must be a folder, or a repository of the hub"),
         ("aesthetic", {}, "argument: 'head'"),
     ],
 )

@@ -138,7 +138,7 @@ def test_an_instruction_must_be_given(tiny: Path) -> None:
         ("model.layers.1.mlp.up_proj.weight", "must hold all weights of a Qwen2VLModel, but not"),
         ("visual.merger.ln_q.bias", "must hold all weights of a Qwen2VLModel, but not"),
         ("model.embed_tokens.weight", "must hold an embedding of each token"),
-        ("rm_head.3.bias", "a head must hold a weight and a bias"),
+        ("rm_head.3.bias", "a head must have a weight and a bias"),
     ],
 )
 def test_missing_weights_are_refused(tiny: Path, tmp_path: Path, name: str, message: str) -> None:

@@ -1,7 +1,7 @@
-"""Rewards that a gradient passes through, for train_srpo.py.
+"""Differentiable rewards, for train_srpo.py.
 
 A reward is a function `(images, texts) -> rewards`: images [B, 3, H, W] in [0, 1], B texts, rewards [B], all float32.
-One more is one more line in REWARDS, whose functions take a folder or hub id and a device.
+A new one is a line of REWARDS, whose functions take a folder or hub id and a device.
 
 Letters: B images, L letters of all their words, H height, W width.
 """
@@ -21,13 +21,13 @@ Reward = Callable[[Tensor, list[str]], Tensor]
 ALPHABET = "ABCDEFGHJKLMNPQRSTUVWXYZ23456789"
 SMUDGED = len(ALPHABET)  # the class after the letters
 SIGN_HEIGHT, SIGN_WIDTH = 32, 96  # pixels
-PITCH, CROP = 22, 28  # pixels from letter to letter, and the width of what is seen of one
+PITCH, CROP = 22, 28  # pixels from letter to letter, and the width of a crop
 MAX_LETTERS = 4
 READER_FILE = "reader.safetensors"
 
 
 class SignReader(nn.Module):
-    """Reads single letters of tiny-signs: logits [L, 33] of crops [L, 3, 32, 28] in [0, 1]."""
+    """A reader of single letters of tiny-signs: logits [L, 33] of crops [L, 3, 32, 28] in [0, 1]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,33 +39,33 @@ class SignReader(nn.Module):
         )  # fmt: skip
 
     def forward(self, crops: Tensor) -> Tensor:
-        """See the class."""
+        """Return the logits."""
         logits: Tensor = self.layers(2 * crops - 1)
         return logits
 
 
 def crop_letters(image: Tensor, count: int) -> Tensor:
-    """The `count` letters of a sign [3, 32, 96], where its layout puts them: [count, 3, 32, 28]."""
+    """Crop the `count` letters of a sign [3, 32, 96] by its layout: [count, 3, 32, 28]."""
     centers = [(SIGN_WIDTH + PITCH * (2 * i - count + 1)) // 2 for i in range(count)]
     return torch.stack([image[:, :, center - CROP // 2 : center + CROP // 2] for center in centers])
 
 
 def sign_classes(text: str) -> list[int]:
-    """What the letters of the sign are to be read as: the word in quotes, or smudged if the text begins with that.
+    """Return the expected classes of a sign's letters: those of the quoted word, or SMUDGED for a smudged sign.
 
     Raises:
-        ValueError: the text has no word that a sign can hold.
+        ValueError: the text has no word of a sign.
     """
     word = text.partition('"')[2].partition('"')[0]
     if not 1 <= len(word) <= MAX_LETTERS or not set(word) <= set(ALPHABET):
-        raise ValueError(f"texts must hold 1 to {MAX_LETTERS} of {ALPHABET} between double quotes, got {text!r}")
+        raise ValueError(f"texts must have 1 to {MAX_LETTERS} of {ALPHABET} between double quotes, got {text!r}")
     return [SMUDGED] * len(word) if text.lower().startswith("smudged") else [ALPHABET.index(c) for c in word]
 
 
 def load_sign_reader(path: str, device: torch.device) -> Reward:
-    """The mean probability, over a word's letters, that the letter is read as the text says; for tiny-signs.
+    """Load the reward of tiny-signs: the probability of the text's letters, averaged over a word.
 
-    path: a folder that scripts/pretrain_sign_reader.py made.
+    path: a folder made by scripts/pretrain_sign_reader.py.
     """
     reader = SignReader()
     reader.load_state_dict(load_file(Path(path) / READER_FILE))
@@ -86,11 +86,11 @@ def load_sign_reader(path: str, device: torch.device) -> Reward:
 # 2. CLIP
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-CLIP_SCALE = 1 / 20  # of the released code: brings PickScore's logits near HPS-v2.1's cosines
+CLIP_SCALE = 1 / 20  # of the released code: scales PickScore's logits to HPS-v2.1's cosines
 
 
 def load_clip(path: str, device: torch.device) -> Reward:
-    """A CLIP model's logit for image and text, over 20; with yuvalkirstain/PickScore_v1 that is SRPO's PickScore.
+    """Load the reward of a CLIP model: its logit / 20; with yuvalkirstain/PickScore_v1 it is SRPO's PickScore.
 
     path: folder or hub id of a transformers CLIPModel with its tokenizer.
     """
@@ -113,7 +113,7 @@ def load_clip(path: str, device: torch.device) -> Reward:
 
 
 def square(images: Tensor, side: int) -> Tensor:
-    """The middle of the images [B, 3, H, W], scaled so that their shorter side is `side`: [B, 3, side, side]."""
+    """Return the center of the images [B, 3, H, W] with the shorter side resized to `side`: [B, 3, side, side]."""
     height, width = images.shape[-2:]
     size = [round(length * side / min(height, width)) for length in (height, width)]
     scaled = nn.functional.interpolate(images, size=size, mode="bicubic", antialias=True)

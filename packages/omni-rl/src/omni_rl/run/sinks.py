@@ -1,11 +1,11 @@
-"""Trackers, places for metrics besides `metrics.jsonl` and the report: TensorBoard, Weights & Biases, Trackio.
+"""Trackers of metrics: TensorBoard, Weights & Biases, Trackio.
 
     RunLog(folder, is_main=..., total_steps=..., sinks=tracker("wandb,tensorboard", folder, "my-project"))
 
-A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of an evaluation's
-pictures, which `omni_rl.report.write_eval` leaves in the run folder, and the settings of its config.toml. A folder that
-has been tracked before continues its run in the tracker. A library is imported when its sink is made; each is an extra
-of this package. Nothing leaves the machine unless the user has logged in to W&B, or a setting of a library says so.
+A sink is called as `sink(step, metrics)` after each line of the log. Trackers also get the sheet of each evaluation,
+written by `omni_rl.report.write_eval`, and the settings of config.toml. A folder that was tracked before continues its
+run in the tracker. A library is imported when its sink is made; each is an extra of this package. Nothing is uploaded
+unless the user has logged in to W&B, or a library is configured so.
 """
 
 import netrc
@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PICTURES = "eval/pictures"  # the name under which trackers show an evaluation's sheet
+PICTURES = "eval/pictures"  # name of an evaluation's sheet in trackers
 
 
 @dataclass(frozen=True)
 class Sink:
-    """A function of a step and its metrics; `RunLog` closes it when it is closed itself."""
+    """A function of a step and its metrics; closed with its `RunLog`."""
 
     write: Callable[[int, Mapping[str, float]], None]
     close: Callable[[], None]
@@ -35,12 +35,12 @@ class Sink:
 
 
 def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
-    """Open the trackers that a setting names, with commas between; none for "none".
+    """Open the trackers of a setting, separated by commas; none for "none".
 
     Args:
         kind: the libraries.
-        folder: the run folder, whose name is the run's in the trackers, below runs/ as seeds-1 of runs/seeds/1.
-        project: what gathers runs in W&B and Trackio.
+        folder: the run folder; the run of runs/seeds/1 is named seeds-1.
+        project: of the run in W&B and Trackio.
 
     Raises:
         ValueError: as `check_tracker`.
@@ -51,16 +51,15 @@ def tracker(kind: str, folder: str | Path, project: str) -> list[Sink]:
 
 
 def check_tracker(kind: str, project: str) -> None:
-    """Return when the trackers can be opened. Imports nothing.
+    """Check that the trackers can be opened. Imports nothing.
 
     Raises:
-        ValueError: there is no such tracker, its package is not installed, or the project's name is empty or no
-            printable text.
+        ValueError: a tracker does not exist or is not installed, or the project's name is empty or not printable.
     """
     names = kind.split(",")
     for name in names if kind != "none" else ():
         if name not in ("tensorboard", "wandb", "trackio") or names.count(name) > 1:
-            rule = "track must be none, or of tensorboard, wandb and trackio, each once, with commas between"
+            rule = "track must be none, or of tensorboard, wandb and trackio, each once, separated by commas"
             raise ValueError(f"{rule}, got {kind!r}")
         if find_spec(name) is None:
             raise ValueError(f"track must be an installed package, got {name!r}: pip install 'omni-rl[{name}]'")
@@ -82,15 +81,15 @@ def tensorboard(folder: str | Path) -> Sink:
             writer.add_scalar(name, value, step)
         if sheet := _sheet(Path(folder), step, metrics):
             writer.add_image(PICTURES, np.asarray(Image.open(sheet)), step, dataformats="HWC")
-        writer.flush()  # a run that is killed has written what it logged
+        writer.flush()  # so that a killed run loses no metrics
 
     return Sink(write, writer.close)
 
 
 def wandb(project: str, folder: str | Path) -> Sink:
-    """Log to a Weights & Biases run, online where there is a login, else in `folder`/wandb for `wandb sync`.
+    """Log to a Weights & Biases run, online after a login, else in `folder`/wandb for `wandb sync`.
 
-    WANDB_MODE goes before.
+    WANDB_MODE overrides this.
     """
     import wandb as library
 
@@ -103,7 +102,7 @@ def wandb(project: str, folder: str | Path) -> Sink:
 
 
 def trackio(project: str, folder: str | Path) -> Sink:
-    """Log to a Trackio run, kept in a local database below TRACKIO_DIR; `trackio show` draws it. Needs trackio."""
+    """Log to a Trackio run in a local database below TRACKIO_DIR, for `trackio show`. Needs trackio."""
     import trackio as library
 
     folder = Path(folder)
@@ -114,12 +113,12 @@ def trackio(project: str, folder: str | Path) -> Sink:
 
 
 def _name(folder: Path) -> str:
-    """The run's name: the whole path below runs/, as Trackio continues a run by its name."""
+    """Return the run's name: its path below runs/, as Trackio continues a run by its name."""
     return "-".join(folder.parts[1:]) if folder.parts[0] == "runs" else folder.name
 
 
 def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
-    """The id of the folder's run in a tracker, and whether an earlier start has drawn it."""
+    """Return the id of the folder's run in a tracker, and True if an earlier start made it."""
     path = folder / f"{kind}-run.txt"
     if path.is_file():
         return path.read_text("utf-8").strip(), True
@@ -129,7 +128,7 @@ def _tracked(folder: Path, kind: str) -> tuple[str, bool]:
 
 
 def _has_login() -> bool:
-    """Whether the user has logged in to W&B, by its variable or as `wandb login` notes it."""
+    """Return True if the user has logged in to W&B, by its variable or by `wandb login`."""
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
     with suppress(OSError, netrc.NetrcParseError):
         return bool(os.environ.get("WANDB_API_KEY") or netrc.netrc(os.environ.get("NETRC")).authenticators(host))
@@ -137,14 +136,14 @@ def _has_login() -> bool:
 
 
 def _config(folder: str | Path) -> dict[str, Any]:
-    """The settings of the run."""
+    """Return the settings of the run."""
     from omni_rl.report.data import read_config  # not at the top: settings are checked before torch is imported
 
     return read_config(Path(folder))
 
 
 def _run_sink(run: Any, image: Callable[[str], object], folder: Path) -> Sink:
-    """The sink of a library whose runs have `log` and `finish`; image: makes a file's picture one of the library."""
+    """Return the sink of a library whose runs have `log` and `finish`; image: makes the library's image of a file."""
 
     def write(step: int, metrics: Mapping[str, float]) -> None:
         sheet = _sheet(folder, step, metrics)
@@ -154,6 +153,6 @@ def _run_sink(run: Any, image: Callable[[str], object], folder: Path) -> Sink:
 
 
 def _sheet(folder: Path, step: int, metrics: Mapping[str, float]) -> Path | None:
-    """The sheet of the step's evaluation, if there was one."""
+    """Return the sheet of the step's evaluation, or None."""
     sheet = folder / "eval" / f"{step:06}.png"
     return sheet if "eval/reward" in metrics and sheet.is_file() else None
