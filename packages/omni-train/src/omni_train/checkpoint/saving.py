@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from omni_train.checkpoint.parts import Index, PartFile, merge_parts
@@ -37,8 +37,8 @@ class Saving:
         """
         self._folder, self._dist, self._files, self._finish = folder, dist, files, finish
         self._num_threads = num_threads
-        self._error: Exception | None = None
-        self._is_written, self._has_ended = threading.Event(), threading.Event()
+        self._written: Future[None] = Future()  # this rank's part
+        self._ended: Future[None] = Future()  # on the first rank, the checkpoint
         self._all_written, self._is_given_up = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -46,9 +46,9 @@ class Saving:
     @property
     def state(self) -> str:
         """This rank's state: "writing", "done" or "failed"."""
-        if not self._has_ended.is_set():
+        if not self._ended.done():
             return "writing"
-        return "failed" if self._error else "done"
+        return "failed" if self._ended.exception() else "done"
 
     def wait_written(self) -> None:
         """Wait for this rank's part.
@@ -56,22 +56,19 @@ class Saving:
         Raises:
             OSError, ValueError, RuntimeError: it could not be written, or holds NaN or infinity.
         """
-        self._is_written.wait()
-        if self._error:
-            raise self._error
+        self._written.result()
 
     def wait_finished(self) -> None:
         """Wait, on the first rank, for the checkpoint; all parts are written. Raises as `wait_written`."""
         self._all_written.set()
         if self._dist.is_main:
-            self._has_ended.wait()
-            self.wait_written()
+            self._ended.result()
 
     def wait_alone(self) -> None:
         """Wait for this rank's part; on the first rank wait up to LONELY_S for those of ranks that may have ended."""
-        self._is_written.wait()
+        wait([self._written])
         if self._dist.is_main:
-            self._has_ended.wait(LONELY_S)
+            wait([self._ended], LONELY_S)
 
     def give_up(self) -> None:
         """End the wait for other ranks, and wait until this rank's threads have ended."""
@@ -81,17 +78,17 @@ class Saving:
     def _run(self) -> None:
         try:
             part = self._write()
-            self._is_written.set()
+            self._written.set_result(None)
             if self._dist.is_main:
                 others = [self._take_part(rank) for rank in range(1, self._dist.world_size)]
                 self._finish(merge_parts([part, *others]))
-        except (OSError, ValueError, RuntimeError) as exc:
-            self._error = exc
-        except Exception as exc:  # a kind that `same_error` does not send to other ranks
-            self._error = RuntimeError(f"{type(exc).__name__}: {exc}")
-        finally:
-            self._has_ended.set()
-            self._is_written.set()
+            self._ended.set_result(None)
+        except Exception as exc:
+            is_sent = isinstance(exc, OSError | ValueError | RuntimeError)  # to the other ranks by `same_error`
+            error = exc if is_sent else RuntimeError(f"{type(exc).__name__}: {exc}")
+            for future in (self._written, self._ended):
+                if not future.done():
+                    future.set_exception(error)
 
     def _write(self) -> Index:
         index: Index = {"files": {}, "tensors": {}}

@@ -33,17 +33,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from omni_train.checkpoint.parts import (
-    Index,
-    PartFile,
-    Row,
-    check_fits,
-    check_part,
-    host_memory,
-    num_bytes,
-    part_files,
-    read_tensors,
-)
+from omni_train.checkpoint import parts
 from omni_train.checkpoint.saving import NUM_THREADS, Saving
 from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
@@ -124,12 +114,12 @@ class Checkpoint:
             if module is not None:
                 state = train_state(module, None, None).items()
                 entries = {name: entry for name, entry in saved.tensors.items() if name.startswith("weight/")}
-                check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
+                parts.check_fits(entries, {name: tensor for name, tensor in state if name.startswith("weight/")})
             for name in sorted(saved.files)[self.dist.rank :: self.dist.world_size]:
                 path = self._path(saved.step) / name
                 try:
                     check_file(path, saved.files[name])
-                    check_part(path, saved.tensors)
+                    parts.check_part(path, saved.tensors)
                 except ValueError as exc:
                     raise self._damaged(saved.step, exc) from exc
         self._verified = saved
@@ -153,8 +143,8 @@ class Checkpoint:
             ValueError: a tensor holds NaN or infinity (it is named), or there is a checkpoint of this step.
         """
         files = self._begin(step, module, optimizer, ema, config)
-        memory = torch.empty(max(map(num_bytes, files.values()), default=0), dtype=torch.uint8)
-        self._start(step, (PartFile(name, rows, memory) for name, rows in files.items()), config, num_threads=1)
+        memory = torch.empty(max(map(parts.num_bytes, files.values()), default=0), dtype=torch.uint8)
+        self._start(step, (parts.PartFile(name, rows, memory) for name, rows in files.items()), config, num_threads=1)
         self.wait()
         return self._path(step)
 
@@ -241,8 +231,8 @@ class Checkpoint:
             if optimizer is not None:
                 allocate_optimizer(module, optimizer, {name: entry["shape"] for name, entry in saved.tensors.items()})
             state = train_state(module, optimizer, ema)
-            check_fits(saved.tensors, state)
-            read_tensors(self._path(saved.step), saved.tensors, state)
+            parts.check_fits(saved.tensors, state)
+            parts.read_tensors(self._path(saved.step), saved.tensors, state)
         if self.dist.is_main and saved.versions != _versions():
             warnings.warn(
                 f"made with {saved.versions}, read with {_versions()}: the last bits may differ", stacklevel=2
@@ -286,12 +276,12 @@ class Checkpoint:
 
     def _begin(
         self, step: int, module: nn.Module, optimizer: Optimizer | None, ema: Copies, config: Config
-    ) -> dict[str, list[Row]]:
+    ) -> dict[str, list[parts.Row]]:
         """Wait for the save before, make the folder of a new one, and return this rank's files by their names."""
         json.dumps(dict(config))  # a value that JSON lacks is an error before anything is written
         self.wait()
         with same_error(self.dist):
-            files = part_files(self.dist, train_state(module, optimizer, ema))
+            files = parts.part_files(self.dist, train_state(module, optimizer, ema))
             if self.dist.is_main:
                 if self._path(step).exists():
                     raise ValueError(f"step must be new, but {self._path(step)} exists")
@@ -301,20 +291,20 @@ class Checkpoint:
                 self._path(step, ".tmp").mkdir()
         return files
 
-    def _copy(self, files: Mapping[str, Sequence[Row]]) -> list[PartFile]:
+    def _copy(self, files: Mapping[str, Sequence[parts.Row]]) -> list[parts.PartFile]:
         """Copy the files to host memory, to that of the save before where it is large enough."""
-        for i, size in enumerate(map(num_bytes, files.values())):
+        for i, size in enumerate(map(parts.num_bytes, files.values())):
             if i == len(self._memory):
-                self._memory.append(host_memory(size, self.dist.device))
+                self._memory.append(parts.host_memory(size, self.dist.device))
             elif len(self._memory[i]) < size:
-                self._memory[i] = host_memory(size, self.dist.device)
+                self._memory[i] = parts.host_memory(size, self.dist.device)
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             each = pool.map if self.dist.device.type == "cpu" else map  # an accelerator copies asynchronously
-            copies = list(each(PartFile, files, files.values(), self._memory))
+            copies = list(each(parts.PartFile, files, files.values(), self._memory))
         synchronize()  # before training changes what is copied
         return copies
 
-    def _start(self, step: int, files: Iterable[PartFile], config: Config, *, num_threads: int) -> None:
+    def _start(self, step: int, files: Iterable[parts.PartFile], config: Config, *, num_threads: int) -> None:
         about = {"step": step, "config": dict(config), "versions": _versions(), "world_size": self.dist.world_size}
         finish = partial(self._finish, about)
         self._saving = step, Saving(self._path(step, ".tmp"), self.dist, files, finish, num_threads=num_threads)
@@ -324,7 +314,7 @@ class Checkpoint:
         if self.dist.is_main:
             shutil.rmtree(self._path(step, ".tmp"), ignore_errors=True)
 
-    def _finish(self, about: dict[str, Any], index: Index) -> None:
+    def _finish(self, about: dict[str, Any], index: parts.Index) -> None:
         """Write the index and give the folder its name; then delete checkpoints that are too old."""
         temporary = self._path(about["step"], ".tmp")
         for name, expected in index["files"].items():
