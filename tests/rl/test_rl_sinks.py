@@ -87,7 +87,7 @@ def test_runs_of_two_sweeps_have_two_names():
 @pytest.mark.parametrize("kind", ["wand", "none,wandb", "wandb,wandb", ""])
 def test_trackers_are_named_once_each(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(ValueError, match="track must be none, or of tensorboard, wandb and trackio, each once, with"):
+    with pytest.raises(ValueError, match="track must be none, or of tensorboard, wandb and trackio, each once"):
         sinks.check_tracker(kind, "project")
 
 
