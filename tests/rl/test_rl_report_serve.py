@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from omni_rl.report import Sample, serve, write_eval
+from omni_rl.report.__main__ import main
 from omni_rl.report.data import run_data
 from omni_rl.report.serve import LiveServer, Runs
 from rl.report_runs import RATES, clips, write_run
@@ -245,5 +246,5 @@ def test_the_command_prints_an_address_that_answers_and_refuses_with_one_line(tm
     assert line.startswith("1 run at http://127.0.0.1:")
     assert (process.returncode, *told) == (0, "", "")
     with pytest.raises(SystemExit) as stop:
-        serve.main([str(tmp_path / "nothing")])
+        main(["--serve", str(tmp_path / "nothing")])
     assert stop.value.code == 2

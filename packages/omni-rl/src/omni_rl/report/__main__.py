@@ -2,43 +2,58 @@
 
 omni-rl report runs/a            writes runs/a/report.html
 omni-rl report runs/a runs/b     writes runs/comparison.html
-omni-rl report --serve runs/     shows all runs of the folder in a browser, live
+omni-rl report --serve runs/     shows all runs of the folder in a browser, live, until Ctrl-C
 
-`python -m omni_rl.report` is the same. --serve --help lists its flags.
+`python -m omni_rl.report` is the same.
 """
 
 import argparse
-import sys
+from contextlib import suppress
 from pathlib import Path
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line. An error ends it with one line and exit code 2."""
-    words = sys.argv[1:] if argv is None else argv
-    if "--serve" in words:
-        from omni_rl.report.serve import main as serve
-
-        serve([word for word in words if word != "--serve"])
-        return
+    """Run the command line. An error ends it with one message and exit code 2."""
     parser = argparse.ArgumentParser(
         prog="omni-rl report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder")
+    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder; with --serve, a folder of runs")
     parser.add_argument("--out", type=Path, help="page to write for several runs")
-    args = parser.parse_args(words)
+    parser.add_argument("--serve", action="store_true", help="serve the folder (default: runs/)")
+    parser.add_argument("--host", default="127.0.0.1", help="with --serve: address; other than loopback, with a token")
+    parser.add_argument("--port", type=int, default=0, help="with --serve: port; 0 takes a free one")
+    args = parser.parse_args(argv)
+    if args.serve and (len(args.runs) > 1 or args.out):
+        parser.error("--serve takes one folder, and no --out")
+    if not args.runs and not args.serve:
+        parser.error("RUN must be at least one run folder")
     if args.out and len(args.runs) == 1:
         parser.error("--out needs several runs; the report of one is its report.html")
-
-    from omni_rl.report import write_comparison, write_report
-
     try:
-        if len(args.runs) == 1:
-            path = write_report(args.runs[0])
+        if args.serve:
+            serve(*args.runs, host=args.host, port=args.port)
         else:
-            path = write_comparison(args.runs, args.out or args.runs[0].parent / "comparison.html")
+            write(args.runs, args.out)
     except (OSError, ValueError) as exc:
         parser.error(str(exc))
-    print(path)
+
+
+def write(runs: list[Path], out: Path | None) -> None:
+    """Write the report of a run, or a comparison of several, and print its path."""
+    from omni_rl.report import write_comparison, write_report
+
+    one = len(runs) == 1
+    print(write_report(runs[0]) if one else write_comparison(runs, out or runs[0].parent / "comparison.html"))
+
+
+def serve(folder: Path = Path("runs"), *, host: str, port: int) -> None:
+    """Serve a folder of runs, or a run, until Ctrl-C."""
+    from omni_rl.report.serve import LiveServer
+
+    server = LiveServer(folder, host=host, port=port)
+    print(f"{(count := len(server.runs.find()))} run{'s' * (count != 1)} at {server.url}  (Ctrl-C ends it)", flush=True)
+    with suppress(KeyboardInterrupt):
+        server.run(sockets=[server.socket])
 
 
 if __name__ == "__main__":

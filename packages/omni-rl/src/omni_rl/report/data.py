@@ -22,7 +22,7 @@ from omni_train.files import load_metrics, parse_int, read_regular
 
 from omni_rl.report.folder import read_lines, step_folders
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.metrics import CHARTS, METRICS, Chart
+from omni_rl.run.metrics import CHARTS, METRICS
 
 MAX_POINTS = 400  # of a curve; a longer one has mean, minimum and maximum of intervals of steps
 MAX_BARS = 60  # of the seconds per phase
@@ -53,15 +53,10 @@ Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # the files of a sample, a
 
 def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the charts of these runs, each with {name: label} of its lines; own evaluation sets are in the first."""
-    drawn = [asdict(chart) | {"lines": lines_of(chart)} for chart in CHARTS]
+    lines = [{row.name: row.label for row in METRICS if row.chart == chart.title} for chart in CHARTS]
     names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
-    drawn[0]["lines"] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
-    return drawn
-
-
-def lines_of(chart: Chart) -> dict[str, str]:
-    """Return the metrics of a chart with their labels."""
-    return {row.name: row.label for row in METRICS if row.chart == chart.title}
+    lines[0] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
+    return [asdict(chart) | {"lines": own} for chart, own in zip(CHARTS, lines, strict=True)]
 
 
 def _inline(file: Path) -> str:

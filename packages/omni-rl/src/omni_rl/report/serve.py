@@ -25,7 +25,7 @@ from typing import Any
 from urllib.parse import quote
 
 import uvicorn
-from omni_reward.cli import Parser, bind
+from omni_reward.cli import bind
 from omni_reward.transport import is_loopback, names_loopback
 from omni_train.files import load_metrics
 from starlette.applications import Starlette
@@ -213,19 +213,3 @@ class LiveServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self.force_exit = True
         super().handle_exit(sig, frame)
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Serve a folder of runs until Ctrl-C. An error ends it with one line and exit code 2."""
-    parser = Parser(prog="omni-rl report --serve")
-    parser.add_argument("folder", type=Path, nargs="?", default=Path("runs"), help="folder of runs, or a run")
-    parser.add_argument("--host", default="127.0.0.1", help="address; other than loopback, a token is required")
-    parser.add_argument("--port", type=int, default=0, help="port; 0 takes a free one")
-    args = parser.parse_args(argv)
-    try:
-        server = LiveServer(args.folder, host=args.host, port=args.port)
-    except (OSError, ValueError) as exc:
-        parser.error(str(exc))
-    print(f"{(count := len(server.runs.find()))} run{'s' * (count != 1)} at {server.url}  (Ctrl-C ends it)", flush=True)
-    with suppress(KeyboardInterrupt):
-        server.run(sockets=[server.socket])
