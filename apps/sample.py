@@ -23,9 +23,10 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from omni_rl.media.images import reference_sizes
 from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
-from omni_rl.settings.cli import fitting, flag, parse_cli, refuse, require
+from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.eval_sets import check_urls
-from omni_rl.settings.fields import at_least, between, check_bounds
+from omni_rl.settings.fields import REQUIRED, at_least, between, check_bounds, flag, require
+from omni_rl.settings.toml import fitting
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
@@ -35,7 +36,7 @@ SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
 class Args:
     """Settings of a drawing."""
 
-    model: str = ""  # Folder or hub id of a diffusers pipeline (required)
+    model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
     weights: str = ""  # Folder of trained weights, full or an adapter; or FULL,ADAPTER for both
     prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none

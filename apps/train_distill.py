@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from omni_rl.settings.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
-from omni_rl.settings.cli import flag, parse_cli, require
-from omni_rl.settings.fields import MAY_CHANGE, at_least, between
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
 from omni_train.prompts.files import load_prompts
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.

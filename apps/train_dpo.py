@@ -28,10 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.media.preferences import check_preferences, read_latent
 from omni_rl.settings.args import ScoredArgs, check_scored, num_ranks
-from omni_rl.settings.cli import flag, parse_cli, require
-from omni_rl.settings.fields import at_least, check_bounds
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, check_bounds, flag, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -55,6 +54,8 @@ def check_args(args: Args) -> None:
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
     if offline:
+        from omni_rl.media.preferences import check_preferences
+
         with flag("--preferences: "):
             shape = args.num_frames, args.height, args.width
             check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
@@ -84,6 +85,7 @@ from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import by_shapes, draw, expand_groups, prompts_of, show
 from omni_rl.flow.scorers import LocalScorer, abstain
 from omni_rl.flow.scoring import by_size, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import Run, Step, policy_metrics

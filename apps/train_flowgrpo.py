@@ -23,8 +23,8 @@ from typing import Annotated, Literal
 
 from omni_rl.run.engines import ENGINES
 from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.settings.cli import parse_cli, require
-from omni_rl.settings.fields import at_least
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 

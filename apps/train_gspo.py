@@ -24,8 +24,8 @@ from itertools import chain
 from typing import Annotated, Literal
 
 from omni_rl.settings.args import num_ranks
-from omni_rl.settings.cli import parse_cli, require
-from omni_rl.settings.fields import at_least
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, require
 from omni_rl.settings.token_args import TokenArgs, check_tokens
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.

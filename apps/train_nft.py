@@ -26,8 +26,8 @@ from functools import partial
 from typing import Annotated, Literal
 
 from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
-from omni_rl.settings.cli import parse_cli, require
-from omni_rl.settings.fields import at_least, between
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, between, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 

@@ -25,8 +25,8 @@ from functools import cache, partial
 from typing import Annotated, Literal
 
 from omni_rl.settings.args import MediaArgs, check_media, num_batches, num_ranks
-from omni_rl.settings.cli import parse_cli, require
-from omni_rl.settings.fields import at_least, between
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import REQUIRED, at_least, between, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -46,7 +46,7 @@ class Args(MediaArgs):
 
     # Algorithm
     reward: Literal["sign-reader", "clip"] = "sign-reader"  # Reward, a row of REWARDS in omni_rl.flow.direct_rewards
-    reward_model: str = ""  # Folder or hub id of the reward's weights (required, here or in a preset)
+    reward_model: Annotated[str, REQUIRED] = ""  # Folder or hub id of the reward's weights
     positive_words: str = "Clear"  # Words of praise, separated by commas; a step puts one before all its prompts
     negative_words: str = "Smudged"  # Words of blame, separated by commas; a step puts one before all its prompts
     level_low: Annotated[float, at_least(0)] = 0.2  # Lowest noise level to train at; 0 is data
@@ -64,7 +64,6 @@ def check_args(args: Args) -> None:
     check_media(args, num_ranks())
     num_batches(args, num_ranks())
     require(
-        (args.reward_model, "--reward-model must be given, or come from --preset NAME or --config FILE.toml"),
         (args.level_low < args.level_high < 1,
          f"--level-low must be < --level-high, and that < 1, got {args.level_low} and {args.level_high}"),
         (args.level_step < 1, f"--level-step must be < 1, got {args.level_step}"),

@@ -22,14 +22,16 @@ What is decided here, as no code has been released:
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_reward.rules import Rules, open_rules
 from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
-from omni_rl.settings.cli import flag, parse_cli, require
-from omni_rl.settings.fields import at_least, between
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import at_least, between, flag, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+if TYPE_CHECKING:
+    from omni_reward.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -84,8 +86,10 @@ def window_range(args: Args) -> tuple[int, int]:
     return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
 
 
-def rules_of(args: Args) -> Rules | None:
+def rules_of(args: Args) -> "Rules | None":
     """Return the rules that grade thoughts, if any."""
+    from omni_reward.rules import open_rules  # --help does without numpy and requests
+
     return open_rules(args.thought_reward) if args.thought_reward else None
 
 

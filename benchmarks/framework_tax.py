@@ -24,7 +24,8 @@ from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.world import World
-from omni_rl.settings.cli import from_toml, parse_cli, recipes
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.toml import from_toml, recipes
 from omni_train.dist import default_compute_dtype, local_device
 from omni_train.log import RunLog
 from torch import Tensor, nn

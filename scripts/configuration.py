@@ -111,6 +111,7 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                 if isinstance(field, ast.AnnAssign):
                     key = ast.unparse(field.target)
                     group, text = notes.get(key, Note("", ""))
+                    text += " (required)" * ("REQUIRED" in ast.unparse(field.annotation))
                     found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, group)
     return found
 

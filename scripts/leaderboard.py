@@ -27,7 +27,7 @@ from typing import Any
 
 from leaderboard_page import ENTRIES, Entry, Row, blocks, by_algorithm, digest, draw, fill, read_rows
 from omni_reward.testing import Server, serving
-from omni_rl.settings.cli import recipes
+from omni_rl.settings.toml import recipes
 from omni_train.files import load_metrics
 
 ROOT = Path(__file__).parents[1]

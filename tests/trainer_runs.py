@@ -19,7 +19,7 @@ from helpers import CHECKPOINT, REPO
 from omni_rl.flow.sampling import draw, prompts_of
 from omni_rl.run.run import Run, Step
 from omni_rl.run.world import World
-from omni_rl.settings.cli import from_toml, recipes
+from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.dist import Dist

@@ -15,7 +15,7 @@ from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT, REPO
 from omni_reward.testing import serving_here
-from omni_rl.settings.cli import to_toml
+from omni_rl.settings.toml import to_toml
 from omni_rollout.models import open_model
 from omni_rollout.models.qwen_image import QwenImage
 from omni_train.lora import add_lora

@@ -23,7 +23,7 @@ from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.testing import serving_here
 from omni_rl.run.failures import launch
-from omni_rl.settings.cli import to_toml
+from omni_rl.settings.toml import to_toml
 from PIL import Image
 from safetensors.torch import load_file
 from trainer_runs import write_eval_prompts

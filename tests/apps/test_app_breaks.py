@@ -18,7 +18,7 @@ from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_losses import LossOutput
 from omni_rl.run.engines import EngineRow
-from omni_rl.settings.cli import to_toml
+from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
 

@@ -12,7 +12,7 @@ import pytest
 from helpers import sampled
 from omni_rl.run.run import Run
 from omni_rl.run.world import World
-from omni_rl.settings.cli import recipes
+from omni_rl.settings.toml import recipes
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
 from PIL import Image

@@ -23,7 +23,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_rl.report.process import ReportProcess
-from omni_rl.settings.cli import to_toml
+from omni_rl.settings.toml import to_toml
 from omni_train.checkpoint.state import train_state
 from omni_train.checkpoint.store import Checkpoint
 from safetensors.torch import load_file, save_file

@@ -15,7 +15,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_reward.testing import serving_here
-from omni_rl.settings.cli import to_toml
+from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
 from trainer_runs import train, train_on_ranks, write_eval_prompts
 

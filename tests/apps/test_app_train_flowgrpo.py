@@ -17,7 +17,8 @@ from omni_rl.flow.sampling import draw, prompts_of
 from omni_rl.flow.scoring import TrainBatch, advantages_of, gather_rewards, groups_of, keep_samples
 from omni_rl.run import loop
 from omni_rl.run.run import Step
-from omni_rl.settings.cli import parse_cli, to_toml
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.toml import to_toml
 from omni_rollout import Prompt, Samples, replay
 from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import (

@@ -20,9 +20,9 @@ from omni_rl.settings.args import (
     sharding,
     without_secrets,
 )
-from omni_rl.settings.cli import to_toml
 from omni_rl.settings.fields import Bound, check_bounds, flag_of, notes_of
 from omni_rl.settings.token_args import TokenArgs
+from omni_rl.settings.toml import to_toml
 from omni_train.attention import BACKENDS
 
 

@@ -11,9 +11,9 @@ import torch
 from omni_rl.flow.evals import HeldOut, describe, mixed, params_of, pass_at_k
 from omni_rl.report import Sample
 from omni_rl.settings.args import MediaArgs, without_secrets
-from omni_rl.settings.cli import from_toml, to_toml
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
 from omni_rl.settings.token_args import TokenArgs
+from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
 

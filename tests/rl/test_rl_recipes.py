@@ -13,7 +13,8 @@ from helpers import REPO
 from omni_reward.cli import read_options
 from omni_reward.scorers import load_scorer
 from omni_rl.settings.args import parse_numbers
-from omni_rl.settings.cli import from_toml, parse_cli, recipes
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")

@@ -11,7 +11,7 @@ import omni_losses
 import pytest
 from helpers import REPO, public_names
 from leaderboard import ENTRIES
-from omni_rl.settings.cli import recipes
+from omni_rl.settings.toml import recipes
 from trainer_runs import recipe
 
 TABLE = "docs/algorithms.md"

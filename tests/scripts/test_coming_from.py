@@ -8,7 +8,7 @@ from typing import Literal, get_args, get_origin, get_type_hints
 import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
-from omni_rl.settings.cli import recipes
+from omni_rl.settings.toml import recipes
 from scripts.test_algorithm_docs import tables
 
 PAGES = {name: (REPO / "docs" / f"{name}.md").read_text("utf-8") for name in ("coming-from", "choosing")}

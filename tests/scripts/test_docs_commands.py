@@ -24,7 +24,8 @@ from omni_rl.report.__main__ import main as write_report
 from omni_rl.report.serve import LiveServer
 from omni_rl.run.world import World
 from omni_rl.settings import args as settings
-from omni_rl.settings.cli import from_toml, parse_cli, recipes
+from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.toml import from_toml, recipes
 from omni_rl.tools.command import python_words
 from omni_rollout.models import open_model
 from omni_train.weights.full import save_weights

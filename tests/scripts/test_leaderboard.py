@@ -10,7 +10,8 @@ from helpers import REPO
 from leaderboard import Job
 from leaderboard_page import ENTRIES, blocks, read_rows
 from omni_reward.testing import Server
-from omni_rl.settings.cli import from_toml, read_settings, recipes, to_toml
+from omni_rl.settings.cli import read_settings
+from omni_rl.settings.toml import from_toml, recipes, to_toml
 
 DOCS = REPO / "docs"
 DATA = read_rows(DOCS / "evidence" / "leaderboard.jsonl")

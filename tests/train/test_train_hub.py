@@ -7,7 +7,8 @@ from unittest.mock import create_autospec
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
-from omni_rl.settings.cli import read_settings, to_toml
+from omni_rl.settings.cli import read_settings
+from omni_rl.settings.toml import to_toml
 from omni_rl.tools import hub as program
 from omni_train import hub
 from omni_train.prompts.files import load_prompts

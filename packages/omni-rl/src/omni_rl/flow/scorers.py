@@ -15,7 +15,7 @@ from omni_train.prompts.files import PromptRecord
 
 from omni_rl.media.images import read_picture
 from omni_rl.settings.args import RunArgs
-from omni_rl.settings.cli import flag, require
+from omni_rl.settings.fields import flag, require
 
 Pending = Future[list[Score]]
 Arrays = Mapping[str, np.ndarray]  # media by their kinds

@@ -21,7 +21,7 @@ from omni_rl.flow.tokens import check_gathered
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.run import MediaT, OwnArgsT, Run
 from omni_rl.run.world import World
-from omni_rl.settings.cli import require
+from omni_rl.settings.fields import require
 
 FLAG = "--thought-reward"
 

@@ -40,7 +40,7 @@ from omni_rl.media.prompts import media_files, with_media
 from omni_rl.report import Sample
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.run.world import World
-from omni_rl.settings.cli import flag, require
+from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
 TokenT = TypeVar("TokenT", bound=TokenArgs, covariant=True)

@@ -74,9 +74,9 @@ from omni_rl.run.engines import ENGINES
 from omni_rl.run.metrics import COLUMNS, EXTREMES
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, offloaded, parse_numbers, secret_flags, sharding, without_secrets
-from omni_rl.settings.cli import flag, require, to_toml
 from omni_rl.settings.eval_sets import EvalSet
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, marked
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, marked, require
+from omni_rl.settings.toml import to_toml
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs, covariant=True)
 MediaT = TypeVar("MediaT", bound=MediaArgs, covariant=True)

@@ -18,9 +18,19 @@ from omni_train.prompts.sampler import PromptSampler
 from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import check_tracker
-from omni_rl.settings.cli import flag, require
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, check_sets, check_urls
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between, check_bounds, flag_of, marked
+from omni_rl.settings.fields import (
+    MAY_CHANGE,
+    REQUIRED,
+    SECRET,
+    at_least,
+    between,
+    check_bounds,
+    flag,
+    flag_of,
+    marked,
+    require,
+)
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
@@ -59,7 +69,7 @@ class RunArgs:
     dry_run: Annotated[bool, MAY_CHANGE] = False  # Check the settings, print them and the plan of a step, and stop
 
     # Model
-    model: str = ""  # Folder or hub id of a diffusers pipeline (required, here or in a preset)
+    model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
     base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
@@ -76,8 +86,8 @@ class RunArgs:
     unshard: Annotated[Unshard, MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
 
     # Data
-    prompts: str = ""  # File of training prompts, .txt, .jsonl or .parquet (required, here or in a preset)
-    eval_prompts: Annotated[str, MAY_CHANGE] = ""  # File of evaluation prompts (required, here or in a preset)
+    prompts: Annotated[str, REQUIRED] = ""  # File of training prompts, .txt, .jsonl or .parquet
+    eval_prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # File of evaluation prompts
     media_root: Annotated[str, MAY_CHANGE] = ""  # Folder below which prompts may name files, beside their own file's
     eval: Annotated[tuple[EvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
     eval_samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
@@ -190,12 +200,11 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     with flag("--track: "):
         check_tracker(args.track, args.project)
     name, mode = PurePath(args.name), sharding(args, world_size)
-    required = {"model": args.model, "prompts": args.prompts, "eval-prompts": args.eval_prompts}
-    missing = next((key for key, value in required.items() if not value), "")
+    missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not vars(args)[name]), "")
     offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
     require(
-        (not missing, f"--{missing} must be given, or come from --preset NAME or --config FILE.toml"),
+        (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),

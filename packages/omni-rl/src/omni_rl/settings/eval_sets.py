@@ -8,16 +8,15 @@ from urllib.parse import urlsplit
 
 from omni_train.prompts.files import RecordCheck, load_prompts
 
-from omni_rl.settings.cli import flag, require
-from omni_rl.settings.fields import SECRET, at_least, between, check_bounds
+from omni_rl.settings.fields import REQUIRED, SECRET, at_least, between, check_bounds, flag, require
 
 
 @dataclass(frozen=True)
 class EvalSet:
     """Held-out prompts whose metrics stand under their name: eval/NAME/reward. None is the run's own setting."""
 
-    name: str = ""  # Name of the set, whose score is the metric eval/NAME/reward (required)
-    prompts: str = ""  # File of prompts, .txt, .jsonl or .parquet (required)
+    name: Annotated[str, REQUIRED] = ""  # Name of the set, whose score is the metric eval/NAME/reward
+    prompts: Annotated[str, REQUIRED] = ""  # File of prompts, .txt, .jsonl or .parquet
     num_prompts: Annotated[int, at_least(0)] = 0  # Number of prompts, the first ones of the file; 0 is all
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise, which is the same in every run
     samples_per_prompt: Annotated[int | None, between(1, 65_536)] = None  # Samples of a prompt (default: the run's)

@@ -4,6 +4,9 @@ A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning r
 """
 
 import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import Enum, auto
 from typing import Annotated, Any, get_args, get_origin
@@ -14,10 +17,12 @@ FLOAT32_MAX = 3.4028234663852886e38
 class Mark(Enum):
     """What may be done with a setting."""
 
+    REQUIRED = auto()
     MAY_CHANGE = auto()
     SECRET = auto()
 
 
+REQUIRED = Mark.REQUIRED  # empty by default, and must be given
 MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its checkpoint has
 SECRET = Mark.SECRET  # not for files that others may read
 
@@ -74,3 +79,25 @@ def check_bounds(config: Any, place: str = "") -> None:
                 rule = f">= {least:.10g}" if value < least else f"<= {most:.10g}"
                 name = f"{place}.{field.name}" if place else flag_of(field.name)
                 raise ValueError(f"{name} must be {rule}, got {value}")
+
+
+def require(*rules: tuple[object, str]) -> None:
+    """Raises ValueError with the words of the first rule that does not hold."""
+    for holds, words in rules:
+        if not holds:
+            raise ValueError(words)
+
+
+@contextmanager
+def flag(words: str) -> Iterator[None]:
+    """Puts words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
+
+    A message that begins with that name itself, as "model must be ...", becomes "--model must be ...".
+
+    Raises:
+        ValueError: in place of either.
+    """
+    try:
+        yield
+    except (OSError, ValueError) as exc:
+        raise ValueError(re.sub(r"^--(\S+): \1 ", r"--\1 ", f"{words}{exc}")) from exc

@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_reward.rules import SCORER, Rules, open_rules
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.settings.args import RunArgs, check_run
-from omni_rl.settings.cli import flag, require
 from omni_rl.settings.eval_sets import TokenEvalSet, check_sets, check_urls
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between, flag, require
+
+if TYPE_CHECKING:
+    from omni_reward.rules import Rules
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class TokenArgs(RunArgs):
     tokens_per_batch: Annotated[int, at_least(0)] = 0  # Most tokens of a forward in the update, with padding; 0 is any
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> "Rules":
         """What --reward says."""
+        from omni_reward.rules import SCORER, open_rules
+
         return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
 
 
@@ -56,6 +59,8 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     Raises:
         ValueError: as `check_run`.
     """
+    from omni_reward.rules import SCORER
+
     check_run(args, world_size)
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
     require((samples % per_round == 0,

@@ -56,7 +56,7 @@ def main() -> None:
 def check_once(ranks: str, *program: str) -> None:
     """Check a trainer's settings before its ranks start; one that refuses them, or only prints, ends this program."""
     env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
-    prints = not {"-h", "--help", "--check"}.isdisjoint(program)
+    prints = not {"-h", "--help", "--help-all", "--check"}.isdisjoint(program)
     command = [sys.executable, *program, *([] if prints else ["--check"])]
     answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
     if prints or answer.returncode:
@@ -135,7 +135,7 @@ def known(name: str, names: Collection[str], what: str) -> str:
         ValueError: it is not among the names; the nearest one is suggested.
     """
     if name not in names:
-        from omni_rl.settings.cli import suggest
+        from omni_rl.settings.toml import suggest
 
         raise ValueError(f"{what} must be one of {', '.join(names)}, got {name!r}{suggest(name, names)}")
     return name

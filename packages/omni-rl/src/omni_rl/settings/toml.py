@@ -1,0 +1,148 @@
+"""Settings as TOML: recipes, files, and what a run writes beside its weights. Imports nothing heavy."""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from importlib.resources import files
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from omni_train.hub import check_named, is_from_hub, local_file
+
+from omni_rl.settings.fields import flag, require
+
+KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
+
+
+def recipes(app: str) -> dict[str, str]:
+    """The recipes of a program by name, as TOML."""
+    folder = files("omni_rl") / "recipes" / app
+    if not folder.is_dir():
+        return {}
+    names = sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    return {name: (folder / f"{name}.toml").read_text("utf-8") for name in names}
+
+
+def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of a preset and of a TOML file, which goes before it; "" is none.
+
+    Raises:
+        ValueError: there is no such preset, or the file cannot be read or has settings that do not fit.
+    """
+    values: dict[str, Any] = {}
+    if preset:
+        if preset not in presets:
+            raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
+        values |= from_toml(presets[preset], cls, f"--preset {preset}")
+    if path:
+        with flag("--config: "):
+            check_named(path, (".toml",) if is_from_hub(path) else ())
+            file = local_file(path)
+        try:
+            found = from_toml(file.read_text(encoding="utf-8"), cls, path)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as exc:
+            raise ValueError(f"--config must be a readable TOML file, got {path}: {exc}") from exc
+        if is_from_hub(path):
+            check_foreign(found, path)
+        values |= found
+    return values
+
+
+def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
+    """The settings in a TOML text. place: what the messages call it.
+
+    Raises:
+        ValueError: the text is no TOML, or has an unknown key, a table, or a value of another type.
+    """
+    values, kinds = tomllib.loads(text), get_type_hints(cls)
+    for key, value in values.items():
+        if isinstance(value, dict):
+            raise ValueError(f"{place}: [{key}] is a table, but settings stand side by side, as lr = 1e-4")
+        if key not in kinds:
+            raise ValueError(f"{place}: unknown key {key!r}{suggest(key, kinds)}")
+        is_table = get_origin(kinds[key]) is tuple
+        values[key] = (read_tables if is_table else fitting)(kinds[key], value, f"{place}: {key}")
+    return values
+
+
+def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
+    """The tables [[key]] as dataclasses of the wanted kind. place: what the messages call them.
+
+    Raises:
+        ValueError: the value is no list of tables, or one has an unknown key or a value of another type.
+    """
+    cls, kinds = get_args(wanted)[0], get_type_hints(get_args(wanted)[0])
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ValueError(f"{place} must be tables, each below a line of its own with two brackets, got {value!r:.80}")
+    for number, row in enumerate(value, start=1):
+        for key in row.keys() - kinds.keys():
+            raise ValueError(f"{place}[{number}]: unknown key {key!r}{suggest(key, kinds)}")
+    return tuple(
+        cls(**{key: fitting(kinds[key], own, f"{place}[{number}].{key}") for key, own in row.items()})
+        for number, row in enumerate(value, start=1)
+    )
+
+
+def to_toml(config: Any) -> str:
+    """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
+    tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
+    values = {key: value for key, value in vars(config).items() if value is not None and key not in tables}
+    text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    for name, rows in tables.items():
+        text += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in rows)
+    return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
+
+
+def check_foreign(values: Mapping[str, Any], path: str) -> None:
+    """Check settings of a file from the hub, which must not choose a server, a secret, a media root or Python to run.
+
+    Raises:
+        ValueError: one of them does.
+    """
+    for row in [*map(vars, values.get("eval", ())), values]:
+        for key, value in row.items():
+            is_place = key in ("scorer_url", "watch_scorer_url", "scorer_token_file", "media_root")
+            what = f"a {key}" if is_place else f"python: in {key}"
+            rule = f"must not name {what}: give the flag, or a copy of the file that you have read"
+            is_fine = not value if is_place else "python:" not in str(value)
+            require((is_fine, f"--config {path} {rule}, got {value!r}"))
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """Return '; did you mean ...?' with the nearest known name, or nothing where none is near."""
+    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def from_text(wanted: Any, text: str) -> object:
+    """The word of a command line converted to the wanted type, or unchanged if it does not convert."""
+    kinds = get_args(wanted) or (wanted,)
+    if type(None) in kinds and text == "None":
+        return None
+    if {int, float} & {*kinds, *map(type, kinds)}:  # the kinds of a Literal are values
+        with suppress(ValueError):
+            return float(text) if float in kinds else int(text)
+    return text
+
+
+def fitting(wanted: Any, value: object, place: str) -> object:
+    """`value` if it has the wanted type; an integer also where a float is wanted.
+
+    Raises:
+        ValueError: it has not; the message begins with `place`.
+    """
+    if get_origin(wanted) is Literal:
+        if value not in get_args(wanted):
+            hint = suggest(str(value), [str(choice) for choice in get_args(wanted)])
+            raise ValueError(f"{place} must be one of {', '.join(map(repr, get_args(wanted)))}, got {value!r}{hint}")
+        return value
+    kinds = get_args(wanted) or (wanted,)  # the members of a union such as int | None
+    if float in kinds and type(value) is int:
+        return float(value)
+    if type(value) not in kinds:
+        raise ValueError(f"{place} must be {KINDS[kinds[0]]}, got {value!r}")
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ValueError(f"{place} must be UTF-8 text, got {value!r}")
+    return value
