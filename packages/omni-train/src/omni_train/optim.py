@@ -143,13 +143,10 @@ def optimizer_step(
     return StepResult(grad_norm=norm, skipped=skipped)
 
 
-def global_norm(tensors: Sequence[Tensor], dist: Dist) -> float:
-    """Return the L2 norm over all tensors and ranks: shards of DTensors are summed, plain tensors counted once."""
-    return _norms(tensors, dist)[dist.rank]
-
-
 def _norms(tensors: Sequence[Tensor], dist: Dist) -> list[float]:
-    """Return the norm as each rank sees it, with one wait for the device and one message.
+    """Return the L2 norm over all tensors and ranks as each rank sees it, with one wait for the device and one message.
+
+    Shards of DTensors are summed, plain tensors are counted once.
 
     The norms are equal unless plain tensors differ between ranks, which is a fault.
     """

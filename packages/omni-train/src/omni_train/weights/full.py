@@ -144,9 +144,9 @@ def _save(
     folder: str | Path,
     dist: Dist,
     file: str,
-    state: Mapping[str, Tensor],
+    state: dict[str, Tensor],
     weights: Iterator[Tensor],
-    texts: Mapping[str, str],
+    texts: dict[str, str],
 ) -> None:
     """Write weights, with the names and shapes of `state`, to a file of the folder, and texts; all ranks take part."""
 
