@@ -43,7 +43,7 @@ def test_a_healthy_run_has_none(lines):
 @pytest.mark.parametrize(
     ("line", "title", "window"),
     [
-        (DEAD, "The reward tells nothing", WINDOW),
+        (DEAD, "The reward has no signal", WINDOW),
         (SILENT, "Many samples have no score", WINDOW),
         (CLIPPED, "Many ratios are clipped", WINDOW),
         (FAR, "The engine samples with another policy", WINDOW),
@@ -71,7 +71,7 @@ def test_one_group_that_differs_is_enough_to_learn_from():
 def test_lines_of_evaluations_do_not_count_as_steps():
     assert titles(log(*[DEAD, {"eval/reward": 0.1}] * (WINDOW - 1))) == []
     lines = log(*[DEAD] * WINDOW, {"eval/reward": 0.1})
-    assert titles(lines) == ["The reward tells nothing"]
+    assert titles(lines) == ["The reward has no signal"]
     assert [n for n, _ in told(lines)] == [WINDOW - 1]  # not again a line later
 
 

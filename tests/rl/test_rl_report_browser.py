@@ -78,7 +78,7 @@ def legend(page: Page, title: str) -> str:
 def test_the_report_shows_all_that_a_run_has(show, tmp_path):
     page = show(write_report(write_run(tmp_path / "run")))
     assert page.title() == page.locator("h1").inner_text() == "run"
-    assert headings(page) == ["Alarms", "Pictures", "Recent groups", "Policy", "Time and memory", "Settings"]
+    assert headings(page) == ["Alarms", "Images", "Recent groups", "Policy", "Time and memory", "Settings"]
     assert page.locator(".status").inner_text().split()[:6] == ["finished", "12", "steps", "in", "26", "s"]
     assert "0.00 \u2192 0.24" in page.locator(".tiles").inner_text()
     assert page.evaluate("[...document.images].every((image) => image.naturalWidth === 96)")
@@ -201,7 +201,7 @@ def test_samples_are_chosen_by_prompt_and_score_and_stay_so(live, tmp_path):
     for step in (0, 12):
         write_eval(folder, step, images(10, seed=step), words)
     page = live("report?run=a")
-    cards, bar = page.locator("section[aria-labelledby=pictures] .card:visible"), page.get_by_role("search").first
+    cards, bar = page.locator("section[aria-labelledby=images] .card:visible"), page.get_by_role("search").first
     assert cards.count() == 8
     bar.get_by_placeholder("Prompt contains").fill("RED")
     assert cards.locator("figcaption").all_inner_texts() == ["a red sign"] * 4
@@ -226,7 +226,7 @@ def test_changed_settings_come_first_and_the_command_can_be_copied(show, browser
     page = show(write_report(folder))
     assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "lr"]
     assert not page.get_by_text("algo", exact=True).is_visible()
-    page.get_by_text("2 settings as by default").click()
+    page.get_by_text("2 settings at the default").click()
     assert page.get_by_text("algo", exact=True).is_visible()
     browser.grant_permissions(["clipboard-read", "clipboard-write"])
     page.get_by_role("button", name="Copy command").click()

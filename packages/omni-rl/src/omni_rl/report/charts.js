@@ -1,6 +1,6 @@
 "use strict";
 
-// Elements. What comes from files is only ever set as text or as an attribute's value, never parsed as HTML.
+// Elements. Data from files is only set as text or as an attribute's value, never parsed as HTML.
 
 function element(made, attributes, children) {
   for (const [name, value] of Object.entries(attributes)) {
@@ -31,7 +31,7 @@ function show(value) {
   return String(Number(value.toPrecision(3)));
 }
 
-// Numbers that stand beside each other, with as many decimals each.
+// Numbers side by side, with equal decimals.
 function alike(values) {
   const texts = values.map(show);
   const places = Math.max(...texts.map((text) => (text.split(".")[1] || "").length));
@@ -48,7 +48,7 @@ function ticks(low, high, count) {
   return found;
 }
 
-// At least two ticks, where the space allows it.
+// At least two ticks, if there is space.
 function fewTicks(low, high, count) {
   for (let n = count; n < count + 6; n++) if (ticks(low, high, n).length > 1) return ticks(low, high, n);
   return ticks(low, high, count);
@@ -148,12 +148,12 @@ function chartFigure(chart) {
   return figure;
 }
 
-// The names of a chart's metrics, as metrics.jsonl and docs/metrics.md have them.
+// The names of a chart's metrics, as in metrics.jsonl and docs/metrics.md.
 function metrics(chart) {
   return [...new Set((chart.lines || chart.bars).map((line) => line.name).filter(Boolean))].join(", ");
 }
 
-// A line that never moves needs no picture.
+// A constant line needs no chart.
 function isSteady(line) {
   return line.x.length > 1 && [...line.y, ...(line.low || []), ...(line.high || [])].every((value) => value === line.y[0]);
 }
@@ -170,7 +170,7 @@ function stretch(chart, i) {
   return chart.from[i] === chart.to[i] ? show(chart.from[i]) : `${show(chart.from[i])} to ${show(chart.to[i])}, mean`;
 }
 
-// The frame that lines and bars share: axes, and the functions from step and value to pixels.
+// The common frame of lines and bars: axes, and the functions from step and value to pixels.
 function frame(chart, width, height, bottom, top) {
   const right = width - MARGIN.right;
   const floor = height - MARGIN.bottom;

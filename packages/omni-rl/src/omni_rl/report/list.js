@@ -1,10 +1,10 @@
 
-// The list of runs, which asks its server for news.
+// The list of runs, updated from its server.
 
 const NEWS_S = 3;
-const MOST = 8; // runs that are compared at a time
+const MOST = 8; // runs in a comparison
 const TITLE = JSON.parse(document.getElementById("data").textContent).title;
-let picked = []; // ids, in the order in which they were chosen: scores are compared with the first
+let picked = []; // ids in the order of choice
 const rows = new Map(); // a run's id -> {run, row, box}
 
 function about(run) {
@@ -75,7 +75,7 @@ function offer() {
   compare.hidden = picked.length < 2;
   compare.href = address(picked);
   compare.textContent = `Compare ${picked.length} runs`;
-  hint.textContent = picked.length ? `${picked.length} of at most ${MOST} chosen` : "Choose two runs or more to lay them over each other.";
+  hint.textContent = picked.length ? `${picked.length} of at most ${MOST} chosen` : "Choose two or more runs to compare them.";
 }
 
 async function ask() {
@@ -84,7 +84,7 @@ async function ask() {
     if (!answer.ok) throw new Error(answer.statusText);
     take(await answer.json());
   } catch {
-    count.textContent = "The server does not answer; this is what it said last.";
+    count.textContent = "The server does not answer; this is its last answer.";
   }
   setTimeout(ask, NEWS_S * 1000);
 }

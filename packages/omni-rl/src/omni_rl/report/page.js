@@ -17,7 +17,7 @@ function section(title, note, ...children) {
   return el("section", { "aria-labelledby": id }, el("h2", { id }, title), note ? el("p", { class: "lead" }, note) : null, ...children);
 }
 
-// The head: what run this is, how far it is, and its few most telling numbers.
+// The head: the run, its progress and its main numbers.
 
 function head() {
   const title = MANY ? `${RUNS.length} runs` : RUNS[0].name;
@@ -105,7 +105,7 @@ function alarms() {
 
 // Curves.
 
-// What a point stands for, where curves are so long that stretches of them were put together.
+// What a point of a thinned curve is.
 function thinned(curves) {
   const curve = curves.find((points) => points.low);
   if (!curve) return "";
@@ -118,7 +118,7 @@ function domain() {
   return { low: Math.min(...steps), high: Math.max(...steps) };
 }
 
-// The lines of a chart: its metrics in one run, or of several runs the metric that moves, one line a run.
+// The lines of a chart: its metrics in one run, or in several runs one line per run of the metric that changes.
 function linesOf(spec) {
   if (!MANY) {
     const found = Object.entries(spec.lines).filter(([name]) => RUNS[0].curves[name]);
@@ -156,7 +156,7 @@ function chartsOf(name) {
   return DATA.charts.filter((spec) => spec.section === name).map(chartOf);
 }
 
-// The charts, and below them the cards of metrics that never moved.
+// The charts, and below them the cards of constant metrics.
 function grids(figures, kind = "charts") {
   const made = figures.filter(Boolean);
   const steady = made.filter((figure) => figure.classList.contains("steady"));
@@ -186,9 +186,9 @@ function otherSection() {
   return details;
 }
 
-// Pictures.
+// Images.
 
-// Where the bars of scores begin and end: 0 and 1 if all lie between them.
+// The range of the score bars: 0 to 1 if it holds all scores.
 function scoreRange() {
   const pictures = RUNS.flatMap((run) => [...run.evals.flatMap((e) => e.pictures), ...run.groups.flatMap((g) => g.shown)]);
   const scores = [...pictures.map((picture) => picture && picture.reward), ...RUNS.flatMap((run) => run.groups.flatMap((g) => g.rewards))];
@@ -219,7 +219,7 @@ function said(picture) {
   return parts;
 }
 
-// How far a score is from that of the picture it is compared with.
+// The change of a score from that of the first image.
 function chip(picture, base) {
   if (!base || base.reward === null || picture.reward === null) return null;
   const change = Number(scoreText(picture.reward)) - Number(scoreText(base.reward));
@@ -247,7 +247,7 @@ function pane(label, picture, prompt, mark = null, base = null) {
     shown, bar, el("p", { class: "said" }, chip(picture, base), said(picture)));
 }
 
-// Some frames of a video side by side, which show while its pane is pointed at or in focus.
+// Some frames of a video side by side, shown on hover or focus.
 function frames(picture, label) {
   return picture.strip ? el("img", { src: picture.strip, class: "frames", alt: `Frames of ${label}`, decoding: "async" }) : null;
 }
@@ -256,12 +256,12 @@ function sound(picture, label, prompt) {
   return picture.sound ? el("audio", { src: picture.sound, controls: true, preload: "metadata", "aria-label": `Sound of ${label}: ${prompt}` }) : null;
 }
 
-// The pictures that a sample was made from, which no one scored.
+// The references of a sample, without scores.
 function referencePanes(references, prompt) {
   return references.map((picture, i) => pane(references.length > 1 ? `reference ${i + 1}` : "reference", picture, prompt));
 }
 
-// A picture that fills the screen when it is clicked.
+// An image that fills the screen on click.
 function zoom(image, label, picture, prompt) {
   const button = el("button", { type: "button", class: "zoom", "aria-label": `Enlarge ${label}: ${prompt}` }, image);
   button.addEventListener("click", () => {
@@ -277,7 +277,7 @@ function zoom(image, label, picture, prompt) {
   return button;
 }
 
-// The prompt; a long one is cut to a few lines, and whole when pointed at.
+// The prompt; a long one is cut to a few lines, and complete on hover.
 function caption(prompt) {
   return el("figcaption", { title: prompt }, prompt);
 }
@@ -286,7 +286,7 @@ function shape(picture) {
   return picture && picture.size[0] > 1.6 * picture.size[1] ? "panes wide" : "panes";
 }
 
-// What a card shows when the slider stands at `step`: in one run the first evaluation and that one, else each run.
+// The panes of a card at `step`: in one run the first evaluation and that one, else each run.
 function panesAt(prompt, step) {
   const same = (other) => other.text === prompt.text && other.seed === prompt.seed;
   const at = (run, wanted) => {
@@ -343,11 +343,11 @@ function pictureSection() {
     grid.update();
   });
   const note = MANY ? "The same prompts and seeds in every run." : "The same prompts and seeds: the first evaluation, and the one that the slider chooses.";
-  const title = last(source.evals).pictures.some((picture) => picture && picture.answer !== undefined) ? "Answers" : "Pictures";
+  const title = last(source.evals).pictures.some((picture) => picture && picture.answer !== undefined) ? "Answers" : "Images";
   return section(title, note, control, grid.bar, grid.whole);
 }
 
-// Cards {card, text, scores}, of which a button shows those beyond the first eight and a bar those that are asked for.
+// Cards {card, text, scores}: the first eight, all after a click on a button, or those that match a filter.
 function few(cards, picture, name) {
   const grid = el("div", { class: MANY ? "rows" : shape(picture).replace("panes", "cards") }, cards.map(({ card }) => card));
   const more = el("button", { type: "button" }, `Show all ${cards.length}`);
@@ -455,19 +455,19 @@ function origin(run) {
     el("details", {}, el("summary", {}, "Versions"), pairs(Object.entries(packages || {}))));
 }
 
-// A button that copies a text; where the browser keeps its clipboard to itself, it marks the text's element.
+// A button that copies a text; without access to the clipboard it selects the text's element.
 function copier(text, place) {
   const button = el("button", { type: "button" }, "Copy command");
   button.addEventListener("click", async () => {
     if (navigator.clipboard) await navigator.clipboard.writeText(text);
     else getSelection().selectAllChildren(place);
-    button.textContent = navigator.clipboard ? "Copied" : "Marked: copy it with Ctrl+C";
+    button.textContent = navigator.clipboard ? "Copied" : "Selected: copy it with Ctrl+C";
     setTimeout(() => { button.textContent = "Copy command"; }, 2000);
   });
   return button;
 }
 
-// All settings; where it is known which of them were changed, those first and the others folded.
+// All settings; the changed ones first and the others folded, if it is known which.
 function settings(run) {
   const changed = new Set((last(run.starts) || {}).changed);
   const entries = Object.entries(run.config);
@@ -475,7 +475,7 @@ function settings(run) {
   const some = entries.filter(([name]) => changed.has(name));
   if (!some.length) return pairs(entries);
   const others = entries.filter(([name]) => !changed.has(name));
-  return el("div", {}, pairs(some), el("details", {}, el("summary", {}, `${plural(others.length, "setting")} as by default`), pairs(others)));
+  return el("div", {}, pairs(some), el("details", {}, el("summary", {}, `${plural(others.length, "setting")} at the default`), pairs(others)));
 }
 
 function settingSection() {
@@ -507,10 +507,10 @@ function rewardSection() {
 
 function foot() {
   const logged = new Date(Math.max(...RUNS.map((run) => run.logged_at)) * 1000);
-  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. ${DATA.live ? "" : "This file needs no network. "}What a metric means stands in docs/metrics.md; its name shows where a chart's title or legend is pointed at.`);
+  return el("footer", {}, `Last step logged ${logged.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })}. ${DATA.live ? "" : "This file needs no network. "}docs/metrics.md explains the metrics; point at a chart's title or legend for their names.`);
 }
 
-// Links to the sections, which stay in sight.
+// Links to the sections, always visible.
 function navigation(sections) {
   const links = sections.filter((part) => part && part.tagName === "SECTION").map((part) => part.querySelector("h2"));
   if (links.length < 3) return null;

@@ -127,7 +127,7 @@ METRICS = (
                       "--rollout-correction-cap.")),
     Metric("reward/group_std", "Spread within groups", "mean over groups"),
     Metric("reward/zero_variance_ratio", "Nothing to learn from", "groups",
-           alarm=Rule("The reward tells nothing", lambda ratios, *_: all(ratio == 1 for ratio in ratios),
+           alarm=Rule("The reward has no signal", lambda ratios, *_: all(ratio == 1 for ratio in ratios),
                       "For 5 steps every group scored the same. Look at what the scorer returns for samples/, and "
                       "whether prompts fit it.", others=("reward/min", "reward/max"))),
     Metric("reward/abstained_ratio", "Nothing to learn from", "samples",
