@@ -214,8 +214,11 @@ def share_right(some: list[Scene], read: list[str]) -> float:
     return float(np.mean([normalize(text) == normalize(scene.text) for scene, text in zip(some, read, strict=True)]))
 
 
-def test_text_is_found_in_scenes_of_many_sizes_fonts_angles_and_clutter(finder: ScoreFn) -> None:
-    some = scenes(40, empty=4)
+@pytest.mark.parametrize(("count", "empty"), [(10, 1), pytest.param(40, 4, marks=pytest.mark.slow)])
+def test_text_is_found_in_scenes_of_many_sizes_fonts_angles_and_clutter(
+    finder: ScoreFn, count: int, empty: int
+) -> None:
+    some = scenes(count, empty=empty)
     assert share_right(some, read_all(finder, some)) >= 0.85
 
 
