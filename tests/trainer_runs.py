@@ -26,6 +26,7 @@ from omni_train.dist import Dist
 from omni_train.files import load_metrics
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
+from safetensors.torch import load_file
 
 torch.set_num_threads(1)  # as on every rank: sums in another order would be other numbers
 
@@ -94,6 +95,16 @@ def cli(app, *flags):
 def place(rank=0, world_size=1):
     """A rank's place among others that are not there."""
     return Dist(rank=rank, world_size=world_size, local_rank=0, device=torch.device("cpu"), mesh=None)
+
+
+def unclocked(lines):
+    """The log without what a clock, or the machine's memory, has to say."""
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
+
+
+def exported(name="run"):
+    """The tensors of the exported weights of a run."""
+    return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
 
 
 def lose_step(name, step):

@@ -20,8 +20,7 @@ from helpers import CHECKPOINT, REPO, TEST_SEED, sampled
 from omni_rl.settings.cli import parse_cli
 from omni_train.dist import init_distributed
 from omni_train.weights.full import save_weights
-from safetensors.torch import load_file
-from trainer_runs import PROMPTS, cli, lose_step, recipe, tiny, train, train_on_ranks, undocumented
+from trainer_runs import PROMPTS, cli, exported, lose_step, recipe, tiny, train, train_on_ranks, unclocked, undocumented
 
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 SIGNS = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4}
@@ -82,16 +81,6 @@ def settings(row, url):
         model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
         return app, replace(app.Args(model=str(model), **places), **({"train_steps": 2} | changes))
     return app, tiny(recipe(app, "tiny-signs"), **changes)
-
-
-def exported(name="run"):
-    """The tensors of the exported weights."""
-    return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def unclocked(lines):
-    """The log without what a clock, or the machine's memory, has to say."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
 
 
 # Learning

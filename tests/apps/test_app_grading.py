@@ -17,7 +17,7 @@ from omni_rl.flow.sampling import draw
 from omni_rl.flow.scoring import by_group, gather_rewards, graded, groups_of
 from omni_rl.run.run import Step
 from omni_rollout import Prompt, Samples
-from trainer_runs import place, recipe, tiny, train, train_on_ranks
+from trainer_runs import place, recipe, tiny, train, train_on_ranks, unclocked
 
 import train_flowgrpo
 import train_nft
@@ -40,17 +40,11 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
 
 
-def numbers(lines):
-    """The lines but for what depends on clocks and memory."""
-    timed = ("time/", "perf/", "reward/busy_s")
-    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
-
-
 def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
         patch.setattr(app, "by_group", lambda *args, **options: None)
-        return numbers(train(app, replace(args, name="waiting")))
+        return unclocked(train(app, replace(args, name="waiting")))
 
 
 @pytest.mark.parametrize("name", sampled(["flowgrpo", "nft"], 1))
@@ -78,7 +72,7 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
 
     expected = waiting(app, args, monkeypatch)
     monkeypatch.setattr(app, "draw", held)
-    assert numbers(train(app, args)) == expected
+    assert unclocked(train(app, args)) == expected
 
 
 def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeypatch, bright_url):
@@ -98,7 +92,7 @@ def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeyp
             train_on_ranks(train_flowgrpo, args)
     assert Path("runs/run/checkpoints/step-00000001").is_dir()
     expected = waiting(train_flowgrpo, args, monkeypatch, train_on_ranks)
-    assert numbers(train_on_ranks(train_flowgrpo, args)) == expected
+    assert unclocked(train_on_ranks(train_flowgrpo, args)) == expected
 
 
 @pytest.mark.parametrize("std", ["group", "none"])

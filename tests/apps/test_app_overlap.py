@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from omni_reward.testing import serving_here
-from trainer_runs import recipe, tiny, train, write_eval_prompts
+from trainer_runs import recipe, tiny, train, unclocked, write_eval_prompts
 
 import train_flowgrpo as app
 
@@ -21,12 +21,6 @@ def in_tmp(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_eval_prompts(tmp_path)
     return tmp_path
-
-
-def without_times(lines):
-    """The lines but for what depends on clocks and memory."""
-    timed = ("time/", "perf/", "reward/busy_s")
-    return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in lines]
 
 
 class Server:
@@ -48,7 +42,7 @@ def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number():
         whole = train(app, replace(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
         args = replace(TINY, name="parts", scorer_url=f"{first},{second}", score_batch_size=3)
         parts = train(app, replace(args, train_steps=1, eval_every=1))
-    assert without_times(parts) == without_times(whole)
+    assert unclocked(parts) == unclocked(whole)
     assert servers[0].sizes == [1] + [4] * 4  # the canary, and two evaluations
     assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 6 + [3] * 4
     assert len(servers[1].sizes) > 1 < len(servers[2].sizes)

@@ -26,8 +26,7 @@ from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_train.files import load_metrics
 from omni_train.prompts.files import PromptRecord, load_prompts
 from PIL import Image
-from safetensors.torch import load_file
-from trainer_runs import place, recipe, train, train_on_ranks, undocumented
+from trainer_runs import exported, place, recipe, train, train_on_ranks, unclocked, undocumented
 
 import train_gspo as app
 
@@ -63,18 +62,6 @@ def here(tmp_path, monkeypatch):
 
 def tiny(kind="qwen3", /, **changes):
     return replace(TINY, **({"model": checkpoint(kind)} | changes))
-
-
-def exported(args):
-    """The tensors of the exported weights."""
-    return {
-        k: v for file in Path(f"runs/{args.name}/weights").glob("*.safetensors") for k, v in load_file(file).items()
-    }
-
-
-def unclocked(lines):
-    """The log without what a clock, or the machine's memory, has to say."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
 
 
 @pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))
@@ -126,7 +113,7 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monk
             for name in names & line.keys():
                 assert other[name] == pytest.approx(line[name], rel=2e-3, abs=1e-6), name
             assert other.get("policy/first_ratio_max_dev", 0) == 0
-        one, other = exported(replace(args, name="alone")), exported(replace(args, name=mode))
+        one, other = exported("alone"), exported(mode)
         assert one.keys() == other.keys()
         for name, tensor in one.items():
             torch.testing.assert_close(other[name], tensor, atol=1e-4, rtol=1e-3)
@@ -138,7 +125,7 @@ def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model
 
     args = tiny("qwen3-omni")
     train(app, args)
-    assert all(name.startswith("thinker.") for name in exported(args))
+    assert all(name.startswith("thinker.") for name in exported())
     found = []
     for kind in (Qwen3OmniMoeThinkerForConditionalGeneration, Qwen3OmniMoeForConditionalGeneration):
         net, told = kind.from_pretrained("runs/run/weights", output_loading_info=True)
@@ -152,7 +139,7 @@ def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model
     assert not any(name.startswith(("visual", "audio_tower")) for name in moved)
     next_args = replace(args, name="next", model="runs/run/weights", lora_rank=2, train_steps=1, eval_every=1)
     lines = train(app, next_args)
-    assert all(name.startswith("base_model.model.thinker.model.layers.") for name in exported(next_args))
+    assert all(name.startswith("base_model.model.thinker.model.layers.") for name in exported("next"))
     assert len(PeftModel.from_pretrained(net, "runs/next/weights").peft_config["default"].target_modules) == 8
     before = load_metrics(Path("runs/run/metrics.jsonl"))
     assert lines[0]["eval/reward"] == before[-1]["eval/reward"]

@@ -21,7 +21,7 @@ from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file
-from trainer_runs import place, recipe, train, train_on_ranks, undocumented
+from trainer_runs import exported, place, recipe, train, train_on_ranks, undocumented
 
 import train_unigrpo as app
 
@@ -41,16 +41,6 @@ def tiny(tmp_path, monkeypatch, bright_url):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = build_tiny_models.tiny_checkpoint("bagel", REPO / ".pytest_cache" / "tiny-models")
     return lambda **changes: replace(TINY, **({"model": str(model), "scorer_url": bright_url} | changes))
-
-
-def exported(name):
-    """The tensors of the exported weights."""
-    return {k: v for file in Path(f"runs/{name}/weights").rglob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def unclocked(lines):
-    """The log without what a clock, or the machine's memory, has to say."""
-    return [{k: v for k, v in line.items() if not k.startswith(("time/", "perf/", "reward/busy"))} for line in lines]
 
 
 def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
