@@ -192,7 +192,7 @@ def kill_in_first_save(rank):
     Checkpoint.wait, omni_train.checkpoint.parts.write_file = watched_wait, write
 
 
-@pytest.mark.parametrize("name", sampled(TRAINERS, 1, always=("flowgrpo on 2 ranks",)))
+@pytest.mark.parametrize("name", sampled(TRAINERS, 1))
 def test_a_run_that_is_killed_in_its_first_save_goes_on_with_the_same_command(enter, bright_url, name):
     home = enter("home")
     trainer, args, ranks = small(name, bright_url)
@@ -243,7 +243,7 @@ STOPS = {  # kind of run, the signal, whether all ranks get it, as from torchrun
 }
 
 
-@pytest.mark.parametrize("stop", sampled(STOPS, 1, always=("Ctrl-C on two ranks",)))
+@pytest.mark.parametrize("stop", sampled(STOPS, 1))
 def test_a_run_that_is_told_to_stop_saves_and_continues(enter, bright_url, in_peace, stop):
     kind, number, to_all = STOPS[stop]
     ranks, changes = KINDS[kind]

@@ -5,10 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from helpers import REPO
+from helpers import REPO, sampled
 
 pytestmark = pytest.mark.timeout(900)  # the first time, uv may have to fetch what it then keeps
 
@@ -56,16 +55,9 @@ def probe(package: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPO, env=env, capture_output=True, text=True)
 
 
-@pytest.fixture(scope="module")
-def probes() -> dict[str, subprocess.CompletedProcess[str]]:
-    """All packages at once: most of the time goes into importing torch four times."""
-    with ThreadPoolExecutor() as pool:
-        return dict(zip(MODULES, pool.map(probe, MODULES), strict=True))
-
-
-@pytest.mark.parametrize("package", MODULES)
-def test_the_package_installs_and_imports_alone(package: str, probes: dict[str, subprocess.CompletedProcess[str]]):
-    result = probes[package]
+@pytest.mark.parametrize("package", sampled(MODULES, 1, always=["omni-reward"]))  # `make test-wheels` takes each
+def test_the_package_installs_and_imports_alone(package: str):
+    result = probe(package)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     installed = set(found["installed"])
