@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CHECKPOINT
-from omni_rollout import Params, Prompt, replay, sampler
+from omni_rollout import Params, Prompt, conditioning, replay, sampler
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine
@@ -87,16 +87,19 @@ def test_each_text_is_encoded_once(engine, encoded):
 
 def test_encoded_texts_are_bounded_by_their_bytes(engine, encoded):
     engine.generate(PROMPTS, PARAMS)
-    short, long = (sampler._num_bytes(cond) for _, cond in engine.sampler._known.values() if cond)
-    engine.sampler.max_bytes = short + long
+    short, long = (conditioning.num_bytes(cond) for _, cond in engine.sampler.condition._cached.values() if cond)
+    engine.sampler.condition.max_bytes = short + long
     engine.generate(PROMPTS, PARAMS)
     assert len(encoded) == 2
     engine.generate([replace(PROMPTS[0], text='a red sign that says "CD"'), PROMPTS[1]], PARAMS)
     assert len(encoded) == 3  # the oldest went
-    assert [prompt.text for prompt, cond in engine.sampler._known.values() if cond] == [encoded[1][0], encoded[2][0]]
-    engine.sampler.max_bytes = 0
+    assert [prompt.text for prompt, cond in engine.sampler.condition._cached.values() if cond] == [
+        encoded[1][0],
+        encoded[2][0],
+    ]
+    engine.sampler.condition.max_bytes = 0
     engine.generate(PROMPTS, PARAMS)
-    assert len(engine.sampler._known) == 1  # the newest stays
+    assert len(engine.sampler.condition._cached) == 1  # the newest stays
 
 
 def test_samples_of_a_batch_share_the_sizes_of_their_references(engine):

@@ -4,32 +4,18 @@ Sampling and training call the same functions of `omni_sched` and the same `pred
 before the first update has the sampled log-prob.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice, pairwise
 
 import torch
 from omni_sched import INITIAL_NOISE, Transition, compress_sigmas, dpmpp_2m_step, euler_step, step_noise
 from torch import Tensor, nn
 
+from omni_rollout.conditioning import TEXT_CACHE, Conditioner, TextCache
 from omni_rollout.model import Model
-from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, join, to_device
-
-
-@dataclass(frozen=True)
-class TextCache:
-    """How encoded texts and references are kept.
-
-    max_mb: on the device, and always the newest: 1024 are 270 of Qwen-Image's longest texts. folder: for files of the
-    texts, which other processes and later runs find; empty for none.
-    """
-
-    max_mb: float = 1024
-    folder: str = ""
-
-
-TEXT_CACHE = TextCache()
+from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, to_device
 
 
 @dataclass
@@ -46,25 +32,19 @@ class Prefix:
 
 
 class Sampler:
-    """Samples with a model's parts, and remembers the texts and references it has encoded.
+    """Samples with a model's parts.
 
     parts: what `model.load` returns, or an engine's own parts under the same names. Its net may be sharded and may
-    carry adapters: it is called, never taken apart.
+    carry adapters: it is called, never taken apart. texts: how `condition` caches encoded texts and references.
     """
 
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model = model
         self.parts = parts
-        self.max_bytes = texts.max_mb * 2**20
-        self.encode: Callable[..., Cond] = lambda prompt, **how: model.encode(parts, prompt, **how)
-        if texts.folder:
-            from omni_rollout.text_files import TextFiles
-
-            self.encode = TextFiles(model, parts, texts.folder).encode
+        self.condition = Conditioner(model, parts, texts)
         # The last starts alone: `prepare` draws them, and the next `sample` takes them.
         self._start_noise = lru_cache(1)(lambda seeds, shape: step_noise(seeds, INITIAL_NOISE, shape))
         self._prefix: Prefix | None = None  # of the last batch whose samples share one
-        self._known: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
     def sample(
@@ -163,35 +143,6 @@ class Sampler:
         levels = torch.full((len(x),), float(sigma), device=x.device)
         return self.model.predict_velocity(self.parts.net, x, levels, cond, params)
 
-    @torch.no_grad()
-    def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The batch's conditioning: each distinct text and all distinct images are encoded once and remembered."""
-        cond = join([self._encode(prompt, params) for prompt in prompts], dim=0, what="encode")
-        if self.model.is_guided(params):
-            negative = join([self._encode(prompt, params, negative=True) for prompt in prompts], dim=0, what="encode")
-            cond |= {f"negative_{name}": tensor for name, tensor in negative.items()}
-        drawn = repr(replace(params, sde_steps=()))  # which steps are kept changes nothing here
-        others = [self._once(partial(self.model.condition, self.parts, p, params), p, drawn) for p in prompts]
-        return cond | join(others, dim=0, what="condition")
-
-    def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
-        text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
-        options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
-        encode = partial(self.encode, prompt, negative=negative, **options)
-        return self._once(encode, prompt, negative, text, *options.items())
-
-    def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
-        """What `make` once returned for these facts and the prompt's images.
-
-        The newest is remembered, and as many before it as `max_bytes` hold.
-        """
-        key = (*facts, *map(id, prompt.images))
-        if key not in self._known:
-            self._known[key] = prompt, make()
-            while len(self._known) > 1 and sum(_num_bytes(kept) for _, kept in self._known.values()) > self.max_bytes:
-                self._known.pop(next(iter(self._known)))
-        return self._known[key][1]
-
 
 def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:
     """The k-th kept step of a trajectory under `net`; equals sampling bit for bit if `net` is what sampled."""
@@ -246,11 +197,6 @@ def _given(prompt: Prompt) -> tuple[str | int, ...]:
 
 def _initial_seed(prompt: Prompt) -> int:
     return prompt.seed if prompt.initial_seed is None else prompt.initial_seed
-
-
-def _num_bytes(cond: Cond) -> int:
-    """The memory that the tensors keep alive, which are views of more."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in cond.values())
 
 
 def _stack(steps: Sequence[Tensor], shape: Sequence[int], device: torch.device) -> Tensor:

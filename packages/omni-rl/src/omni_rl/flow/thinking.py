@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from omni_reward import RewardError, Score
 from omni_reward.rules import Rules, check_meta, grade, version_of
+from omni_rollout.conditioning import TextCache
 from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
-from omni_rollout.sampler import TextCache
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
 from omni_train.dist import gather_json

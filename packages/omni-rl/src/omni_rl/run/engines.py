@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     import torch
     from omni_rollout import Engine, Model
-    from omni_rollout.sampler import TextCache
+    from omni_rollout.conditioning import TextCache
     from omni_train.dist import Dist
     from torch import nn
 

@@ -18,11 +18,12 @@ from typing import Any, Generic, Self, TypeVar
 import numpy as np
 import torch
 from omni_rollout import Engine, Model, Params
+from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.offload import in_slices
 from omni_rollout.routes import ExpertLoad, replay_routes, routing_of
-from omni_rollout.sampler import TextCache, check_images
+from omni_rollout.sampler import check_images
 from omni_rollout.tokens import TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora

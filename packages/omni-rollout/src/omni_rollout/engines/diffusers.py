@@ -9,9 +9,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.model import Model
 from omni_rollout.offload import Rest
-from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
+from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 

@@ -11,9 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.engines.transformers import Draw, end_of
-from omni_rollout.sampler import TEXT_CACHE, TextCache, check_prompts
+from omni_rollout.sampler import check_prompts
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Params, Parts, Prompt

@@ -155,9 +155,9 @@ class OneFrameConv(nn.Conv2d):
     """A causal convolution of videos for a single frame: its last taps in time, as the others meet zeros alone."""
 
     def __init__(self, conv: nn.Conv3d) -> None:
-        size = conv.kernel_size[1:]
-        padding = (size[0] // 2, size[1] // 2)
-        super().__init__(conv.in_channels, conv.out_channels, size, padding=padding, device="meta")
+        _, height, width = conv.kernel_size
+        padding = height // 2, width // 2
+        super().__init__(conv.in_channels, conv.out_channels, (height, width), padding=padding, device="meta")
         last = conv.weight[:, :, -1].clone(memory_format=torch.channels_last)
         self.weight, self.bias = nn.Parameter(last, requires_grad=False), conv.bias
 

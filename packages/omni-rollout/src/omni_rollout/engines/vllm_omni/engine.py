@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
-from omni_rollout.sampler import TEXT_CACHE, Sampler, TextCache
+from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 from vllm_omni.diffusion.request import OmniDiffusionRequest  # isort: skip - after the worker has set vLLM up
