@@ -140,9 +140,9 @@ class ReportProcess:
             if self._is_lost:
                 return
             self._waiting.append((about, arrays))
-            late = [number for number, (about, _) in enumerate(self._waiting) if about["kind"] == "samples"]
-            for number in late[:-MAX_WAITING]:
-                del self._waiting[number]
+            samples = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == "samples"]
+            if len(samples) > MAX_WAITING:
+                del self._waiting[samples[0]]
             self._change.notify()
 
     def _send_all(self) -> None:
