@@ -1,15 +1,15 @@
-"""Everything about speed, memory and exactness that only an accelerator can tell, in one command.
+"""Measure all speed, memory and exactness that need an accelerator, in one command.
 
 python scripts/gpu_check.py            on one card of 80 GB or more, at most 25 minutes, without a network
-python scripts/gpu_check.py --small    the same on little, on any device
+python scripts/gpu_check.py --small    the same in a small size, on any device
 python scripts/gpu_check.py --only gate versus
 
 The model is Qwen-Image's transformer at full width and depth with random weights, beside a small text encoder and VAE.
-Each part below is a function and a row of PARTS with its limit in seconds. It runs in a process of its own and leaves
-PART.json in the folder; called again, only parts run that are missing, broke, or ran at another commit or device. Each
-row says what was found, what was predicted, and whether that holds. All rows together are page.md; in full size they
-also become their device's section of docs/performance.md, or later with `--publish`, which runs nothing. The exit code
-is 1 where a part broke or something that must be exact is not.
+Each part below is a function and a row of PARTS with its limit in seconds. It runs in its own process and writes
+PART.json in the folder; a second call only runs parts that are missing, failed, or ran at another commit or device. A
+row has the measured value, the predicted one, and a verdict. All rows together are page.md; in full size they also
+become their device's section of docs/performance.md, or later with `--publish`, which runs nothing. The exit code is 1
+if a part failed or an exact row does not hold.
 """
 
 import argparse

@@ -5,10 +5,10 @@ python scripts/picture.py runs/tiny-signs docs/images --other runs/tiny-signs-vl
 python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
 python scripts/picture.py runs/RUN docs/images --videos
 
-With --seeds the curve has a band from the least to the greatest held-out score of all these runs. With --other also
-engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With --references, the
-prompts file of a run that edits signs, only edits.png: references, and their edits before and after. With --videos, of
-a run that draws videos, only videos.png: their frames before and after.
+With --seeds the curve has a band from the lowest to the highest held-out score of all these runs. With --other it also
+writes engines.svg: the curves of both runs, the other one's wide and pale under the first one's. With --references, the
+prompts file of a run that edits signs, it only writes edits.png: references, and their edits before and after. With
+--videos, for a run of videos, it only writes videos.png: their frames before and after.
 """
 
 import argparse
@@ -91,8 +91,8 @@ def ends(run: Path) -> tuple[Path, Path]:
 def curve(run: Path, path: Path, *, seeds: Sequence[Path] = (), other: Path | None = None) -> None:
     """Write an SVG of held-out scores and training reward over the steps.
 
-    seeds: further runs, of whose held-out scores and the run's there is a band. other: a run that lies below, wide and
-    pale.
+    seeds: further runs; a band spans the held-out scores of all of them. other: a run whose curve is wide and pale
+    under the first one's.
     """
     figure = Figure(figsize=(6.4, 3), layout="constrained")
     axes = figure.add_subplot(ylim=(0, 1.05), xlabel="training steps")

@@ -7,8 +7,8 @@ the board and spells about half of the letters right, so that reinforcement lear
 
 1. tokenizer: byte-level BPE trained on the template of the editing model
 2. text encoder: asked after an image to change a word, it learns to have the features that the signs' encoder has of a
-   sign with that word; its tower for pictures stays as it was drawn
-3. transformer: the flow-matching loss, as pretrain_tiny_signs.py has it, on pairs of signs in which the word differs
+   sign with that word; its vision tower stays random
+3. transformer: the flow-matching loss of pretrain_tiny_signs.py, on pairs of signs in which the word differs
 """
 
 import argparse

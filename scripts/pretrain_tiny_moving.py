@@ -2,13 +2,13 @@
 
     python scripts/pretrain_tiny_moving.py --out checkpoints/tiny-moving-wan      # 7 minutes on a busy core
 
-It is a real diffusers folder, only narrow. A third of the captions name the wrong direction, as captions of videos are
-not all right, so that the base often moves the word the other way, and reinforcement learning has work to do.
+It is a real diffusers folder, only narrow. A third of the captions name the wrong direction, as some captions of real
+videos do: the base then often moves the word the other way, and reinforcement learning has work to do.
 
 1. tokenizer: a token for each word of a prompt, and for each character of the word on the sign
 2. VAE: that of the tiny signs, which codes frames one by one; nothing is trained
 3. text encoder: random, since the net only has to distinguish the two directions
-4. transformer: the flow-matching loss, as in pretrain_tiny_signs.py, from weights whose heads look where it helps
+4. transformer: the flow-matching loss of pretrain_tiny_signs.py, from weights whose heads attend to useful places
 """
 
 import argparse

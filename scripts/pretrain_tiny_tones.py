@@ -1,4 +1,4 @@
-"""Pretrain the checkpoint of videos with sound that the repository ships: an LTX2Pipeline that draws a tone.
+"""Pretrain the checkpoint of videos with sound that the repository ships: an LTX2Pipeline that makes a tone.
 
     python scripts/pretrain_tiny_tones.py --out checkpoints/tiny-tones-ltx2      # 8 minutes on one busy core
 
@@ -8,8 +8,8 @@ learning has to teach it which of its own are right.
 
 1. vocoder: set by hand. Four bins of the spectrogram are the loudness of one pitch, whose sinusoid is a filter.
 2. VAEs: their decoders are fitted to codes set by hand, the color of the frames and the loudness of each pitch
-3. text encoder: as it was drawn, with a token for each word; the connectors learn to tell color and pitch everywhere
-4. transformer: the flow-matching loss, as pretrain_tiny_signs.py has it
+3. text encoder: random, with a token for each word; the connectors learn to give color and pitch at all positions
+4. transformer: the flow-matching loss of pretrain_tiny_signs.py
 """
 
 import argparse

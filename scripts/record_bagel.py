@@ -2,11 +2,11 @@
 
     .venv-vllm-omni/bin/python scripts/record_bagel.py [FILE]
 
-The port computes in bfloat16 for any weights, and some of its kernels are only an accelerator's. Here its
-casts keep float32, and torch stands in for the kernels; all else, cache, packing, guidance and schedule, is the port's.
-Of references its pipeline takes one, in sizes that are not the release's, and draws the VAE's code at random: here they
-are read one after the other, as by the release's evaluation, in its sizes, and the code is its mean. Its vision
-transformer leaves out the last norm of the release's and reads its patches in another order: both are mended.
+The port computes in bfloat16 for any weights, and some of its kernels are only for accelerators. Here its casts keep
+float32, and torch replaces the kernels; all else, cache, packing, guidance and schedule, is the port's. Its pipeline
+takes one reference, in other sizes than the release, and samples the VAE's code: here references are read one after the
+other in the release's sizes, as by its evaluation, and the code is its mean. The port's vision transformer leaves out
+the release's last norm and reads patches in another order: both are corrected.
 """
 
 import json

@@ -3,7 +3,7 @@
     .venv-vllm-omni/bin/python scripts/record_hunyuan_image.py [FILE]
 
 The port computes in bfloat16 for any weights, and some of its kernels are only an accelerator's. Here its
-casts keep float32, and torch stands in for the kernels, the product of experts among them; all else, templates, cache,
+casts keep float32, and torch replaces the kernels, the product of experts among them; all else, templates, cache,
 positions, masks, guidance, schedule and VAE, is the port's. It samples one text after the other.
 """
 

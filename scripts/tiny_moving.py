@@ -1,9 +1,8 @@
 """Signs on which a word of two characters hops from the middle to the left or to the right: data for tiny-moving-wan.
 
-A video shows its first frame, then four frames of each hop, as many as Wan has in a latent frame; a hop is one
-latent pixel, so that the latents of a hop are those of the first frame, moved. Boards, letters and the split into words
-of training and of evaluation are those of tiny_signs. A prompt comes with the first frame, which is the same for both
-directions.
+A video shows its first frame, then four frames of each hop, as many as Wan has in a latent frame; a hop is one latent
+pixel, so that the latents of a hop are those of the first frame, moved. Boards, letters and the split into words of
+training and evaluation are those of tiny_signs. A prompt has a first frame, which is the same for both directions.
 """
 
 import json

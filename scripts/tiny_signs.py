@@ -1,7 +1,7 @@
-"""Street signs with two to four characters: words, prompts and pictures for the tiny-signs checkpoint.
+"""Street signs with two to four characters: words, prompts and images for the tiny-signs checkpoint.
 
-Words come from an alphabet without the look-alikes 0/O and 1/I. A word belongs to the evaluation set when its
-hash says so, hence the two sets are disjoint for any reader and order.
+Words come from an alphabet without the look-alikes 0/O and 1/I. A word's hash decides if it is in the evaluation set,
+so the two sets are disjoint.
 """
 
 import hashlib
