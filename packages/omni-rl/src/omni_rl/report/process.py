@@ -74,9 +74,9 @@ class ReportProcess:
         self._due = 0  # evaluations that may not be on the disk yet
         self._connection, theirs = Pipe()
         with theirs:
-            words = ["-P", "-m", "omni_rl.report.process", str(folder), track, project, str(theirs.fileno())]
-            options: dict[str, Any] = {"stdout": 2, "pass_fds": [theirs.fileno()], "start_new_session": True}
-            self._process = subprocess.Popen([sys.executable, *words], **options)
+            fd = theirs.fileno()
+            words = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
+            self._process = subprocess.Popen(words, stdout=2, pass_fds=[fd], start_new_session=True)
         if track != "none" and (answer := self._answer()):
             raise ValueError(f"track must be a tracker that opens, got {track}: {answer}")
         self._thread = threading.Thread(target=self._send_all, daemon=True)
@@ -106,9 +106,7 @@ class ReportProcess:
         deadline = time.monotonic() + WAIT_S
         while self._due:
             if not self._connection.poll(max(0.0, deadline - time.monotonic())):
-                _warn(
-                    f"an evaluation is not in {self._folder} after {WAIT_S:g} s: if the run is killed, it may be lost"
-                )
+                _warn(f"an evaluation is not in {self._folder} after {WAIT_S:g} s: it is lost if the run is killed")
                 return
             if self._answer():
                 return
