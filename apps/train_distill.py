@@ -108,10 +108,11 @@ import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
 from omni_reward import Score
 from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scorers import LocalScorer, abstain
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step, policy_metrics
+from omni_rl.run.start import Needs, start
 from omni_rl.run.world import World
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
@@ -153,23 +154,14 @@ NOT_GRADED = Score(None, abstained="samples of training are not graded")
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
-    scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
-    run = Run.start(
-        args,
-        world,
-        args.algo,
-        scorer=scorer,
-        reference=not teachers,
-        steps=trained_steps(args),
-        teachers=teachers,
-        teaching=partial(teacher_params, args),
-    )
-    params = student_params(args, run.base_params)
+    teaching = partial(teacher_params, args)
+    needs = Needs(reference=not teachers, steps=trained_steps(args), teachers=teachers, teaching=teaching)
+    run = start(args, world, MEDIA, args.algo, needs)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
             with run.phase("rollout"):
-                batches, _ = draw(run, prompts, params, graded=False)
+                batches, _ = draw(run, prompts, student_params(args, run.base_params), graded=False)
                 conds = [teacher_cond(run, batch) for batch in batches]  # while the engine is awake
             with run.updating(step):
                 step.metrics |= update(run, step, batches, conds, list(teachers) or [BEFORE])
@@ -214,7 +206,7 @@ def latents_at(drawn: Trajectory, i: int) -> Latents:
 
 
 def update(
-    run: Run[Args], step: Step, batches: Sequence[Trajectory], conds: Sequence[Cond], teachers: Sequence[str]
+    run: MediaRun[Args], step: Step, batches: Sequence[Trajectory], conds: Sequence[Cond], teachers: Sequence[str]
 ) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics are means over steps and ranks.
 
@@ -227,14 +219,14 @@ def update(
     for first in range(0, len(points), size):
         for batch, cond, i in points[first : first + size]:
             at = latents_at(batch, i)
-            velocity = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+            velocity = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
             outs = []
             for name in teachers:
                 weights = to_device(shares(batch, name, len(teachers)), at.x.device)
                 outs.append(loss_of(velocity, teacher_velocity(run, name, cond, at), at, weights))
             loss = torch.stack([out.loss for out in outs]).sum()
             # Gradients are summed over batches, steps and ranks; this makes the sum a mean.
-            run.backward(loss / (size * dist.world_size), of=size)
+            run.policy.backward(loss / (size * dist.world_size), of=size)
             means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
             seen.append(means | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
@@ -247,7 +239,7 @@ def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
     return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
 
 
-def teacher_cond(run: Run[Args], batch: Trajectory) -> Cond:
+def teacher_cond(run: MediaRun[Args], batch: Trajectory) -> Cond:
     """What the teachers see of a batch: what the student sees, and the negative prompts where they alone are guided."""
     params = teacher_params(run.args, batch.params)
     is_guided_alone = run.model.is_guided(params) and not run.model.is_guided(batch.params)
@@ -255,12 +247,12 @@ def teacher_cond(run: Run[Args], batch: Trajectory) -> Cond:
 
 
 @torch.no_grad()
-def teacher_velocity(run: Run[Args], name: str, cond: Cond, at: Latents) -> Tensor:
+def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, at: Latents) -> Tensor:
     """The mean velocity [B, ...] of a teacher over the student's step: its end is where the teacher's steps end."""
     args, model, params = run.args, run.model, teacher_params(run.args, at.params)
     levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
     x, velocities = at.x, []
-    with run.reference() if name == BEFORE else run.teacher(name) as net:
+    with run.policy.reference() if name == BEFORE else run.policy.teacher(name) as net:
         for sigma, sigma_next in pairwise(levels):
             velocities.append(model.predict_velocity(net, x, sigma, cond, params))
             x = euler_step(velocities[-1], x, sigma, sigma_next)

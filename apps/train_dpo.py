@@ -83,12 +83,13 @@ from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
 from omni_reward import Score
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import by_shapes, draw, expand_groups, prompts_of, show
-from omni_rl.flow.scorers import LocalScorer, abstain
-from omni_rl.flow.scoring import by_size, collect, describe_rewards, gather_rewards, groups_of
+from omni_rl.flow.scoring import by_size, collect, groups_of, rewards_at
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step, policy_metrics
+from omni_rl.run.start import Needs, start
 from omni_rl.run.world import World
 from omni_rollout import Params, Prompt, Trajectory
 from omni_rollout.types import pick, to_device
@@ -115,36 +116,33 @@ class Pairs:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    if args.preferences:
-        args = replace(args, prompts=args.preferences)
-    scorer = args.scorer_url or (lambda dist: LocalScorer(abstain, ()))
-    run = Run.start(args, world, "dpo", scorer=scorer, reference=True)
+    read_or_draw = read_pairs if args.preferences else draw_pairs
+    run = start(replace(args, prompts=args.preferences or args.prompts), world, MEDIA, "dpo", Needs(reference=True))
     with Loop(run) as steps:
         for step in steps:
-            if args.preferences:
-                with run.phase("read"):
-                    pairs = read_pairs(run, step)
-            else:
-                prompts = prompts_of(run, step)
-                with run.phase("rollout"):
-                    batches, pending = draw(run, prompts, run.base_params, unit=args.group_size)
-                with run.phase("reward_wait"):
-                    scores = collect(run.dist, pending)
-                show(run, step, batches, scores)
-                pairs = choose(run, step, prompts, batches, scores)
+            pairs = read_or_draw(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
 
 
+def draw_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
+    """Return the best and the worst of each of this rank's groups of the step, by size."""
+    prompts = prompts_of(run, step)
+    with run.phase("rollout"):
+        batches, pending = draw(run, prompts, run.base_params, unit=run.args.group_size)
+    with run.phase("reward_wait"):
+        scores = collect(run.dist, pending)
+    show(run, step, batches, scores)
+    return choose(run, step, prompts, batches, scores)
+
+
 def choose(
-    run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
+    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[Pairs]:
     """The best and the worst of each of this rank's groups, by size."""
-    groups = groups_of(prompts)
-    rewards = gather_rewards(run.dist, batches, scores, groups)
-    step.metrics |= describe_rewards(rewards, groups, scores, need_one=run.args.on_failure == "raise")
-    chosen = []
+    groups, chosen = groups_of(prompts), []
+    rewards = rewards_at(run, step, batches, scores, groups)
     for same in by_size(batches):
         drawn = Trajectory.cat(same)
         place_of = {index: place for place, index in enumerate(drawn.indices.tolist())}
@@ -155,16 +153,17 @@ def choose(
     return chosen
 
 
-def read_pairs(run: Run[Args], step: Step) -> list[Pairs]:
+def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     """This rank's pairs of the step from the preference file, by size."""
     dist, records = run.dist, run.prompts.at(step.number)
     places = range(dist.rank, len(records), dist.world_size)
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
-    return [read_rows(run, same, [places[p.index] for p in same] if places else []) for same in by_shapes(prompts)]
+    with run.phase("read"):
+        return [read_rows(run, same, [places[p.index] for p in same] if places else []) for same in by_shapes(prompts)]
 
 
 @torch.no_grad()
-def read_rows(run: Run[Args], prompts: Sequence[Prompt], places: Sequence[int]) -> Pairs:
+def read_rows(run: MediaRun[Args], prompts: Sequence[Prompt], places: Sequence[int]) -> Pairs:
     """Pairs of one size, and their places in the step."""
     model, parts, params = run.model, run.engine.parts, run.base_params.of_size(prompts[0].size)
     folder = Path(run.args.preferences).parent
@@ -193,7 +192,7 @@ class Noised:
     count: int
 
 
-def noise_afresh(run: Run[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
+def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
     """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels.
 
     Of two experts one is drawn for each level of the step.
@@ -215,7 +214,7 @@ def noise_afresh(run: Run[Args], step: Step, pairs: Pairs, own: Sequence[int]) -
     return points
 
 
-def of_one_expert(run: Run[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
+def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
     """Noise levels [B], the k-th of a step, moved to the side of one of two experts by their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
     places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
@@ -224,7 +223,7 @@ def of_one_expert(run: Run[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
     return clamp_to_side(run, moved, moved.mean())
 
 
-def errors(run: Run[Args], net: nn.Module, at: Noised) -> Tensor:
+def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
     """The flow-matching error [B] of each noised sample."""
     x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(at.params)
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
@@ -241,7 +240,7 @@ def minibatch(args: Args, pairs: Sequence[Pairs], number: int) -> list[tuple[Pai
     return batches
 
 
-def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
+def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of pairs; metrics are means over all pairs and noise levels."""
     args, dist, num_updates = run.args, run.dist, run.args.num_minibatches
     own = [minibatch(args, pairs, number) for number in range(num_updates)]
@@ -250,7 +249,7 @@ def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, floa
     # Every rank computes as many batches as the one with the most, as sharded weights demand.
     filled = [batches + [(pairs[0], [])] * (n - len(batches)) for batches, n in zip(own, most, strict=True)]
     points = [[at for same, rows in batches for at in noise_afresh(run, step, same, rows)] for batches in filled]
-    with torch.no_grad(), run.reference() as net:
+    with torch.no_grad(), run.policy.reference() as net:
         references = [[errors(run, net, at) for at in batches] for batches in points]
     seen, results = [], []
     for number in range(num_updates):
@@ -259,11 +258,11 @@ def update(run: Run[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str, floa
             continue
         for at, old in zip(points[number], references[number], strict=True):
             real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
-            now = errors(run, run.net, at)
+            now = errors(run, run.policy.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
             # Gradients are summed over pairs, noise levels and ranks; this makes the sum a mean.
             loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
-            run.backward(loss, of=len(points[number]))
+            run.policy.backward(loss, of=len(points[number]))
             seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
         results.append(run.optimizer_step(step))
     step.metrics["policy/pairs"] = float(sum(num_pairs))

@@ -148,7 +148,9 @@ from omni_rl.flow.scoring import (
 from omni_rl.flow.streams import over_streams, shares_of, sizes_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step, policy_metrics
+from omni_rl.run.start import Needs, start
 from omni_rl.run.world import World
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
@@ -171,8 +173,7 @@ class Algo:
 
 def clipped(a: Args) -> Callable[..., LossOutput]:
     """PPO's clipped loss."""
-    loss = partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
-    return loss if a.sound_weight is None else over_streams(loss, (1 - a.sound_weight, a.sound_weight))
+    return partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
 def guarded(a: Args) -> Callable[..., LossOutput]:
@@ -203,48 +204,41 @@ RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = Run.start(
-        args,
-        world,
-        args.algo,
-        scorer=args.scorer_url,
-        parts=list(parse_numbers(args.reward_parts, "--reward-parts")),
-        reference=bool(args.kl_coef),
-        steps=window_range(args),
-        needs=["streams"] * args.apart + ["routes"] * args.route_replay,
-    )
-    if args.route_replay:
-        run.replay_routes()
-    if args.apart:
-        run.args = replace(args, sound_weight=shares_of(run)[1])
+    run = start(args, world, MEDIA, args.algo, needs_of(args))
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
                 batches, pending = draw(run, prompts, params_at(run, step), unit=unit_of(run))
-            rate, soon = partial(grade, run, step, prompts, batches), early(run, batches, pending)
-            chosen = graded(run, step, pending, rate, soon)
+            grade_all = partial(grade, run, step, prompts, batches)
+            chosen = graded(run, step, pending, grade_all, early(run, batches, pending))
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
             run.sync(step)
             show(run, step, batches, scores_of(pending))
 
 
-def unit_of(run: Run[Args]) -> int:
+def needs_of(args: Args) -> Needs:
+    """Return what the settings need of a run."""
+    parts, steps = list(parse_numbers(args.reward_parts, "--reward-parts")), window_range(args)
+    return Needs(reference=bool(args.kl_coef), steps=steps, streams=args.apart, routes=args.route_replay, parts=parts)
+
+
+def unit_of(run: MediaRun[Args]) -> int:
     """Return how many samples in a row one rank takes: a group shares what precedes its window."""
     args = run.args
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
     return args.group_size if args.same_start_noise and has_groups else 1
 
 
-def early(run: Run[Args], batches: Sequence[Trajectory], pending: Sequence[Pending]) -> list[TrainBatch] | None:
+def early(run: MediaRun[Args], batches: Sequence[Trajectory], pending: Sequence[Pending]) -> list[TrainBatch] | None:
     """Return the batches where the update takes them as they were sampled and their own groups' scores suffice."""
     if repacks(run.args) or len(batches) % run.args.num_minibatches:
         return None
     return by_group(run, batches, pending, unit_of(run), weighted=False)
 
 
-def old_log_probs(run: Run[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
+def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
     """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
     args, is_exact = run.args, run.engine.is_exact and batches[0].is_as_sampled  # the same arithmetic on both sides
     source, tolerance = args.old_log_prob, args.ratio_tolerance
@@ -255,7 +249,7 @@ def old_log_probs(run: Run[Args], batches: Sequence[TrainBatch]) -> tuple[str, f
     return source, tolerance
 
 
-def params_at(run: Run[Args], step: Step) -> Params:
+def params_at(run: MediaRun[Args], step: Step) -> Params:
     """The sampling parameters of a training step; its window is the same on every rank."""
     args, algo = run.args, ALGOS[run.args.algo]
     window = sde_window(
@@ -271,7 +265,7 @@ def params_at(run: Run[Args], step: Step) -> Params:
     )
     return replace(
         run.base_params,
-        rule=algo.rule if args.sound_weight is None else StreamStep(algo.rule, sizes_of(run)),
+        rule=StreamStep(algo.rule, sizes_of(run)) if args.apart else algo.rule,
         noise_level=args.noise_level,
         sde_steps=window,
         keep_mean=algo.moments,
@@ -280,7 +274,7 @@ def params_at(run: Run[Args], step: Step) -> Params:
 
 
 def grade(
-    run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
+    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[TrainBatch]:
     """Return this rank's batches to train on."""
     args, groups, keep = run.args, groups_of(prompts), None
@@ -302,12 +296,14 @@ class OldStep:
     mean: Tensor | None
 
 
-def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
+def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
     args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
     source, tolerance = old_log_probs(run, batches)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
+    if args.apart:
+        loss_of = over_streams(loss_of, shares_of(run))
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
     seen, results = [], []
@@ -316,7 +312,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
             if source == "correct" and before:
                 corrections, metrics = correct(args, before, batch.trajectory)
             for k in range(num_kept):
-                now = replay(run.model, run.net, batch.trajectory, k)
+                now = replay(run.model, run.policy.net, batch.trajectory, k)
                 then = before[k] if before else as_old(algo, now)
                 moments = {"mean": now.mean, "old_mean": then.mean, "std": now.std} if algo.moments else {}
                 weights = step_weights(args, batch, k, now.std, corrections[k])
@@ -324,7 +320,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
                 kl = kl_to_reference(run, batch, k, now) if args.kl_coef else torch.zeros_like(out.loss)
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
-                run.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
+                run.policy.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
                 gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
@@ -333,7 +329,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
 
 
-def old_policy(run: Run[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
+def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
     """Per batch and kept step, the policy before the update; None where the first update's own forwards have it."""
     algo = ALGOS[run.args.algo]
     if source == "rollout":
@@ -341,7 +337,7 @@ def old_policy(run: Run[Args], batches: Sequence[TrainBatch], source: str) -> li
     skip = len(batches) // run.args.num_minibatches if source == "recompute" else 0
     with torch.no_grad():
         return [None] * skip + [
-            [as_old(algo, replay(run.model, run.net, b.trajectory, k)) for k in range(b.trajectory.num_kept)]
+            [as_old(algo, replay(run.model, run.policy.net, b.trajectory, k)) for k in range(b.trajectory.num_kept)]
             for b in batches[skip:]
         ]
 
@@ -380,9 +376,9 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
     return torch.stack(factors).prod(dim=0) if factors else None
 
 
-def kl_to_reference(run: Run[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
+def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
     """The mean KL of the k-th kept step to that of the policy before training."""
-    with torch.no_grad(), run.reference() as net:
+    with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)
     return (kl if batch.weights is None else kl * batch.weights).mean()

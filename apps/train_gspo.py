@@ -87,12 +87,14 @@ from omni_losses.advantages import Std
 from omni_losses.correction import TokenMode
 from omni_losses.sequence import TokenMean
 from omni_reward import Score
-from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards, groups_of
-from omni_rl.flow.tokens import TokenBatch, TokenRun, draw_answers, pack, prompts_of, show_answers
+from omni_rl.flow.scoring import collect, gather_rewards, groups_of, log_advantages, log_rewards
+from omni_rl.flow.tokens import TokenBatch, draw_answers, pack, prompts_of, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, policy_metrics
+from omni_rl.run.run import Step, TokenRun, policy_metrics
+from omni_rl.run.start import Needs, start
+from omni_rl.run.texts import TEXT
 from omni_rl.run.world import World
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
@@ -154,15 +156,14 @@ def settle(args: Args) -> Args:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = TokenRun.start(args, world, args.algo, reference=bool(args.kl_coef))
+    run = start(args, world, TEXT, args.algo, Needs(reference=bool(args.kl_coef)))
     run.args = settle(args)
     with Loop(run) as steps:
         for step in steps:
             drawn = roll_out(run, step)
             advantages, keep = grade(run, step, drawn)
-            step.has_signal = bool(keep.any())
             with run.updating(step):
-                step.metrics |= update(run, step, drawn, advantages, keep) if step.has_signal else {}
+                step.metrics |= update(run, step, drawn, advantages, keep)
             run.sync(step)
             show_answers(run, step, drawn.batches, drawn.scores)
 
@@ -207,7 +208,7 @@ def differing(rewards: Tensor, groups: Tensor) -> Tensor:
 def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor]:
     """Advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
     args, algo, groups, total = run.args, ALGOS[run.args.algo], groups_of(drawn.prompts), len(drawn.prompts)
-    step.metrics |= describe_rewards(drawn.rewards, groups, drawn.scores, need_one=args.on_failure == "raise")
+    log_rewards(run, step, drawn.rewards, groups, drawn.scores)
     indices = torch.cat([batch.indices for batch in drawn.batches])
     lengths, ended = (
         gather_by_index(run.dist, indices, torch.cat([value.float() for value in values]), total)
@@ -223,9 +224,9 @@ def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
+    log_advantages(step, advantages)
+    step.has_signal = bool(keep.any())
     step.metrics |= {
-        "advantage/min": advantages.min().item(),
-        "advantage/max": advantages.max().item(),
         "answer/tokens_mean": lengths.mean().item(),
         "answer/tokens_max": lengths.max().item(),
         "answer/truncated_ratio": 1 - ended.mean().item(),
@@ -237,6 +238,8 @@ def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor
 def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, keep: Tensor) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
     args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
+    if not step.has_signal:
+        return {}
     loss_of = partial(algo.loss, clip_low=args.clip_low, clip_high=args.clip_high)
     minibatches = pack(run, drawn.batches, advantages, keep, mean=algo.mean)
     with torch.no_grad():
@@ -257,7 +260,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             kl = penalty(now, other, mask)
             loss = out.loss + args.kl_coef * (kl.sum(dim=1) * batch.weights).sum()
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
-            run.backward(loss, of=len(batches))
+            run.policy.backward(loss, of=len(batches))
             own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
             seen.append(weigh(batch, out.metrics, of_answers=args.algo == "gspo") | weigh(batch, own))
             seen[-1]["loss"] = loss.detach() * scale
@@ -309,14 +312,14 @@ def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
 
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
     """The log-probs of the batch's tokens under the weights being trained."""
-    return score_tokens(run.model, run.net, batch.trajectory)
+    return score_tokens(run.model, run.policy.net, batch.trajectory)
 
 
 def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
     """The log-probs [B, T] of the batch's tokens under the policy before training, where the loss asks for them."""
     if not run.args.kl_coef:
         return None
-    with run.reference() as net:
+    with run.policy.reference() as net:
         return score_tokens(run.model, net, batch.trajectory).log_prob
 
 

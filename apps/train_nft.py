@@ -99,7 +99,9 @@ from omni_rl.flow.scoring import TrainBatch, advantages_of, by_group, graded, sc
 from omni_rl.flow.streams import add_up, of_stream, shares_of, sizes_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step, policy_metrics
+from omni_rl.run.start import Needs, start
 from omni_rl.run.world import World
 from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
@@ -166,17 +168,7 @@ ALGOS: dict[str, Loss] = {"nft": nft_loss, "awm": matching_loss}
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = Run.start(
-        args,
-        world,
-        args.algo,
-        scorer=args.scorer_url,
-        parts=list(parse_numbers(args.reward_parts, "--reward-parts")),
-        old_policy=True,
-        reference=bool(args.kl_coef),
-        steps=trained_levels(args)[:2],
-        needs=["streams"] * args.apart,
-    )
+    run = start(args, world, MEDIA, args.algo, needs_of(args))
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
@@ -184,32 +176,38 @@ def main(args: Args, world: World) -> None:
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
                     batches, pending = draw(run, prompts, run.base_params)
-            early = by_group(run, batches, pending, weighted=True)
-            chosen = graded(run, step, pending, partial(grade, run, step, prompts, batches), early)
+            grade_all = partial(grade, run, step, prompts, batches)
+            chosen = graded(run, step, pending, grade_all, by_group(run, batches, pending, weighted=True))
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
             show(run, step, batches, scores_of(pending))
 
 
-def sampling_policy(run: Run[Args]) -> AbstractContextManager[None]:
+def needs_of(args: Args) -> Needs:
+    """Return what the settings need of a run."""
+    parts, steps = list(parse_numbers(args.reward_parts, "--reward-parts")), trained_levels(args)[:2]
+    return Needs(old_policy=True, reference=bool(args.kl_coef), steps=steps, streams=args.apart, parts=parts)
+
+
+def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
     """Within the `with` block the net is the policy that draws the samples."""
-    return run.old_policy() if run.args.sample_with == "old" else nullcontext()
+    return run.policy.as_old() if run.args.sample_with == "old" else nullcontext()
 
 
-def refresh_old(run: Run[Args], step: Step) -> float:
+def refresh_old(run: MediaRun[Args], step: Step) -> float:
     """Move the old policy towards the trained one; the share of itself that it kept."""
     args, done = run.args, step.number + 1
     if done % args.old_every:
         return 1.0
     num_updates = done * args.num_minibatches  # the published schedules count optimizer steps
     decay = min(old_policy_decay(num_updates, schedule=args.old_schedule), args.old_decay_max)
-    run.move_old_policy(decay)
+    run.policy.move_old(decay)
     return decay
 
 
 def grade(
-    run: Run[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
+    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
 ) -> list[TrainBatch]:
     """Return this rank's batches with their advantages, and weight 0 for samples without a score."""
     advantages, rewards = advantages_of(run, step, prompts, batches, scores)
@@ -217,7 +215,7 @@ def grade(
     return [TrainBatch.of(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
 
 
-def noise_afresh(run: Run[Args], step: Step, batch: TrainBatch) -> list[Noised]:
+def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
     """The batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule.
 
     Where two experts share a stratum, one of them is drawn for the step.
@@ -239,34 +237,34 @@ def noise_afresh(run: Run[Args], step: Step, batch: TrainBatch) -> list[Noised]:
     return points
 
 
-def predict(run: Run[Args], net: torch.nn.Module, at: Noised) -> Tensor:
+def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
     """The velocity [B, ...] at the noised samples."""
     drawn = at.batch.trajectory
     return run.model.predict_velocity(net, at.x_t, at.sigma, drawn.cond, drawn.params)
 
 
 @torch.no_grad()
-def sampler_velocities(run: Run[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
+def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
     """Velocities of the sampling policy at each point; None where it equals the trained one."""
     skip = num_first if run.args.sample_with == "policy" else 0
     with sampling_policy(run):
-        return [None] * skip + [predict(run, run.net, at) for at in points[skip:]]
+        return [None] * skip + [predict(run, run.policy.net, at) for at in points[skip:]]
 
 
 @torch.no_grad()
-def anchor_velocities(run: Run[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
+def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
     """Velocities at each point of the policies whose distance is penalized."""
     velocities = {}
     if run.args.old_kl_coef:
-        with run.old_policy():
-            velocities["old"] = [predict(run, run.net, at) for at in points]
+        with run.policy.as_old():
+            velocities["old"] = [predict(run, run.policy.net, at) for at in points]
     if run.args.kl_coef:
-        with run.reference() as net:
+        with run.policy.reference() as net:
             velocities["reference"] = [predict(run, net, at) for at in points]
     return velocities
 
 
-def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
+def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo]
     if args.apart:
@@ -277,7 +275,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
     seen, results = [], []
     for first in range(0, len(points), size):
         for i in range(first, first + size):
-            velocity = predict(run, run.net, points[i])
+            velocity = predict(run, run.policy.net, points[i])
             old = sampler[i]
             out = loss_of(args, velocity, velocity.detach() if old is None else old, points[i])
             loss, metrics = out.loss, dict(out.metrics)
@@ -286,7 +284,7 @@ def update(run: Run[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[st
                     distance = velocity_kl(velocity, anchors[policy][i]).mean()
                     loss, metrics[f"{policy}_velocity_kl"] = loss + coef * distance, distance.detach()
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
-            run.backward(loss / (size * dist.world_size), of=size)
+            run.policy.backward(loss / (size * dist.world_size), of=size)
             seen.append(metrics | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results)

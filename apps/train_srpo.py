@@ -19,7 +19,7 @@ Differences from the released code of the paper:
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal
@@ -92,10 +92,12 @@ from omni_rl.flow.direct_rewards import REWARDS, Reward
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.flow.sampling import draw, prompts_of, show
 from omni_rl.flow.scorers import LocalScorer
-from omni_rl.flow.scoring import collect, describe_rewards, gather_rewards
+from omni_rl.flow.scoring import collect, rewards_at
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step, policy_metrics
+from omni_rl.run.media import MEDIA
+from omni_rl.run.run import MediaRun, Step, policy_metrics
+from omni_rl.run.start import Needs, start
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.models import open_model
@@ -125,14 +127,7 @@ def graded(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
-
-    def open_scorer(dist: Dist) -> LocalScorer:
-        kinds = open_model(args.model).MEDIA
-        require((kinds != ("audio",), "--model must draw pictures or videos, which the rewards of SRPO see, got sound"))
-        return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
-
-    run = Run.start(args, world, "srpo", scorer=open_scorer)
-    reward = load_reward(run.dist.device)
+    run = start(args, world, MEDIA, "srpo", Needs(scorer=partial(open_scorer, args, load_reward)))
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
@@ -140,15 +135,21 @@ def main(args: Args, world: World) -> None:
                 batches, pending = draw(run, prompts, run.base_params)
                 scores = collect(run.dist, pending)
             alike = torch.zeros(len(prompts), dtype=torch.long)  # nothing is compared within a group: the step is one
-            rewards = gather_rewards(run.dist, batches, scores, alike)
-            step.metrics |= describe_rewards(rewards, alike, scores, need_one=True)
+            rewards_at(run, step, batches, scores, alike)
             with run.updating(step):
-                step.metrics |= update(run, step, reward, batches)
+                step.metrics |= update(run, step, load_reward(run.dist.device), batches)
             run.sync(step)
             show(run, step, batches, scores)
 
 
-def levels(run: Run[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
+def open_scorer(args: Args, load_reward: Callable[[torch.device], Reward], dist: Dist) -> LocalScorer:
+    """Return the reward as a scorer of finished samples."""
+    kinds = open_model(args.model).MEDIA
+    require((kinds != ("audio",), "--model must draw pictures or videos, which the rewards of SRPO see, got sound"))
+    return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
+
+
+def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Noise levels [B] before and after the model's one step, and the discounts [B] there.
 
     u in (0, 1) is a sample's place in the range of levels, where the step ends. It begins `level_step` above, or below
@@ -175,14 +176,14 @@ def levels(run: Run[Args], step: Step, batch: Trajectory, *, inversion: bool) ->
     return sigma, sigma_next, discount
 
 
-def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool) -> LossOutput:
+def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool) -> LossOutput:
     """The loss of one step of the model from the noised samples, through the decoder and the reward."""
     args, prompts = run.args, batch.prompts
     sigma, sigma_next, discount = levels(run, step, batch, inversion=inversion)
     seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]
     noise = to_device(step_noise(seeds, INITIAL_NOISE, shape), batch.x0.device)  # it began with this
     x, params = add_noise(batch.x0, noise, sigma), run.model.unguided(batch.params)
-    velocity = run.model.predict_velocity(run.net, x, sigma, batch.cond, params)
+    velocity = run.model.predict_velocity(run.policy.net, x, sigma, batch.cond, params)
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
     media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
@@ -192,7 +193,7 @@ def align(run: Run[Args], step: Step, reward: Reward, batch: Trajectory, *, inve
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)
 
 
-def update(run: Run[Args], step: Step, reward: Reward, batches: Sequence[Trajectory]) -> dict[str, float]:
+def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Trajectory]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
     dist, size = run.dist, len(batches) // run.args.num_minibatches
     seen, results = [], []
@@ -202,7 +203,7 @@ def update(run: Run[Args], step: Step, reward: Reward, batches: Sequence[Traject
             for kind in ("inversion", "denoising"):
                 out = align(run, step, reward, batch, inversion=kind == "inversion")
                 # Gradients are summed over batches, kinds of step and ranks; this makes the sum a mean.
-                run.backward(out.loss / (2 * size * dist.world_size), of=2 * size)
+                run.policy.backward(out.loss / (2 * size * dist.world_size), of=2 * size)
                 metrics |= {f"{kind}_{name}": value for name, value in out.metrics.items()}
                 metrics["loss"] += out.loss.detach() / 2
             seen.append(metrics)

@@ -22,6 +22,7 @@ What is decided here, as no code has been released:
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
@@ -102,15 +103,26 @@ import torch
 from omni_losses import LossOutput, distill_velocity_loss, group_advantages, grpo_loss, k3_kl, token_grpo_loss
 from omni_reward import Score
 from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scoring import TrainBatch, collect, describe_rewards, gather_parts, gather_rewards, groups_of, select
-from omni_rl.flow.thinking import ThinkingRun
+from omni_rl.flow.scorers import Scorer
+from omni_rl.flow.scoring import (
+    TrainBatch,
+    gather_parts,
+    graded,
+    groups_of,
+    log_advantages,
+    rewards_at,
+    scores_of,
+    select,
+)
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, policy_metrics
+from omni_rl.run.run import Step, ThinkingRun, policy_metrics
+from omni_rl.run.start import Kind, Needs, start
+from omni_rl.run.thoughts import thoughts
 from omni_rl.run.world import World
-from omni_rollout import Params, Prompt, Samples, Trajectory
-from omni_rollout.thoughts import ThoughtTrajectory
+from omni_rollout import Engine, Params, Prompt, Samples, Trajectory
+from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
 from omni_sched import Transition, sde_window
 from omni_train.dist import gather_by_index, merge_metric
@@ -119,30 +131,28 @@ from torch import Tensor, nn
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = ThinkingRun.begin(
-        args,
-        world,
-        "unigrpo",
-        scorer=args.scorer_url,
-        thought=TokenParams(args.max_thought_tokens, args.temperature),
-        eval_thought=TokenParams(args.max_thought_tokens, args.eval_temperature, args.eval_top_p),
-        rules=rules_of(args),
-        reference=bool(args.kl_coef or args.velocity_coef),
-        steps=window_range(args),
-    )
+    run = start(args, world, thinking(args), "unigrpo", needs_of(args))
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step)
             with run.phase("rollout"):
                 batches, pending = draw(run, prompts, params_at(run, step))
-            with run.phase("reward_wait"):
-                scores = collect(run.dist, pending)
-            advantages = grade(run, step, prompts, batches, scores)
-            chosen = select(run.dist, batches, advantages, None)
+            chosen = graded(run, step, pending, partial(grade, run, step, prompts, batches))
             with run.updating(step):
                 step.metrics |= update(run, step, chosen)
             run.sync(step)
-            show(run, step, batches, scores)
+            show(run, step, batches, scores_of(pending))
+
+
+def thinking(args: Args) -> Kind[ThinkingModel, Engine, ThinkingParams, Scorer]:
+    """Return what a run does that thinks as the settings say."""
+    thought = TokenParams(args.max_thought_tokens, args.temperature)
+    return thoughts(thought, replace(thought, temperature=args.eval_temperature, top_p=args.eval_top_p), rules_of(args))
+
+
+def needs_of(args: Args) -> Needs:
+    """Return what the settings need of a run."""
+    return Needs(reference=bool(args.kl_coef or args.velocity_coef), steps=window_range(args))
 
 
 def params_at(run: ThinkingRun[Args], step: Step) -> Params:
@@ -161,12 +171,15 @@ def params_at(run: ThinkingRun[Args], step: Step) -> Params:
 
 
 def grade(
-    run: ThinkingRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Samples], scores: Sequence[Score]
-) -> Tensor:
-    """Advantages [N] of all ranks' samples, which tokens and steps share."""
+    run: ThinkingRun[Args],
+    step: Step,
+    prompts: Sequence[Prompt],
+    batches: Sequence[Trajectory],
+    scores: Sequence[Score],
+) -> list[TrainBatch]:
+    """Return this rank's batches with their advantages, which tokens and steps share."""
     args, dist, groups = run.args, run.dist, groups_of(prompts)
-    rewards = gather_rewards(dist, batches, scores, groups)
-    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
+    rewards = rewards_at(run, step, batches, scores, groups)
     if run.parts and not rewards.isnan().all():
         parts = gather_parts(dist, batches, scores, run.parts, rewards).nanmean(dim=0).tolist()
         step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
@@ -176,14 +189,12 @@ def grade(
         for values in (thoughts.lengths, thoughts.ended)
     )
     advantages = group_advantages(rewards, groups, std=args.adv_std)
-    step.has_signal = bool(advantages.any())
+    log_advantages(step, advantages)
     step.metrics |= {
-        "advantage/min": advantages.min().item(),
-        "advantage/max": advantages.max().item(),
         "thought/tokens_mean": lengths.mean().item(),
         "thought/truncated_ratio": 1 - ended.mean().item(),
     }
-    return advantages
+    return select(dist, batches, advantages, None)
 
 
 def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
@@ -191,7 +202,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     args, dist = run.args, run.dist
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     with torch.no_grad():
-        old = [score(run, run.net, batch.trajectory) for batch in batches]
+        old = [score(run, run.policy.net, batch.trajectory) for batch in batches]
     gap = run.world.check_ratio(gaps(batches, old), tolerance(args), step.number)
     seen, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
@@ -201,9 +212,9 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             total, parts = size * dist.world_size, []
             for k in range(num_kept):
                 parts.append(step_loss(run, batch, k))
-                run.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
+                run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
-            run.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
+            run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
             drawn = {
                 name: merge_metric(torch.stack([part.metrics[name] for part in parts]), EXTREMES.get(name, "mean"))
                 for name in parts[0].metrics
@@ -225,11 +236,11 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> LossOutput:
     """The loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
     args, drawn = run.args, batch.trajectory
-    velocity, now = retake(run, run.net, drawn, k)
+    velocity, now = retake(run, run.policy.net, drawn, k)
     out = grpo_loss(now.log_prob, drawn.rollout_log_prob[:, k], batch.advantages, clip_range=args.clip_range)
     if not args.velocity_coef:
         return out
-    with torch.no_grad(), run.reference() as net:
+    with torch.no_grad(), run.policy.reference() as net:
         before, _ = retake(run, net, drawn, k)
     drift = distill_velocity_loss(velocity, before)
     return LossOutput(out.loss + args.velocity_coef * drift.loss, out.metrics | {"velocity_drift": drift.loss.detach()})
@@ -246,7 +257,7 @@ def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) ->
 
 def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
     """The loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
-    args, now = run.args, score(run, run.net, batch.trajectory).log_prob
+    args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
     out = token_grpo_loss(
         now, before.log_prob, batch.advantages, mask, clip_low=args.thought_clip_low, clip_high=args.thought_clip_high
@@ -254,7 +265,7 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
     metrics = out.metrics | {"entropy": before.entropy[mask].mean()}
     if not args.kl_coef:
         return LossOutput(out.loss, metrics)
-    with torch.no_grad(), run.reference() as net:
+    with torch.no_grad(), run.policy.reference() as net:
         other = score(run, net, batch.trajectory).log_prob
     kl = k3_kl(now.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
     mean = (kl.sum(dim=1) / mask.sum(dim=1)).mean()

@@ -22,10 +22,14 @@ from typing import Any
 import engines
 import torch
 from omni_reward import Score
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import show
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run
+from omni_rl.run.media import MEDIA, params_of
+from omni_rl.run.policy import Policy
+from omni_rl.run.run import MediaRun
+from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
 from omni_rollout import Params, Prompt, Samples
@@ -74,7 +78,7 @@ class Engine:
         """Nothing to free."""
 
 
-def open_run(args: Args) -> Run[MediaArgs]:
+def open_run(args: Args) -> MediaRun[MediaArgs]:
     """A run without a model, in a folder of its own, which has logged `start` steps."""
     settings = MediaArgs(
         name="fixed-cost",
@@ -86,25 +90,44 @@ def open_run(args: Args) -> Run[MediaArgs]:
         height=args.side,
         width=args.side,
     )
-    run: Any = Run(settings, "none", World(init_distributed()))
-    run.folder.mkdir(parents=True)
-    run.first_step = args.start + 1 if args.start else 0
-    with (run.folder / "metrics.jsonl").open("w") as file:
-        for step in range(run.first_step):
+    world = World(init_distributed())
+    session = Session(settings, world.dist)
+    session.folder.mkdir(parents=True)
+    session.first_step = args.start + 1 if args.start else 0
+    with (session.folder / "metrics.jsonl").open("w") as file:
+        for step in range(session.first_step):
             file.write(json.dumps({"step": step} | metrics(step)) + "\n")
-    run.net = torch.nn.Linear(4, 4)
-    run.params = list(run.net.parameters())
-    run.optimizer, run.ema = build_adamw(run.params, lr=1e-3), Ema(run.params, decay=0.9)
-    run.model = SimpleNamespace(nets={"": "transformer"}, boundary=0.0)
-    run.net.to_json_string = lambda: "{}"
-    run.base, run.config, run.saved, run.version = "none", {}, None, max(args.start, 0)
-    run.engine, run.watch, run.lock = Engine(args.side, run.dist.device), None, SimpleNamespace(release=lambda: None)
-    run.engine.generate = lambda prompts, params: replace(
-        Engine.generate(run.engine, prompts, params), weight_version=run.version
+    session.open_log(settings, world, [], [], [])
+    net: Any = torch.nn.Linear(4, 4)
+    net.to_json_string = lambda: "{}"
+    policy = Policy(net, build_adamw(net, lr=1e-3), Ema([*net.parameters()], decay=0.9))
+    model: Any = SimpleNamespace(nets={"": "transformer"}, boundary=0.0)
+    engine: Any = Engine(args.side, world.dist.device)
+    scorer = LocalScorer(lambda media, texts: [Score(0.1 * (i % 7)) for i in range(len(texts))])
+    prompts: Any = None
+    records = [PromptRecord(i, f"a sign that says {i}", "", {}) for i in range(64)]
+    params = params_of(settings)
+    held_out = [HeldOut("", records, params)]
+    run: Any = MediaRun(
+        settings,
+        world,
+        model,
+        policy,
+        engine,
+        scorer,
+        session,
+        prompts,
+        params,
+        held_out,
+        evaluate=MEDIA.evaluate,
+        export=MEDIA.export,
+        trained=model.nets,
+        base="none",
+        version=args.start,
     )
-    run.scorer = LocalScorer(lambda media, texts: [Score(0.1 * (i % 7)) for i in range(len(texts))])
-    run.eval_records = [PromptRecord(i, f"a sign that says {i}", "", {}) for i in range(64)]
-    run._open_log()
+    engine.generate = lambda prompts, params: replace(
+        Engine.generate(engine, prompts, params), weight_version=run.version
+    )
     return run
 
 

@@ -18,7 +18,7 @@ import engines
 import torch
 import trainer
 from omni_rl.flow.scoring import TrainBatch
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_train.planned import Meter
@@ -50,7 +50,7 @@ def measure(args: Args, path: str, **changes: Any) -> Work:
     found: list[Work] = []
     update = app.update
 
-    def steps(run: Run[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         drawn, trained, meter = list[Trajectory](), list[TrainBatch](), Meter(run.dist.device)
         model, generate = run.model, run.engine.generate
         for name in ("encode", "decode"):
@@ -62,7 +62,7 @@ def measure(args: Args, path: str, **changes: Any) -> Work:
 
         run.engine.generate = kept  # type: ignore[method-assign]
 
-        def noted(run: Run[app.Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
+        def noted(run: MediaRun[app.Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
             trained.extend(batches)
             return update(run, step, batches)
 
@@ -91,21 +91,24 @@ def aside(meter: Meter, function: Any) -> Any:
     return wrapped
 
 
-def needed(run: Run[app.Args], drawn: Sequence[Trajectory], trained: Sequence[TrainBatch]) -> int:
+def needed(run: MediaRun[app.Args], drawn: Sequence[Trajectory], trained: Sequence[TrainBatch]) -> int:
     """The operations that samples need, each alone."""
     known: dict[object, int] = {}
-    run.net.disable_gradient_checkpointing()  # type: ignore[operator]
+    run.policy.net.disable_gradient_checkpointing()  # type: ignore[operator]
 
     def alone(batch: Trajectory, i: int, kind: Literal["sample", "train", "reference"]) -> int:
         one = batch.select([i]).trim()
         key = kind, *((name, tensor.shape) for name, tensor in one.cond.items())
         if key not in known:
-            trains, policy = kind == "train", run.reference() if kind == "reference" else nullcontext(run.net)
+            trains, policy = (
+                kind == "train",
+                run.policy.reference() if kind == "reference" else nullcontext(run.policy.net),
+            )
             with policy as net, torch.set_grad_enabled(trains), Meter(run.dist.device) as meter:
                 log_prob = replay(run.model, net, one, 0).log_prob
                 if trains:
                     log_prob.sum().backward()
-            run.optimizer.zero_grad(set_to_none=True)
+            run.policy.optimizer.zero_grad(set_to_none=True)
             known[key] = meter.flops.total()
         return known[key]
 

@@ -21,7 +21,7 @@ from typing import Any
 import engines
 import torch
 import trainer
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params
 from omni_rollout.models import open_model
@@ -188,7 +188,7 @@ def measure(args: app.Args) -> dict[str, float]:
     """Seconds of each phase in the second step of a run."""
     spent = Counter[str]()
 
-    def steps(run: Run[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         trainer.clock(run, spent)
         yield Step(0)
         spent.clear()

@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 import engines
 import numpy as np
-import omni_rl.run.run
+import omni_rl.run.session
+import omni_train.prepare
 import torch
 from checkpoint import clock as seconds_of
 from fixed_cost import quiet
 from omni_reward import Score
 from omni_rl.flow.scorers import Grade, LocalScorer
 from omni_rl.run.loop import Loop
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rollout.models.qwen_image import OneFrameConv, QwenImage, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
@@ -89,7 +90,7 @@ def model(args: engines.Args) -> Iterator[str]:
     if not args.random:
         yield str(Path(args.model).resolve())
         return
-    kept = QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.run.load_sharded
+    kept = QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_train.prepare.load_sharded
 
     def load_net(self: QwenImage, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         is_plan, self.reads_weights = not self.reads_weights, False
@@ -123,11 +124,11 @@ def model(args: engines.Args) -> Iterator[str]:
         config = engines.config(folder, "transformer") | shape
         (Path(folder) / "transformer" / "config.json").write_text(json.dumps(config))
         QwenImage.check_files, QwenImage.load_net = lambda self: None, load_net  # type: ignore[method-assign, assignment]
-        QwenImage.weight_files, omni_rl.run.run.load_sharded = weight_files, load_sharded  # type: ignore
+        QwenImage.weight_files, omni_train.prepare.load_sharded = weight_files, load_sharded  # type: ignore
         try:
             yield folder
         finally:
-            QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_rl.run.run.load_sharded = kept  # type: ignore
+            QwenImage.check_files, QwenImage.load_net, QwenImage.weight_files, omni_train.prepare.load_sharded = kept  # type: ignore
 
 
 def settings(args: Args, path: str, **changes: Any) -> app.Args:
@@ -146,27 +147,27 @@ def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Scor
     return [Score(0.61803 * i % 1) for i in range(len(texts))]
 
 
-def train(args: app.Args, steps: Callable[[Run[app.Args]], Iterator[Step]], grade: Grade = in_order) -> None:
+def train(args: app.Args, steps: Callable[[MediaRun[app.Args]], Iterator[Step]], grade: Grade = in_order) -> None:
     """Run the trainer's `main` on the steps that are given, without its report, in a folder that is gone afterwards."""
 
     class Steps(Loop):
         def __iter__(self) -> Iterator[Step]:
             with torch.no_grad():
-                for name, param in self.run.net.named_parameters():
+                for name, param in self.run.policy.net.named_parameters():
                     if ".lora_B." in name:  # as after training: a zero would leave A without a gradient
                         local_rows(param)[0].normal_(std=0.02)
             yield from steps(self.run)
 
-    kept = app.Loop, World.connect, omni_rl.run.run.ReportProcess
+    kept = app.Loop, World.connect, omni_rl.run.session.ReportProcess
     app.Loop, World.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
-    omni_rl.run.run.ReportProcess = lambda *_: None  # type: ignore
+    omni_rl.run.session.ReportProcess = lambda *_: None  # type: ignore
     try:
         with quiet(), lone_rank() if args.shard == "fsdp2" else nullcontext():
             Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
             app.check_args(args)
             app.main(args, World.join(args))
     finally:
-        app.Loop, World.connect, omni_rl.run.run.ReportProcess = kept  # type: ignore
+        app.Loop, World.connect, omni_rl.run.session.ReportProcess = kept  # type: ignore
         gc.collect()  # the next run needs the memory
 
 
@@ -190,7 +191,7 @@ def brightness(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Sc
     return [Score(float(image.mean()) / 255) for image in media["image"]]
 
 
-def clock(run: Run[app.Args], spent: Counter[str]) -> None:
+def clock(run: MediaRun[app.Args], spent: Counter[str]) -> None:
     """Add up the seconds of the run's phases, and of the VAE's part in them; the device is waited for at both ends."""
     phase, decode = run.phase, run.model.decode
 

@@ -23,7 +23,7 @@ import torch
 import trainer
 from omni_losses import group_advantages
 from omni_rl.flow.sampling import prompts_of
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.cli import parse_cli
 from omni_rollout import Params, Prompt
 from omni_rollout.models.diffusers_model import both, pack, unpack
@@ -66,9 +66,9 @@ class Result:
 class Plain:
     """The plain loop. Its net has the trainer's weights, in the same memory, and a copy of its adapter."""
 
-    def __init__(self, run: Run[app.Args]) -> None:
+    def __init__(self, run: MediaRun[app.Args]) -> None:
         self.run, self.model, self.args, self.device = run, run.model, run.args, run.dist.device
-        own: dict[str, nn.Parameter] = dict(run.net.named_parameters())
+        own: dict[str, nn.Parameter] = dict(run.policy.net.named_parameters())
         self.net: Any = run.model.empty_net(buffers=True)
         self.net.load_state_dict({base_name(name): p for name, p in own.items() if ".lora_" not in name}, assign=True)
         rank, alpha, targets = self.args.lora_rank, self.args.lora_alpha, list(run.model.LORA_TARGETS)
@@ -170,7 +170,7 @@ def measure(args: Args) -> dict[str, Result]:
     """The fastest round of the trainer and of each arm."""
     found: dict[str, list[Result]] = {OURS: []}
 
-    def steps(run: Run[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         plain, drawn, generate = Plain(run), list[Tensor](), run.engine.generate
 
         def kept(*args: Any) -> Any:

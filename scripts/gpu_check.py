@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from omni_rl.flow.sampling import prompts_of
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.tools import plan
 from omni_train.attention import check_attention
 from omni_train.compiled import check_compiler
@@ -167,7 +167,7 @@ def sleep(size: Size) -> Iterator[Row]:
     """Yield the embedded engine before and after sleep; then parity, speed and sleep of vLLM-Omni, if installed."""
     latents: list[Tensor] = []
 
-    def look(run: Run[app.Args]) -> None:
+    def look(run: MediaRun[app.Args]) -> None:
         prompts, params = prompts_of(run, Step(0))[: run.args.batch_size], app.params_at(run, Step(0))
         for _ in range(2):
             latents.append(run.engine.generate(prompts, params).x0)
@@ -241,7 +241,7 @@ def learn(size: Size) -> Iterator[Row]:
     )
     rewards = []
 
-    def steps(run: Run[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         for number in range(size.steps):
             yield (step := Step(number))
             rewards.append(step.metrics["reward/mean"])
@@ -285,14 +285,14 @@ def take(
     size: Size,
     variant: str,
     count: int,
-    look: Callable[[Run[app.Args]], None] = lambda run: None,
+    look: Callable[[MediaRun[app.Args]], None] = lambda run: None,
     **changes: Any,
 ) -> list[Taken]:
     """Run the first training step of a variant several times, and then `look`."""
     taken: list[Taken] = []
     before = memory(local_device()).current_mb  # of what is there already, such as libraries' own caches
 
-    def steps(run: Run[app.Args]) -> Iterator[Step]:
+    def steps(run: MediaRun[app.Args]) -> Iterator[Step]:
         spent, device = Counter[str](), run.dist.device
         trainer.clock(run, spent)
         for _ in range(count):

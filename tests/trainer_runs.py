@@ -12,20 +12,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import omni_rl.run.run
+import omni_rl.run.session
 import torch
 import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
+from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import draw, prompts_of
+from omni_rl.run.media import params_of
+from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
+from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_train.dist import Dist
 from omni_train.files import load_metrics
+from omni_train.optim import build_adamw
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
+from omni_train.weights.snapshot import Ema
 from safetensors.torch import load_file
 
 torch.set_num_threads(1)  # as on every rank: sums in another order would be other numbers
@@ -56,7 +62,11 @@ def tiny(args, **changes):
 
 def drawing(report) -> AbstractContextManager:
     """Runs with a report, or without: its process takes a third of the time of a small one."""
-    return nullcontext() if report else patch.object(omni_rl.run.run, "ReportProcess", lambda *folder_and_tracker: None)
+    return (
+        nullcontext()
+        if report
+        else patch.object(omni_rl.run.session, "ReportProcess", lambda *folder_and_tracker: None)
+    )
 
 
 def train(app, args, *, report=False):
@@ -128,16 +138,12 @@ class NobodyScores:
 
 def lone_run(args, *, rank=0, world_size=1):
     """A run that can sample and train, as one of `world_size` ranks, without the others, a scorer or a folder."""
-    model = open_model(args.model)
+    world, model, params = World(place(rank, world_size)), open_model(args.model), params_of(args)
     parts = model.load(device="cpu", dtype=torch.float32)
-    net = parts.net.requires_grad_(True)
-    run = Run(args, "test", World(place(rank, world_size)))
-    run.model, run.engine, run.version = model, DiffusersEngine(model, parts, weight_version=0), 0
-    run.net, run.params, run.frozen = net, list(net.parameters()), ()
-    run.scorer, run.watch = NobodyScores(), None
-    run.prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
-    run.eval_records = load_prompts(args.prompts)[:3]
-    return run
+    policy = Policy(parts.net.requires_grad_(True), build_adamw(parts.net, lr=1e-3), Ema([], decay=0.0))
+    prompts = PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed)
+    parts = DiffusersEngine(model, parts, weight_version=0), NobodyScores(), Session(args, world.dist), prompts, params
+    return Run(args, world, model, policy, *parts, [HeldOut("", load_prompts(args.prompts)[:3], params)])
 
 
 def rollout(run, params, *, number=0, unit=1, **options):
@@ -151,8 +157,8 @@ def keep_gradients(run):
     kept = []
 
     def step(training_step):
-        kept.append([None if p.grad is None else p.grad.clone() for p in run.params])
-        for p in run.params:
+        kept.append([None if p.grad is None else p.grad.clone() for p in run.policy.params])
+        for p in run.policy.params:
             p.grad = None
         return SimpleNamespace(grad_norm=1.0, skipped=False)
 

@@ -11,7 +11,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import omni_rl.run.media
 import omni_rl.run.run
+import omni_train.prepare
 import pytest
 import torch
 from apps import app_lives as lives
@@ -92,7 +94,7 @@ def fill_the_disk(rank, step=BROKEN):
 def fail_to_load(rank):
     """Before a life: rank 1 has no memory for the model's other parts."""
     if rank == 1:
-        omni_rl.run.run.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
+        omni_rl.run.media.ENGINES["diffusers"] = EngineRow(lambda *args: run_out_of_memory())
 
 
 def fail_to_fill(rank):
@@ -102,7 +104,7 @@ def fail_to_fill(rank):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
     if rank == 1:
-        omni_rl.run.run.load_sharded = fill
+        omni_train.prepare.load_sharded = fill
 
 
 BREAKS = {  # what each rank does before, exit codes, what is said and advised, the newest checkpoint afterwards

@@ -67,7 +67,7 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
             come()
 
         come()
-        run.backward = backward
+        run.policy.backward = backward
         return batches, scored
 
     expected = waiting(app, args, monkeypatch)

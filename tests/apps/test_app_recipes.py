@@ -10,7 +10,7 @@ from dataclasses import replace
 import huggingface_hub
 import pytest
 from helpers import sampled
-from omni_rl.run.run import Run
+from omni_rl.run.media import params_of
 from omni_rl.run.world import World
 from omni_rl.settings.toml import recipes
 from omni_rollout.models import open_model
@@ -55,8 +55,8 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     """Sizes, knobs, references, and a schedule, of training and evaluation."""
     _, args = recipe_of(case)
     model, release = open_model(args.model), RELEASES[args.model]
-    run = Run(replace(args, shard="none"), "test", World(place()))
-    for params in (run.base_params, run.eval_params):
+    base = params_of(args)
+    for params in (base, replace(base, num_inference_steps=args.eval_num_inference_steps)):
         model.check(params)
         sigmas = model.sigmas(params)
         assert len(sigmas) == params.num_inference_steps + 1
@@ -66,10 +66,10 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     frames = [(args.num_frames - 1) // release.frames + 1] * ("video" in model.MEDIA)
     shape = (release.channels, *frames, *size)
     if model.MEDIA == ("audio",):
-        shape = release.channels, math.ceil(run.base_params.guidance["duration"] * 44_100 / release.stride)
-    streams = model.streams(run.base_params)
+        shape = release.channels, math.ceil(base.guidance["duration"] * 44_100 / release.stride)
+    streams = model.streams(base)
     assert streams.get("video", math.prod(shape)) == math.prod(shape)
-    assert model.latent_shape(run.base_params) == ((sum(streams.values()),) if streams else shape)
+    assert model.latent_shape(base) == ((sum(streams.values()),) if streams else shape)
     assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 

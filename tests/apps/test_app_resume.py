@@ -15,9 +15,9 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import omni_rl.run.run
 import omni_train.checkpoint.parts
 import omni_train.checkpoint.store
+import omni_train.prepare
 import pytest
 import torch
 from apps import app_lives as lives
@@ -310,7 +310,7 @@ def test_ctrl_c_before_the_first_step_tells_the_command_too(enter, bright_url, r
     home = enter("home")
 
     def before(rank):
-        omni_rl.run.run.load_sharded = lambda *args, **options: signal.raise_signal(signal.SIGINT)
+        omni_train.prepare.load_sharded = lambda *args, **options: signal.raise_signal(signal.SIGINT)
 
     life = lives.train(home, settings(bright_url), ranks=ranks, before=before)
     assert life.wait() == [130] * ranks, life.text()
@@ -333,7 +333,7 @@ def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
 
     def only_load(rank):
         def save(run):
-            save_file(train_state(run.net, run.optimizer, run.ema), home / "loaded")
+            save_file(train_state(run.policy.net, run.policy.optimizer, run.policy.ema), home / "loaded")
             sys.exit(0)
 
         lives.app.Loop = save

@@ -199,9 +199,9 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     assert len(batches) == 4
     app.update(run, Step(0), some)
     app.update(run, Step(0), select(run.dist, batches, advantages * keep, None))
-    for part, whole in zip(run.params, kept[1], strict=True):
+    for part, whole in zip(run.policy.params, kept[1], strict=True):
         part.grad = None if whole is None else whole * 16 / 8
-    assert_same_gradients(kept[0], run.params)
+    assert_same_gradients(kept[0], run.policy.params)
 
 
 def test_tempflow_trains_with_the_weight_of_the_noise():
@@ -215,9 +215,9 @@ def test_tempflow_trains_with_the_weight_of_the_noise():
     app.update(run, Step(0), chosen)
     first = batches[0]
     move = sde_step(first.x[:, 0], first.x[:, 0], first.sigma(0), first.sigma_next(0), noise_level=0.4, noise=first.x0)
-    for part, equal in zip(run.params, kept[0], strict=True):
+    for part, equal in zip(run.policy.params, kept[0], strict=True):
         part.grad = None if equal is None else equal * 2.25 * move.std[0]
-    assert_same_gradients(kept[1], run.params)
+    assert_same_gradients(kept[1], run.policy.params)
 
 
 @pytest.mark.timeout(600)
@@ -265,10 +265,10 @@ def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than
     metrics = app.update(run, Step(0), halves)
     assert metrics["policy/first_ratio_max_dev"] == metrics["policy/ratio_max_dev"] == 0.0
     for k, ours in enumerate(kept):
-        for part in run.params:
+        for part in run.policy.params:
             part.grad = None
-        (-advantages * replay(run.model, run.net, batches[0], k).log_prob).mean().backward()
-        assert_same_gradients(ours, run.params)
+        (-advantages * replay(run.model, run.policy.net, batches[0], k).log_prob).mean().backward()
+        assert_same_gradients(ours, run.policy.params)
 
 
 @pytest.mark.parametrize(("count", "updates"), [(1, 1), (1, 2), (1, 4), (2, 4), (3, 2), (3, 12), (4, 2), (6, 4)])

@@ -8,6 +8,7 @@ from helpers import sampled
 from omni_reward import RewardError
 from omni_rl.flow.sampling import evaluate
 from omni_rl.run.failures import BrokenRunError
+from omni_rl.run.media import MEDIA
 from omni_rl.run.run import Run
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
@@ -52,7 +53,7 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
         return evaluate(run, done)
 
     unbroken = train(app, replace(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
-    monkeypatch.setattr("omni_rl.flow.sampling.evaluate", lose)
+    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
         train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
@@ -69,7 +70,7 @@ def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright
     def lose(run: Run, done: int):
         raise RewardError("the scorer is gone")
 
-    monkeypatch.setattr("omni_rl.flow.sampling.evaluate", lose)
+    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
     for _ in range(2):
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
             train(app, replace(TINY, scorer_url=bright_url))
@@ -82,8 +83,8 @@ def test_the_reference_of_all_weights_has_no_gradient_and_is_in_eval_mode(here, 
     with pytest.raises(BrokenRunError, match="ZeroDivisionError"):
         train(app, replace(TINY, scorer_url=bright_url, kl_coef=0.1))
     (run,) = seen
-    assert not run.net.training
-    assert not run.reference_net.training
-    assert all(not p.requires_grad for p in run.reference_net.parameters())
-    assert all(map(torch.equal, run.net.parameters(), run.reference_net.parameters()))
-    assert len(load_metrics(run.folder / "metrics.jsonl")) == 1
+    assert not run.policy.net.training
+    assert not run.policy.reference_net.training
+    assert all(not p.requires_grad for p in run.policy.reference_net.parameters())
+    assert all(map(torch.equal, run.policy.net.parameters(), run.policy.reference_net.parameters()))
+    assert len(load_metrics(run.session.folder / "metrics.jsonl")) == 1

@@ -87,7 +87,7 @@ def test_each_trained_step_begins_where_the_one_before_ended(algo):
         at = app.latents_at(batch, i)
         if algo == "opd-ode":
             with torch.no_grad():
-                velocity = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+                velocity = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
             moved = at.x + (at.sigma_next - at.sigma)[0] * velocity
             torch.testing.assert_close(at.x_next, moved, rtol=0, atol=1e-6)
         at = replace(at, x=at.x_next)
@@ -98,14 +98,14 @@ def test_a_guided_teacher_wants_what_guidance_gives():
     """The student has no negative prompt, so the teacher's is encoded for it."""
     args = replace(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0)
     run = lone_run(args)
-    run.reference = lambda: pretend(run.net)
+    run.policy.reference = lambda: pretend(run.policy.net)
     batch, at = drawn(run, args)
     assert not any(name.startswith("negative") for name in batch.cond)
     guided = replace(at.params, guidance={"true_cfg_scale": 3.0})
     cond = run.engine.condition(batch.prompts, guided)
     with torch.no_grad():
-        wanted = run.model.predict_velocity(run.net, at.x, at.sigma, cond, guided)
-        plain = run.model.predict_velocity(run.net, at.x, at.sigma, batch.cond, at.params)
+        wanted = run.model.predict_velocity(run.policy.net, at.x, at.sigma, cond, guided)
+        plain = run.model.predict_velocity(run.policy.net, at.x, at.sigma, batch.cond, at.params)
     found = app.teacher_velocity(run, app.BEFORE, app.teacher_cond(run, batch), at)
     assert torch.equal(found, wanted)
     assert (wanted - plain).abs().max() > 0.01

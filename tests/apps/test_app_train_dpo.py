@@ -94,7 +94,7 @@ def test_each_rank_draws_whole_groups(batch_size, group_size, world_size):
 def choose(args, values):
     """The pairs of one rollout whose samples score these values, None being no score."""
     run, step = lone_run(args), Step(0)
-    run.reference_net = copy.deepcopy(run.net).requires_grad_(False)
+    run.policy.reference_net = copy.deepcopy(run.policy.net).requires_grad_(False)
     batches, prompts = rollout(run, run.base_params, unit=args.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
     (pairs,) = app.choose(run, step, prompts, batches, scores)
@@ -118,11 +118,11 @@ def test_best_and_worst_are_a_pair_and_no_score_is_in_none():
 
 def test_a_step_without_pairs_leaves_the_weights_alone():
     run, _, pairs, step = choose(TINY, [0.5] * 8)
-    before = [p.detach().clone() for p in run.params]
+    before = [p.detach().clone() for p in run.policy.params]
     assert app.update(run, step, [pairs]) == {"policy/skipped_updates": 1}
     assert step.metrics["policy/pairs"] == 0
     assert not step.has_signal
-    assert all(map(torch.equal, before, run.params))
+    assert all(map(torch.equal, before, run.policy.params))
 
 
 def test_gradients_are_one_pass_over_all_pairs_and_levels():
@@ -131,7 +131,7 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.9, 0.8, 0.7, 0.6, 0.1, 0.9, 0.5, 0.5])
     torch.manual_seed(0)
     with torch.no_grad():
-        for p in run.params:
+        for p in run.policy.params:
             p.add_(0.01 * torch.randn_like(p))
     kept = keep_gradients(run)
     metrics = app.update(run, Step(0), [pairs])
@@ -145,13 +145,13 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
         return (velocity - noise + x0).flatten(1).square().mean(dim=1)
 
     with torch.no_grad():
-        old = [[errors(run.reference_net, x0, k) for x0 in (pairs.win, pairs.lose)] for k in range(2)]
-    new = [[errors(run.net, x0, k) for x0 in (pairs.win, pairs.lose)] for k in range(2)]
+        old = [[errors(run.policy.reference_net, x0, k) for x0 in (pairs.win, pairs.lose)] for k in range(2)]
+    new = [[errors(run.policy.net, x0, k) for x0 in (pairs.win, pairs.lose)] for k in range(2)]
     margins = torch.cat([25 * ((o[0] - n[0]) - (o[1] - n[1])) for o, n in zip(old, new, strict=True)])
-    run.net.zero_grad()
+    run.policy.net.zero_grad()
     loss = -logsigmoid(margins).mean()
     loss.backward()
-    assert_same_gradients(kept[0], run.params, rtol=2e-3, atol=1e-5)
+    assert_same_gradients(kept[0], run.policy.params, rtol=2e-3, atol=1e-5)
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-4)
     assert metrics["policy/margin"] == pytest.approx(margins.mean().item(), rel=1e-3)
     assert metrics["policy/accuracy"] == pytest.approx((margins > 0).float().mean().item())

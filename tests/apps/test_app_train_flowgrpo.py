@@ -248,7 +248,7 @@ def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, br
     def draw_then_change(run, *args, **options):
         result = draw(run, *args, **options)
         with torch.no_grad():
-            run.params[0].add_(1e-3)
+            run.policy.params[0].add_(1e-3)
         return result
 
     monkeypatch.setattr(app, "draw", draw_then_change)
@@ -278,12 +278,12 @@ def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     chosen = [TrainBatch.of(b, a) for b, a in zip(batches, advantages, strict=True)]
     app.update(run, Step(0), chosen)
     losses = [
-        -advantages[i] * replay(run.model, run.net, batch, k).log_prob
+        -advantages[i] * replay(run.model, run.policy.net, batch, k).log_prob
         for i, batch in enumerate(batches)
         for k in range(batch.num_kept)
     ]
     torch.stack(losses).mean().backward()  # at ratio 1 the loss has the gradient of -A log p
-    assert_same_gradients(kept[0], run.params, atol=1e-7)
+    assert_same_gradients(kept[0], run.policy.params, atol=1e-7)
 
 
 def samples_of(count, group_size):
@@ -334,7 +334,7 @@ def test_a_step_without_a_signal_moves_no_weight(in_tmp, bright_url, monkeypatch
     seen, grade = [], app.grade
 
     def silence(run, step, *args):
-        seen.append([p.detach().clone() for p in run.params])
+        seen.append([p.detach().clone() for p in run.policy.params])
         batches = grade(run, step, *args)
         step.has_signal = not step.number
         if step.number:

@@ -10,15 +10,16 @@ from types import SimpleNamespace
 
 import build_tiny_models
 import numpy as np
-import omni_rl.flow.tokens
 import pytest
 import torch
 from helpers import REPO, sampled, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
-from omni_rl.flow.tokens import TokenBatch, TokenRun, pack
+from omni_rl.flow.tokens import TokenBatch, pack
+from omni_rl.run import texts
 from omni_rl.run.run import Step
+from omni_rl.run.start import Needs
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import TokenEvalSet
 from omni_rollout import Prompt
@@ -62,6 +63,11 @@ def here(tmp_path, monkeypatch):
 
 def tiny(kind="qwen3", /, **changes):
     return replace(TINY, **({"model": checkpoint(kind)} | changes))
+
+
+def alone(args):
+    """What the steps of a run look at that has no net."""
+    return SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
 
 
 @pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))
@@ -174,7 +180,7 @@ def answers(lengths, first=0):
 
 
 def test_batches_hold_the_kept_answers_once_within_their_bounds():
-    run = TokenRun(replace(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24), "test", World(place()))
+    run = alone(replace(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24))
     keep = torch.tensor([True, True, False, True, True, True])
     minibatches = pack(run, [answers([2, 8, 1]), answers([5, 4, 3], first=3)], torch.arange(6.0), keep, mean="token")
     rows = [[batch.trajectory.indices.tolist() for batch in batches] for batches in minibatches]
@@ -194,7 +200,7 @@ def test_an_answer_that_only_fills_up_is_in_no_metric():
 
 def test_a_forward_with_its_padding_is_within_its_bound():
     """A long prompt with a short answer and a short one with a long answer pad each other."""
-    run = TokenRun(replace(TINY, batch_size=4, tokens_per_batch=36), "test", World(place()))
+    run = alone(replace(TINY, batch_size=4, tokens_per_batch=36))
     drawn = replace(answers([2, 2, 9]), encoded=tuple({"input_ids": torch.arange(n)} for n in (9, 9, 2)))
     [batches] = pack(run, [drawn], torch.zeros(3), torch.ones(3, dtype=torch.bool), mean="token")
     assert [batch.trajectory.indices.tolist() for batch in batches] == [[0, 1], [2]]
@@ -203,7 +209,7 @@ def test_a_forward_with_its_padding_is_within_its_bound():
 def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
     """Four groups of two answers of at most 8 tokens, the first of which score alike; the last is one too many."""
     args = replace(TINY, algo="dapo", group_size=2, max_new_tokens=8, overlong_tokens=4, mask_truncated=True)
-    run, step = TokenRun(app.settle(args), "test", World(place())), Step(0)
+    run, step = alone(app.settle(args)), Step(0)
     drawn = replace(answers([1, 2, 6, 4, 8, 3, 1, 1]), ended=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool))
     rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0])
     prompts = [Prompt("x", i // 2, i, i) for i in range(8)]
@@ -218,7 +224,7 @@ def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
 def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_group(monkeypatch):
     """Whole groups are counted and kept: the first two, one of which has a sample without a score."""
     args = replace(TINY, algo="dapo", prompts_per_step=2, group_size=4, overlong_tokens=0, rounds=2)
-    run, step = TokenRun(app.settle(args), "test", World(place())), Step(0)
+    run, step = alone(app.settle(args)), Step(0)
     rewards = torch.tensor([1.0, 0, torch.nan, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1])
     records, asked = [PromptRecord(i, f"say {i}") for i in range(2)], []
 
@@ -229,7 +235,6 @@ def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_gro
 
     monkeypatch.setattr(app, "draw_answers", answer)
     monkeypatch.setattr(app, "collect", lambda dist, pending: [Score.of(value) for value in pending[0]])
-    monkeypatch.setattr(run, "phase", lambda name: nullcontext(), raising=False)
     run.prompts, run.base_params = SimpleNamespace(at=lambda number: records), TokenParams(8)
     app.roll_out(run, step)
     assert (asked, step.metrics["reward/rounds"]) == ([0], 1)
@@ -349,20 +354,19 @@ def test_a_rule_that_has_changed_does_not_continue_a_run(here):
 
 def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
     seen = []
-    monkeypatch.setattr(omni_rl.flow.tokens, "check_meta", lambda terms, meta: seen.append(meta["i"]))
+    monkeypatch.setattr(texts, "check_meta", lambda rules, meta: seen.append(meta["i"]))
     for rank in range(2):
-        run = TokenRun(tiny(), "test", World(place(rank, 2)))
-        run._open_model()
-        for index in range(5):
-            run._check_graded(PromptRecord(index, "x", meta={"i": (rank, index)}))
-    assert seen == [(0, 0), (0, 2), (0, 4), (1, 1), (1, 3)]
+        lines = [{"prompt": "x", "i": [rank, index]} for index in range(5)]
+        Path("train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        Path("eval.jsonl").write_text(json.dumps(lines[0]) + "\n")
+        texts.read(tiny(), World(place(rank, 2)), Needs())
+    assert seen == [[0, 0], [0, 2], [0, 4], [0, 0], [1, 1], [1, 3]]  # the fourth is of --eval-prompts
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
-    monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
-    run = TokenRun(tiny(shard="fsdp2", unshard="none", dry_run=True), "test", World(place()))
+    monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
-        run._read_inputs()
+        app.main(tiny(shard="fsdp2", unshard="none", dry_run=True), World(place()))
 
 
 def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
@@ -445,17 +449,17 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
     monkeypatch.setattr("omni_rollout.engines.vllm.VllmEngine", lambda model, **settings: settings)
     sets = (TokenEvalSet("a", "a.txt", max_new_tokens=30), TokenEvalSet("b", "b.txt"))
     for most, wanted in [(48, 78), (0, 0)]:
-        run = TokenRun(tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval=sets), "test", World(place()))
-        run.model = None
-        assert run._open_engine(torch.nn.Linear(2, 2))[0]["max_tokens"] == wanted
+        args = tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval=sets)
+        inputs = SimpleNamespace(model=None)
+        assert (
+            texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2), Needs())[1]["max_tokens"] == wanted
+        )
 
 
 def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):
-    monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
-    run = TokenRun(tiny(unshard="none"), "test", World(place()))
-    run.net = torch.nn.Linear(2, 2)
+    monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token .* give --unshard rollout"):
-        run._unshard()
+        texts.check_gathered(tiny(unshard="none"), torch.nn.Linear(2, 2))
 
 
 def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):

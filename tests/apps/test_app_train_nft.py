@@ -52,13 +52,13 @@ def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here):
     app.update(run, Step(0), graded)
     at = whole(points)
     x0, batch = at.batch.trajectory.x0, at.batch
-    velocity = app.predict(run, run.net, at)
+    velocity = app.predict(run, run.policy.net, at)
     # At velocity = old the loss has the gradient of A sigma^2 / (5 w) times the flow-matching error, w = mean |x - x0|.
     error = (velocity - (at.noise - x0)).flatten(1).square().mean(dim=1)
     width = (at.x_t - at.sigma.view(-1, 1, 1, 1) * velocity - x0).flatten(1).abs().mean(dim=1).detach()
-    run.net.zero_grad()
+    run.policy.net.zero_grad()
     (batch.weights * batch.advantages / 5 * 5 * at.sigma.square() / width * error).mean().backward()
-    assert_same_gradients(kept[0], run.params)
+    assert_same_gradients(kept[0], run.policy.params)
 
 
 def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
@@ -67,10 +67,10 @@ def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
     kept = keep_gradients(run)
     app.update(run, Step(0), graded)
     at = whole(points)
-    log_prob = awm_log_prob(app.predict(run, run.net, at), at.batch.trajectory.x0, at.noise, at.sigma)
-    run.net.zero_grad()
+    log_prob = awm_log_prob(app.predict(run, run.policy.net, at), at.batch.trajectory.x0, at.noise, at.sigma)
+    run.policy.net.zero_grad()
     (-at.batch.weights * at.batch.advantages * log_prob).mean().backward()  # at ratio 1
-    assert_same_gradients(kept[0], run.params)
+    assert_same_gradients(kept[0], run.policy.params)
 
 
 def test_each_stratum_of_the_schedule_gives_one_level(here):
@@ -128,20 +128,20 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
         return torch.cat([t.detach().flatten() for t in tensors]).clone()
 
     def old_values(run):
-        return values(adapter_params(run.net, "old") if lora else [old for _, old in run.snapshot.pairs()])
+        return values(adapter_params(run.policy.net, "old") if lora else [old for _, old in run.policy.old.pairs()])
 
     def refresh_and_keep(run, step):
         if not kept:
             kept.append(old_values(run))
         decay = refresh(run, step)
-        trained.append(values(adapter_params(run.net, "default") if lora else run.params))
+        trained.append(values(adapter_params(run.policy.net, "default") if lora else run.policy.params))
         kept.append(old_values(run))
         return decay
 
     def draw_twice(run, prompts, params):
         """Once as the old policy, which the trainer has put in place, and once as the trained one."""
         batches, pending = draw(run, prompts, params)
-        with run.old_policy() if not lora else adapter(run.net, "default"):  # exchanges the two again
+        with run.policy.as_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
             images.append((batches[0].x0, run.engine.generate(batches[0].prompts, params).x0))
         return batches, pending
 

@@ -190,7 +190,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
     batches, _ = rollout(run, run.base_params, number=1)
     kept = keep_gradients(run)
     metrics = app.update(run, step, reward, batches)
-    run.net.zero_grad()
+    run.policy.net.zero_grad()
     losses = []
     for batch in batches:
         texts = [p.text for p in batch.prompts]
@@ -199,7 +199,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
             start, end, discount = app.levels(run, step, batch, inversion=inversion)
             s, t = start.view(-1, 1, 1, 1), end.view(-1, 1, 1, 1)
             x = (1 - s) * batch.x0 + s * noise
-            velocity = run.model.predict_velocity(run.net, x, start, batch.cond, batch.params)
+            velocity = run.model.predict_velocity(run.policy.net, x, start, batch.cond, batch.params)
             x0 = (x + (t - s) * velocity - t * noise) / (1 - t)
             image = run.model.decode(run.engine.parts, x0, batch.cond, batch.params)[0]["image"].permute(0, 3, 1, 2)
             good, bad = (reward(image, [f"{word}. {text}" for text in texts]) for word in ("Sharp", "Smudged"))
@@ -207,7 +207,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
             losses.append(5.0 - relative)  # none reaches the threshold
     loss = torch.cat(losses).mean()
     loss.backward()
-    assert_same_gradients(kept[0], run.params)
+    assert_same_gradients(kept[0], run.policy.params)
     assert metrics["policy/loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 

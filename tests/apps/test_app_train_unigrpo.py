@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import build_tiny_models
-import omni_rl.flow.tokens
 import pytest
 import tiny_colors
 import torch
@@ -15,11 +14,12 @@ from omni_reward.rules import open_rules
 from omni_reward.testing import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
-from omni_rl.flow.thinking import ThinkingRun, ThoughtScorer
+from omni_rl.flow.thinking import ThoughtScorer
+from omni_rl.run import texts
+from omni_rl.run.run import Run
 from omni_rl.run.world import World
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
-from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file
 from trainer_runs import exported, place, recipe, train, train_on_ranks, undocumented
 
@@ -74,11 +74,9 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(tiny, monkeypatch):
-    monkeypatch.setattr(omni_rl.flow.tokens, "MAX_GATHERED", 1.0)
-    given = TokenParams(4)
-    run = ThinkingRun(tiny(shard="fsdp2", unshard="none"), "test", World(place()), thought=given, eval_thought=given)
+    monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
     with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
-        run._read_inputs()
+        app.main(tiny(shard="fsdp2", unshard="none"), World(place()))
 
 
 @pytest.mark.parametrize("lora_rank", sampled([0, 2], 1))
@@ -99,17 +97,15 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, tiny):
 
 def test_each_part_adds_its_gradient(tiny, monkeypatch):
     """Both parts have one, and the thought's weight scales its own."""
-    found = {}
+    found, plain = {}, Run.optimizer_step
     for weight in (0.0, 1.0, 3.0):
         gradients = []
-        monkeypatch.setattr(
-            app.ThinkingRun,
-            "optimizer_step",
-            lambda run, step, kept=gradients: (
-                kept.append([p.grad.clone() for p in run.params if p.grad is not None])
-                or app.ThinkingRun.__mro__[1].optimizer_step(run, step)
-            ),
-        )
+
+        def step(run, step, kept=gradients):
+            kept.append([p.grad.clone() for p in run.policy.params if p.grad is not None])
+            return plain(run, step)
+
+        monkeypatch.setattr(Run, "optimizer_step", step)
         train(app, tiny(name=f"w{weight}", thought_weight=weight, train_steps=1, eval_every=1))
         found[weight] = torch.cat([grad.flatten() for grad in gradients[0]])
     torch.testing.assert_close(found[3.0] - found[0.0], 3 * (found[1.0] - found[0.0]), atol=1e-5, rtol=1e-3)

@@ -5,13 +5,13 @@ from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.prompts.sampler import sample_seed
 from torch import Tensor
 
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 
 NOBODY = -1  # in place of a prompt, for draws that all samples of a step share
 
 
-def on_one_side(run: Run[MediaArgs], step: Step, places: Tensor, cut: float, draw: int) -> Tensor:
+def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, draw: int) -> Tensor:
     """Uniform places [B] in (0, 1), squeezed to one side of `cut`, before which the first expert takes noise levels.
 
     The side is drawn for the step, the same for all batches and ranks, and as often as places are there: over many
@@ -30,7 +30,7 @@ def on_one_side(run: Run[MediaArgs], step: Step, places: Tensor, cut: float, dra
     return places * cut if before else cut + places * (1 - cut)
 
 
-def clamp_to_side(run: Run[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:
+def clamp_to_side(run: MediaRun[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:
     """Noise levels [B] clamped to the side of the boundary on which the level `side` is."""
     boundary = torch.tensor(run.model.boundary, dtype=sigma.dtype)
     if side >= boundary:

@@ -22,7 +22,7 @@ from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import collect, gather_parts, gather_rewards, submit
 from omni_rl.media.images import read_picture
 from omni_rl.report import Sample
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 
 
@@ -69,14 +69,14 @@ def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 
             yield prompts[first : first + batch_size]
 
 
-def prompts_of(run: Run[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
+def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
     """The N samples to draw in a training step, the same on every rank."""
     args, records = run.args, run.prompts.at(step.number)
     return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
 
 
 def draw(
-    run: Run[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, graded: bool = True
+    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, graded: bool = True
 ) -> tuple[list[Trajectory], list[Pending]]:
     """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
 
@@ -100,13 +100,13 @@ def draw(
     return batches, pending
 
 
-def show(run: Run[MediaArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
+def show(run: MediaRun[MediaArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
-    if run.report:
-        run.report.show_samples(step.number + 1, *_shown(batches, scores))
+    if run.session.report:
+        run.session.report.show_samples(step.number + 1, *_shown(batches, scores))
 
 
-def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
+def evaluate(run: MediaRun[MediaArgs], step: int) -> dict[str, float]:
     """Metrics of samples of the held-out prompts, drawn without injected noise; rank 0 adds them to the report.
 
     step: number of finished training steps.
@@ -116,17 +116,17 @@ def evaluate(run: Run[MediaArgs], step: int) -> dict[str, float]:
         found, own = evaluate_set(run, held)
         metrics |= found
         shown.append((held.name, own))
-    if run.report:
-        run.report.show_eval(step, *mixed(shown))
+    if run.session.report:
+        run.session.report.show_eval(step, *mixed(shown))
     return metrics
 
 
-def evaluate_set(run: Run[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
+def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
     """Metrics of a set's samples, and this rank's samples for the report."""
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
-    with gathered(run.net) if "rollout" in run.unshard else nullcontext():
+    with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
         batches, pending = draw(run, filled, held.params, graded=not held.scorer)
     if held.scorer:
         pending = [submit(held.scorer, batch) for batch in batches]

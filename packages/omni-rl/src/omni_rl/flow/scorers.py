@@ -10,6 +10,7 @@ from typing import Protocol
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score
+from omni_rollout import Prompt
 from omni_train.dist import Dist
 from omni_train.prompts.files import PromptRecord
 
@@ -48,6 +49,13 @@ class Scorer(AnyScorer, Protocol):
 
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
         """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
+
+
+class TextScorer(AnyScorer, Protocol):
+    """A scorer of texts."""
+
+    def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
+        """The future scores of answers to prompts, in order, of some after the other."""
 
 
 class LocalScorer:

@@ -25,7 +25,7 @@ from omni_train.dist import Dist, gather_by_index, gather_json
 from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
-from omni_rl.run.run import Run, Step
+from omni_rl.run.run import AnyRun, MediaRun, Step
 from omni_rl.settings.args import STREAMS, JudgedArgs, parse_judges, parse_numbers
 from omni_rl.settings.cli import printable
 
@@ -106,45 +106,61 @@ def gather_parts(
     return parts
 
 
-def describe_rewards(rewards: Tensor, groups: Tensor, scores: Sequence[Score], *, need_one: bool) -> dict[str, float]:
-    """Metrics `reward/...` of the rewards [N] in their groups [N].
+def rewards_at(run: AnyRun, step: Step, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
+    """Return the rewards [N] of all ranks' samples in their groups [N], which the step logs.
 
-    scores: this rank's, for the reason of an abstention.
-
-    Raises:
-        RuntimeError: no sample has a score, and one is needed.
-    """
-    if not rewards.isnan().all():
-        return {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
-    if need_one:
-        raise RuntimeError(
-            f"the scorer gave no score for any of {len(rewards)} samples: {printable(str(scores[0].abstained))}"
-        )
-    return {"reward/abstained_ratio": 1.0}
-
-
-def advantages_of(
-    run: Run[JudgedArgs], step: Step, prompts: Sequence[Prompt], batches: Sequence[Samples], scores: Sequence[Score]
-) -> tuple[Tensor, Tensor]:
-    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
+    scores: of this rank's samples, in the order of its batches.
 
     Raises:
         RuntimeError: no sample has a score, and --on-failure asks for one.
     """
-    args, groups = run.args, groups_of(prompts)
     rewards = gather_rewards(run.dist, batches, scores, groups)
-    step.metrics |= describe_rewards(rewards, groups, scores, need_one=args.on_failure == "raise")
+    log_rewards(run, step, rewards, groups, scores)
+    return rewards
+
+
+def log_rewards(run: AnyRun, step: Step, rewards: Tensor, groups: Tensor, scores: Sequence[Score]) -> None:
+    """Log metrics of the rewards [N] in their groups [N]. scores: this rank's, for the reason of an abstention."""
+    if not rewards.isnan().all():
+        step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
+        return
+    if run.args.on_failure == "raise":
+        raise RuntimeError(
+            f"the scorer gave no score for any of {len(rewards)} samples: {printable(str(scores[0].abstained))}"
+        )
+    step.metrics["reward/abstained_ratio"] = 1.0
+
+
+def log_advantages(step: Step, advantages: Tensor) -> None:
+    """Log the extremes of a step's advantages, and whether there is a signal among them."""
+    step.has_signal = bool(advantages.any())
+    step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
+
+
+def advantages_of(
+    run: MediaRun[JudgedArgs],
+    step: Step,
+    prompts: Sequence[Prompt],
+    batches: Sequence[Samples],
+    scores: Sequence[Score],
+) -> tuple[Tensor, Tensor]:
+    """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
+
+    Raises:
+        RuntimeError: as `rewards_at`.
+    """
+    args, groups = run.args, groups_of(prompts)
+    rewards = rewards_at(run, step, batches, scores, groups)
     if args.reward_parts:
         advantages = part_advantages(run, batches, scores, rewards, groups)
     else:
         advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
-    step.has_signal = bool(advantages.any())
-    step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
+    log_advantages(step, advantages)
     return advantages, rewards
 
 
 def part_advantages(
-    run: Run[JudgedArgs], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
+    run: MediaRun[JudgedArgs], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
 ) -> Tensor:
     """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --reward-media.
 
@@ -197,7 +213,7 @@ class TrainBatch:
 
 
 def graded(
-    run: Run[JudgedArgs], step: Step, pending: Sequence[Pending], grade: Grade, early: list[TrainBatch] | None
+    run: AnyRun, step: Step, pending: Sequence[Pending], grade: Grade, early: list[TrainBatch] | None = None
 ) -> list[TrainBatch]:
     """Return the batches to train on: those of `grade`, which takes this rank's scores, or the same ones early.
 
@@ -219,7 +235,12 @@ def graded(
 
 
 def by_group(
-    run: Run[JudgedArgs], batches: Sequence[Trajectory], pending: Sequence[Pending], unit: int = 1, *, weighted: bool
+    run: MediaRun[JudgedArgs],
+    batches: Sequence[Trajectory],
+    pending: Sequence[Pending],
+    unit: int = 1,
+    *,
+    weighted: bool,
 ) -> list[TrainBatch] | None:
     """Return this rank's batches, each of which waits for its groups' scores when it is read.
 
@@ -241,7 +262,7 @@ def by_group(
 
 
 def _own_grades(
-    run: Run[JudgedArgs], batch: Trajectory, prompts: Sequence[Prompt], pending: Sequence[Pending], weighted: bool
+    run: MediaRun[JudgedArgs], batch: Trajectory, prompts: Sequence[Prompt], pending: Sequence[Pending], weighted: bool
 ) -> Grades:
     """Return a batch's grades as soon as the scores up to the end of its last group are there.
 

@@ -17,19 +17,19 @@ import torch
 from omni_losses import LossOutput
 from torch import Tensor
 
-from omni_rl.run.run import Run
+from omni_rl.run.run import MediaRun
 from omni_rl.settings.args import STREAMS, JudgedArgs
 
 ArgsT = TypeVar("ArgsT", bound=JudgedArgs)
 
 
-def sizes_of(run: Run[ArgsT]) -> tuple[int, ...]:
+def sizes_of(run: MediaRun[ArgsT]) -> tuple[int, ...]:
     """How many elements of a sample's latent each stream has."""
     streams = run.model.streams(run.base_params)
     return tuple(streams[medium] for medium in STREAMS)
 
 
-def shares_of(run: Run[ArgsT]) -> tuple[float, ...]:
+def shares_of(run: MediaRun[ArgsT]) -> tuple[float, ...]:
     """The share of each stream in the loss: that of its elements, unless --sound-weight is given."""
     sizes, sound_weight = sizes_of(run), run.args.sound_weight
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)

@@ -1,4 +1,4 @@
-"""A run of a policy over tokens: its settings, its start, its rollout and evaluation, and the batches of an update.
+"""A policy over tokens: its rewards, its rollout and evaluation, and the batches of an update.
 
 Letters: N samples of a step over all ranks, B samples of a batch. A sample's place among the N is its prompt's `index`.
 """
@@ -10,49 +10,27 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
 
 import torch
 from omni_losses.sequence import TokenMean, token_weights
 from omni_reward import RewardClient, RewardError, Score
 from omni_reward.media import TEXT
-from omni_reward.rules import SCORER, Rules, check_meta, grade, judge, open_rules, version_of
+from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
-from omni_rollout.engines.transformers import TransformersEngine
-from omni_rollout.models.tokens import open_token_model
-from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams, TokenTrajectory
-from omni_train.dist import gather_by_index, gather_json, same_error
-from omni_train.files import probe_digest, write_folder_atomically
-from omni_train.memory.bits import reduce_bits
-from omni_train.memory.recompute import Recompute
-from omni_train.prompts.files import PromptRecord, load_prompts
-from omni_train.shard import gathered, shard
-from omni_train.weights.card import CARD_FILE, model_card
-from omni_train.weights.full import PEFT_FILE, PEFT_PART, check_adapter, named_weights, save_peft
-from torch import Tensor, nn
+from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
+from omni_train.dist import gather_by_index, gather_json
+from omni_train.prompts.files import PromptRecord
+from omni_train.shard import gathered
+from torch import Tensor
 
 from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
 from omni_rl.flow.sampling import deal, expand_groups
-from omni_rl.flow.scorers import AnyScorer, Pending
+from omni_rl.flow.scorers import Pending, TextScorer
 from omni_rl.flow.scoring import collect, gather_rewards
-from omni_rl.media.prompts import media_files, with_media
+from omni_rl.media.prompts import with_media
 from omni_rl.report import Sample
-from omni_rl.run.run import AnyRun, Step
-from omni_rl.run.world import World
-from omni_rl.settings.fields import flag, require
+from omni_rl.run.run import Step, TokenRun
 from omni_rl.settings.token_args import TokenArgs
-
-TokenT = TypeVar("TokenT", bound=TokenArgs, covariant=True)
-OwnArgsT = TypeVar("OwnArgsT", bound=TokenArgs)
-MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
-
-
-class TextScorer(AnyScorer, Protocol):
-    """A scorer of texts."""
-
-    def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
-        """The future scores of answers to prompts, in order, of some after the other."""
 
 
 class RuleScorer:
@@ -134,214 +112,32 @@ class RuleScorer:
         return Score.of(value, parts=parts, details={**other.details, **parts})
 
 
-class TokenRun(AnyRun[TokenT], Generic[TokenT]):
-    """One rank of a run that draws text. params, eval_params are in the sense of `omni_rollout.tokens.TokenParams`."""
+def evaluate(run: TokenRun[TokenArgs], step: int) -> dict[str, float]:
+    """Return metrics of answers to the held-out prompts; rank 0 adds the answers to the report.
 
-    model: TokenModel
-    engine: TokenEngine
-    scorer: TextScorer
-    eval_params: TokenParams
-
-    def __init__(self, args: TokenT, algorithm: str, world: World, *, reference: bool = False) -> None:
-        super().__init__(args, algorithm, world, reference=reference)
-        self.base_params = TokenParams(args.max_new_tokens, args.temperature)
-        self.eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
-
-    @staticmethod
-    def start(args: OwnArgsT, world: World, algorithm: str, *, reference: bool = False) -> "TokenRun[OwnArgsT]":
-        """A new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
-
-        algorithm: its name, for the model card. reference: keep the first policy, for `reference()`.
-
-        Raises:
-            ValueError, OSError: something in the settings does not fit; the same on every rank.
-        """
-        run = TokenRun(args, algorithm, world, reference=reference)
-        with same_error(run.dist):
-            run._read_inputs()
-        run._check_settings()
-        with same_error(run.dist):
-            run._open_scorer()
-        run._begin()
-        return run
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of answers to the held-out prompts, as `AnyRun.evaluate`; rank 0 adds them to the report."""
-        metrics, shown = dict[str, float](), []
-        for held in self.held_out:
-            found, own = self._evaluate_set(held)
-            metrics |= found
-            shown.append((held.name, own))
-        if self.report:
-            self.report.show_eval(step, *mixed(shown))
-        return metrics
-
-    def _evaluate_set(self, held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
-        """Metrics of a set's answers, and this rank's answers for the report."""
-        prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
-        unit = self.args.batch_size * self.dist.world_size
-        places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
-        filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
-        with gathered(self.net) if "rollout" in self.unshard else nullcontext():
-            batches, pending = draw_answers(self, filled, held.params, held.scorer)
-        scores, groups = collect(self.dist, pending), torch.arange(len(filled))
-        rewards = gather_rewards(self.dist, batches, scores, groups)[: len(prompts)]
-        return describe(held, rewards), _shown(batches, scores)
-
-    def export(self, card: Mapping[str, object] | None) -> None:
-        """Write an adapter as peft has it, or full weights as transformers has them, as `AnyRun.export`."""
-        folder = self.folder / "weights"
-        if self.args.lora_rank:
-            save_peft(self.net, folder, self.dist, prefix=self.model.prefix, base=self.base, card=card)
-            return
-        full = {name: tensor.cpu() for name, tensor in named_weights(self.net) if self.dist.is_main}
-        with same_error(self.dist):
-            if self.dist.is_main:
-                write_folder_atomically(folder, partial(self._write, full, card))
-
-    def _write(self, weights: Mapping[str, Tensor], card: Mapping[str, object] | None, folder: Path) -> None:
-        self.model.save(self.net, weights, folder)
-        if card is not None:
-            (folder / CARD_FILE).write_text(model_card(card, is_lora=False, library="transformers"), "utf-8")
-
-    # The parts of `start` that depend on what is drawn
-
-    def _open_model(self) -> None:
-        with flag("--model: "):
-            self.model = open_token_model(self.args.model)
-            self.model.dtype = self.dtype
-            self.model.check_files()
-        self.adapter_form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{self.model.prefix}".rstrip(".")}
-
-    def _read_inputs(self) -> None:
-        super()._read_inputs()
-        records = load_prompts(self.args.prompts, media_root=self.args.media_root)
-        self.canary = self._canary([*self.eval_records, *records])
-        media = sorted({file for record in records for file in media_files(record)})
-        if media:
-            self.config["media_digest"] = probe_digest(media, num_blocks=1)
-        self.config["rules"] = version_of(self.args.rules)
-        if self.mode == "fsdp2" and self.args.unshard == "none":
-            self._check_gathered(self.model.empty_net())
-
-    def _canary(self, records: Sequence[PromptRecord]) -> PromptRecord:
-        return max(records, key=lambda record: len(record.images))
-
-    def _open_scorer(self) -> None:
-        """Open the rules, and the server that they name."""
-        args, version, client = self.args, "", None
-        if args.scorer_url:
-            client, version = self.world.connect(args.scorer_url, args, self.canary, (TEXT,))
-        self.scorer = RuleScorer(args.rules, client, args.score_batch_size)
-        self._name_scorer(version)
-        ask = partial(self.world.connect, args=args, kinds=(TEXT,))
-        only = open_rules(SCORER, remote=True)
-        self._open_set_scorers(
-            lambda url, name, canary: RuleScorer(only, ask(url, canary=canary, name=name)[0], args.score_batch_size)
-        )
-
-    def _check_graded(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt without what the rules ask for, too."""
-        if record.index % self.dist.world_size == self.dist.rank:
-            check_meta(self.args.rules, record.meta)
-        super()._check_graded(record)
-
-    def _check_record(self, record: PromptRecord) -> None:
-        """Raise ValueError for a prompt with media that are missing, or too long.
-
-        Each rank checks its share, as media are read for it.
-        """
-        if record.index % self.dist.world_size != self.dist.rank:
-            return
-        most = self.args.max_prompt_tokens
-        if most or self.model.MEDIA or media_files(record) or "messages" in record.meta:
-            (prompt,) = prompts_of([record], 1, seed=0, step=0)
-            encoded = self.model.encode(prompt)
-            if self.args.engine == "vllm":
-                from omni_rollout.engines.vllm import media_of
-
-                media_of(encoded, self.model.config)  # refuses what vLLM would not answer
-            count = len(encoded["input_ids"])
-            require((not most or count <= most, f"must have at most --max-prompt-tokens {most} tokens, got {count}"))
-
-    def _read_start(self, folder: str) -> None:
-        net = self._add_adapters(self.model.empty_net())
-        rule = "must be the folder of an adapter, with --lora-rank > 0; full weights are a --model"
-        require((self.args.lora_rank and (Path(folder) / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
-        check_adapter(net, folder, **self.adapter_form)
-        self._adapters = {"": Path(folder)}
-
-    def _describe(self) -> str:
-        return f"{type(self.model).__name__}, answers of at most {self.args.max_new_tokens} tokens"
-
-    def _open_engine(self, net: nn.Module | None) -> tuple[TokenEngine, nn.Module]:
-        args, device = self.args, self.dist.device
-        if args.engine == "vllm":
-            from omni_rollout.engines.vllm import VllmEngine
-
-            answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval)])
-            most = args.max_prompt_tokens and args.max_prompt_tokens + answer
-            share = args.gpu_memory_utilization
-            engine = VllmEngine(self.model, device=device, dtype=self.dtype, memory_share=share, max_tokens=most)
-            return engine, self.model.load_net(device="cpu", dtype=self.dtype) if net is None else net
-        net = self.model.load_net(device=device, dtype=self.dtype) if net is None else net
-        return TransformersEngine(self.model, net, synced=self.mode == "fsdp2"), net
-
-    def _add_adapters(self, net: nn.Module, *frozen: str) -> nn.Module:
-        """As `AnyRun`, but for parts of the model that stay as they are."""
-        super()._add_adapters(net, *frozen)
-        for name in () if self.args.lora_rank else self.model.FROZEN:
-            net.get_submodule(name).requires_grad_(False)
-        return net
-
-    def _fill(self, *, trained: bool) -> nn.Module:
-        args, is_sharded = self.args, self.mode == "fsdp2"
-        dtype = torch.float32 if trained and not args.lora_rank else self.dtype
-        net = self.model.load_net(device="cpu", dtype=dtype)
-        if trained:
-            self._add_adapters(net, *self.frozen)
-        if args.base_dtype != "auto":
-            net = reduce_bits(net, args.base_dtype, self.model.BLOCK_NAMES, self.dist.device)
-        if not is_sharded:
-            return net.to(self.dist.device)
-        names = self.model.BLOCK_NAMES
-        return shard(net, self.mesh, mode="fsdp2", block_names=names, compute_dtype=self.dtype)
-
-    def _recompute(self, run_block: Recompute) -> None:
-        """Have blocks computed again in backward passes alone: transformers asks whether a block is in training."""
-        blocks = [m for m in self.net.modules() if hasattr(m, "gradient_checkpointing")]
-
-        def choose(module: nn.Module, args: object) -> None:
-            for block in blocks:
-                block.training = torch.is_grad_enabled()  # of the block's own flag; dropout asks its parts
-
-        for block in blocks:
-            block.gradient_checkpointing, block._gradient_checkpointing_func = True, run_block  # type: ignore[assignment]
-        self.net.register_forward_pre_hook(choose)
-
-    def _unshard(self) -> tuple[str, ...]:
-        phases = super()._unshard()
-        if "rollout" not in phases:
-            self._check_gathered(self.net)
-        return phases
-
-    def _check_gathered(self, net: nn.Module) -> None:
-        """Raise ValueError where a token would gather too much."""
-        if self.args.engine == "transformers":
-            check_gathered(net, self.dtype, self.args.engine)
-
-    def _count(self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        self.calls[self.log.last_phase, torch.is_grad_enabled(), torch.Size()] += len(kwargs["input_ids"])
+    step: number of finished training steps.
+    """
+    metrics, shown = dict[str, float](), []
+    for held in run.held_out:
+        found, own = evaluate_set(run, held)
+        metrics |= found
+        shown.append((held.name, own))
+    if run.session.report:
+        run.session.report.show_eval(step, *mixed(shown))
+    return metrics
 
 
-def check_gathered(net: nn.Module, dtype: torch.dtype, engine: str) -> None:
-    """Raise ValueError where ranks would gather too much for each token."""
-    size = sum(p.numel() for p in net.parameters()) * dtype.itemsize
-    rule = (
-        f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine {engine} "
-        "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
-    )
-    require((size <= MAX_GATHERED, rule))
+def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
+    """Return metrics of a set's answers, and this rank's answers for the report."""
+    prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
+    unit = run.args.batch_size * run.dist.world_size
+    places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
+    filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
+    with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
+        batches, pending = draw_answers(run, filled, held.params, held.scorer)
+    scores, groups = collect(run.dist, pending), torch.arange(len(filled))
+    rewards = gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]
+    return describe(held, rewards), _shown(batches, scores)
 
 
 def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
@@ -384,8 +180,8 @@ def show_answers(
     run: TokenRun[TokenArgs], step: Step, batches: Sequence[TokenTrajectory], scores: Sequence[Score]
 ) -> None:
     """Put the best and worst of some of rank 0's answers into the report."""
-    if run.report:
-        run.report.show_samples(step.number + 1, *_shown(batches, scores))
+    if run.session.report:
+        run.session.report.show_samples(step.number + 1, *_shown(batches, scores))
 
 
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:

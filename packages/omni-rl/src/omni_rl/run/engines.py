@@ -16,33 +16,31 @@ if TYPE_CHECKING:
 
 
 class EngineRow(NamedTuple):
-    """open: opens the engine, and the net that is trained. library: what it needs besides; install: how to get that."""
+    """open: opens the engine for a net that is trained. library: what one with its own weights needs."""
 
-    open: "Callable[[Model, nn.Module | None, Dist, torch.dtype, TextCache], tuple[Engine, nn.Module]]"
+    open: "Callable[[Model, nn.Module, Dist, torch.dtype, TextCache], Engine]"
     library: str = ""
     install: str = ""
 
 
 def open_diffusers(
-    model: "Model", net: "nn.Module | None", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
-) -> "tuple[Engine, nn.Module]":
-    """The embedded engine, which samples with the net that is trained; None loads the checkpoint's own."""
+    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
+) -> "Engine":
+    """Open the embedded engine, which samples with the net that is trained."""
     from omni_rollout.engines.diffusers import DiffusersEngine
 
-    parts = model.load(device=dist.device, dtype=dtype, net=net)
-    return DiffusersEngine(model, parts, texts=texts), parts.net
+    return DiffusersEngine(model, model.load(device=dist.device, dtype=dtype, net=net), texts=texts)
 
 
 def open_vllm_omni(
-    model: "Model", net: "nn.Module | None", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
-) -> "tuple[Engine, nn.Module]":
-    """vLLM-Omni in this process, and beside it the net that is trained; None loads the checkpoint's own to the host."""
+    model: "Model", net: "nn.Module", dist: "Dist", dtype: "torch.dtype", texts: "TextCache"
+) -> "Engine":
+    """Open vLLM-Omni in this process, beside the net that is trained."""
     from omni_rollout.engines.vllm_omni.engine import VllmOmniEngine
     from omni_train.dist import same_error
 
     together = partial(same_error, dist)
-    engine = VllmOmniEngine(model, device=dist.device, dtype=dtype, together=together, texts=texts)
-    return engine, model.load_net(device="cpu", dtype=dtype) if net is None else net
+    return VllmOmniEngine(model, device=dist.device, dtype=dtype, together=together, texts=texts)
 
 
 ENGINES = {

@@ -25,15 +25,15 @@ from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.run import AnyRun, Step
-from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
+from omni_rl.settings.args import secret_flags, without_secrets
 
 
 class Loop:
     """The training steps of a run that are left; the `with` block closes its log, and after success the run."""
 
-    def __init__(self, run: AnyRun[RunArgs]) -> None:
+    def __init__(self, run: AnyRun) -> None:
         self.run = run
-        self._done = run.first_step - 1  # finished steps; line n of the log speaks of n of them
+        self._done = run.session.first_step - 1  # finished steps; line n of the log speaks of n of them
         self._saved = self._done  # finished steps of the newest checkpoint, which may be under way
         self._in_step = False  # whether the trainer's own lines run
         self._alarms = Watch()
@@ -42,24 +42,26 @@ class Loop:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
-        for line in load_metrics(self.run.folder / "metrics.jsonl") if self.run.dist.is_main else []:
+        for line in load_metrics(self.run.session.folder / "metrics.jsonl") if self.run.dist.is_main else []:
             self._alarms(line)
             self._evals += [line] if "eval/reward" in line else []
         self._stop = self._open.enter_context(catch_stop(self.run.world.signals))
-        self._open.enter_context(self.run.log)
+        self._open.enter_context(self.run.session.log)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        checkpoints = self.run.checkpoints
+        checkpoints = self.run.session.checkpoints
         with self._open:
             if isinstance(error, RewardError) and self._in_step:  # of all ranks, before the weights were touched
-                self.run.optimizer.zero_grad(set_to_none=True)  # of an update that began before all scores were there
+                self.run.policy.optimizer.zero_grad(
+                    set_to_none=True
+                )  # of an update that began before all scores were there
                 self._save()
                 checkpoints.wait()
             elif isinstance(error, Exception):
                 checkpoints.wait_alone()
         if isinstance(error, Exception):
-            raise BrokenRunError(self.run.log.last_phase, error) from error
+            raise BrokenRunError(self.run.session.log.last_phase, error) from error
         if error is None:
             self.run.close()
 
@@ -71,7 +73,7 @@ class Loop:
         run, args = self.run, self.run.args
         if args.eval_only:
             return self._evaluate_alone()
-        stopping = run.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
+        stopping = run.session.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
         for number in range(max(self._done, 0), args.train_steps):
             if stopping:
                 return
@@ -101,7 +103,7 @@ class Loop:
         done = max(self._done, 0)
         with self.run.phase("eval"):
             metrics = hold_out(self.run, done, self._evals)
-        self.run.log.log(done, metrics)
+        self.run.session.log.log(done, metrics)
         self._conclude("report and metrics")
 
     def _conclude(self, written: str) -> None:
@@ -113,14 +115,14 @@ class Loop:
                 ends = scores[:: max(1, len(scores) - 1)]  # first and last
                 told.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
         if self.run.dist.is_main:
-            print(f"{', '.join(told) or 'no held-out score'}; {written} in {self.run.folder}", flush=True)
+            print(f"{', '.join(told) or 'no held-out score'}; {written} in {self.run.session.folder}", flush=True)
 
     def _save(self) -> None:
         """Begin a checkpoint of the finished steps, unless there is one."""
         run = self.run
         if self._saved < self._done:
-            save = run.checkpoints.async_save if run.args.async_save else run.checkpoints.save
-            save(self._done, run.net, run.optimizer, run.averages(), config=run.config)
+            save = run.session.checkpoints.async_save if run.args.async_save else run.session.checkpoints.save
+            save(self._done, run.policy.net, run.policy.optimizer, run.policy.averages, config=run.session.config)
             self._saved = self._done
 
     def _finish(self, step: Step) -> bool:
@@ -131,46 +133,48 @@ class Loop:
         if done % args.eval_every == 0 or done == args.train_steps:
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._evals)
-        run.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
+        run.session.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))
         stopping = self._stop.requested(run.dist)
         is_last = stopping or done == args.train_steps
         is_time = is_last or done % args.save_every == 0
-        if is_time or run.checkpoints.is_saving:
+        if is_time or run.session.checkpoints.is_saving:
             with run.phase("save"):
-                run.checkpoints.poll()
+                run.session.checkpoints.poll()
                 if is_time:  # after the line: none must be lost
                     self._save()
                 if is_last or not done:  # lines of trained steps without a checkpoint could be continued by nobody
-                    run.checkpoints.wait()
+                    run.session.checkpoints.wait()
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
         return stopping
 
 
-def hold_out(run: AnyRun[RunArgs], done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
+def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
     """Metrics of the held-out prompts under the averaged weights, which a run that trains exports to runs/NAME/weights.
 
     evals: metrics of the evaluations so far, to which it adds its own.
     """
-    with run.ema.applied():
+    with run.policy.ema.applied():
         run.sync_weights(done)
-        metrics = run.evaluate(done)
+        metrics = run.evaluate(run, done)
         evals += [metrics] if "eval/reward" in metrics else []
         if done and not run.args.eval_only:
             card = _model_card(run, evals) if "eval/reward" in metrics else None
-            run.export(card)
+            run.export(run, card)
     run.sync_weights(done)
     return metrics
 
 
-def _model_card(run: AnyRun[RunArgs], evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
+def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
     """The facts of the model card beside the weights, whose held-out scores are the last ones."""
     first = {"held-out, base": evals[0]["eval/reward"]} if len(evals) > 1 else {}
     more = {
-        f"held-out, {h.name}": evals[-1][h.metric("reward")] for h in run.eval_more if h.metric("reward") in evals[-1]
+        f"held-out, {h.name}": evals[-1][h.metric("reward")]
+        for h in run.held_out[1:]
+        if h.metric("reward") in evals[-1]
     }
     plain, settings = asdict(type(run.args)()), asdict(without_secrets(run.args))
     return {

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from omni_rollout import Model
@@ -16,8 +16,6 @@ from torch import Tensor
 
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.args import RunArgs
-
-StepT = TypeVar("StepT")
 
 
 class Checked(Protocol):
@@ -74,7 +72,7 @@ class World:
         """Return the log of the run."""
         return make(**how)
 
-    def steps(self, run: Any, left: Iterable[StepT]) -> Iterable[StepT]:
+    def steps(self, run: Any, left: Iterable[Any]) -> Iterable[Any]:
         """Return the training steps to take, of those that are left."""
         return left
 

@@ -274,11 +274,11 @@ class PlannedWorld(World):
         """Return a log that writes nothing."""
         return _Log(self.device)
 
-    def steps(self, run: Any, left: Iterable[Any]) -> Iterator[Step]:
+    def steps(self, run: Any, left: Iterable[Any]) -> Iterator[Any]:
         """Two steps for each number of prompts, as the optimizer has its moments from the second on, and a save."""
         device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
-        _fuse(run.optimizer)
+        _fuse(run.policy.optimizer)
         for run.prompts.prompts_per_step in self.counts:
             run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
             for counted in (device.peaks, device.flops, self._forwards, self._tokens):
@@ -287,10 +287,10 @@ class PlannedWorld(World):
                 yield from (Step(0), Step(0))
                 with run.phase("save"):
                     alone = replace(self.dist, is_planned=False)
-                    part_files(alone, train_state(run.net, run.optimizer, run.averages()))
+                    part_files(alone, train_state(run.policy.net, run.policy.optimizer, run.policy.averages))
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
-            self.found.append(Figures(peaks, flops, forwards, tokens, run.unshard, offloads))
+            self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads))
 
     def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
         """Return 0, as a plan has no numbers."""

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
@@ -108,3 +109,19 @@ class Recompute:
                 yield
         finally:  # torch ends it with an exception as soon as it has all that the backward pass needs
             self.room += keeps * self.sizes[kind]
+
+
+def recompute_blocks(net: nn.Module, run_block: Recompute) -> None:
+    """Have a model of diffusers or transformers compute its blocks through `run_block` where gradients are wanted."""
+    if hasattr(net, "enable_gradient_checkpointing"):
+        net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all models of diffusers have
+        return
+    blocks = [module for module in net.modules() if hasattr(module, "gradient_checkpointing")]
+
+    def choose(module: nn.Module, args: object) -> None:
+        for block in blocks:  # transformers asks whether a block is in training; dropout asks its parts
+            block.training = torch.is_grad_enabled()
+
+    for block in blocks:
+        block.gradient_checkpointing, block._gradient_checkpointing_func = True, run_block  # type: ignore[assignment]
+    net.register_forward_pre_hook(choose)

@@ -1,0 +1,76 @@
+"""The policy of a run: its nets, what moves their weights, and the policies beside it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from omni_train import lora
+from omni_train.optim import plain_backward
+from omni_train.shard import reshard
+from omni_train.weights.snapshot import Ema, Snapshot
+from torch import nn
+from torch.optim import Optimizer
+
+
+@dataclass
+class Policy:
+    """A net that is trained, and the policies beside it.
+
+    ema: the moving average of what is trained, for evaluations. old: the old policy, where it is no adapter; reference
+    and teachers: frozen nets, where these policies are no adapters. adapters: the frozen ones. unshard: the phases in
+    which sharded weights are gathered once. backward: adds the gradient of a loss, `of` of which come before each
+    optimizer step. params: what is trained.
+    """
+
+    net: nn.Module
+    optimizer: Optimizer
+    ema: Ema
+    old: Snapshot | None = None
+    reference_net: nn.Module | None = None
+    teachers: Mapping[str, nn.Module] = field(default_factory=dict)
+    adapters: tuple[str, ...] = ()
+    unshard: tuple[str, ...] = ()
+    backward: Callable[..., None] = plain_backward
+
+    def __post_init__(self) -> None:
+        self.params = [p for p in self.net.parameters() if p.requires_grad]
+
+    @property
+    def averages(self) -> tuple[Snapshot, ...]:
+        """What checkpoints hold besides the net and its optimizer."""
+        return (self.ema, self.old) if self.old else (self.ema,)
+
+    @contextmanager
+    def as_old(self) -> Iterator[None]:
+        """Within the `with` block `net` is the old policy."""
+        with self.old.applied() if self.old else lora.adapter(self.net, "old"):
+            if self.old:
+                reshard(self.net)
+            yield
+        if self.old:
+            reshard(self.net)
+
+    def move_old(self, decay: float) -> None:
+        """Move the old policy towards the trained one; it keeps the share `decay` of itself."""
+        if self.old:
+            self.old.move(decay)
+        else:
+            lora.ema_update(self.net, "default", "old", decay)
+
+    @contextmanager
+    def reference(self) -> Iterator[nn.Module]:
+        """Yield the policy as it was before training, for the length of the `with` block."""
+        if self.reference_net is not None:
+            yield self.reference_net
+        else:
+            with lora.adapter(self.net, "reference") if "reference" in self.adapters else lora.reference(self.net):
+                yield self.net
+
+    @contextmanager
+    def teacher(self, name: str) -> Iterator[nn.Module]:
+        """Yield the teacher of that name, for the length of the `with` block."""
+        if name in self.teachers:
+            yield self.teachers[name]
+        else:
+            with lora.adapter(self.net, f"teacher_{name}"):
+                yield self.net

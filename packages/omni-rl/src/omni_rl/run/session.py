@@ -1,0 +1,121 @@
+"""What a run leaves behind: its folder, with a lock, a log, a report and checkpoints."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+from omni_train.attention import BACKENDS
+from omni_train.checkpoint.store import Checkpoint, check_config
+from omni_train.dist import Dist
+from omni_train.files import write_atomically
+from omni_train.hub import FETCHED, pinned
+from omni_train.lock import RunLock
+from omni_train.log import RunLog, claim_folder
+from omni_train.profiling import ProfiledLog
+from torch import nn
+
+from omni_rl.report import write_versions
+from omni_rl.report.process import ReportProcess
+from omni_rl.run.metrics import COLUMNS
+from omni_rl.run.world import World
+from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, marked
+from omni_rl.settings.toml import to_toml
+
+
+class Session:
+    """The folder of a run, and what writes into it.
+
+    saved: the checkpoint from which the run goes on, if there is one. first_step: finished steps with which the loop
+    begins. config: what must be the same when it goes on. report: what rank 0 shows its samples to.
+    """
+
+    def __init__(self, args: RunArgs, dist: Dist) -> None:
+        self.folder = Path("runs") / args.name
+        self.checkpoints = Checkpoint(
+            self.folder / "checkpoints", dist, keep=args.keep_checkpoints, wait_for=self._await_samples
+        )
+        self.saved = self.checkpoints.latest()
+        self.first_step = self.saved.step + 1 if self.saved else 0
+        self.config: dict[str, object] = {}
+        self.log = RunLog("", is_main=False, total_steps=args.train_steps)
+        self.lock: RunLock | None = None
+        self.report: ReportProcess | None = None
+        if args.eval_only:
+            self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
+
+    @property
+    def begins(self) -> str:
+        """A few words on where the run begins."""
+        return f"continues after step {self.saved.step}" if self.saved else "anew"
+
+    def check(self, args: RunArgs, net: nn.Module) -> None:
+        """Verify the checkpoint. net: on the meta device, with what is trained.
+
+        Raises:
+            ValueError: it is damaged, or of other settings; the same on every rank.
+        """
+        if self.saved:
+            more = () if args.lr_decay else ("train_steps",)  # a falling rate depends on it
+            check_config(self.saved, self.config, ignore=(*marked(type(args), MAY_CHANGE, SECRET), *more, "scorer"))
+            self.checkpoints.verify(self.saved, net)
+
+    def name_scorer(self, args: RunArgs, version: str) -> None:
+        """Note the server's scorer and its version.
+
+        Raises:
+            ValueError: the run began with another one.
+        """
+        self.config["scorer"] = version
+        was = self.saved.config.get("scorer", "") if self.saved else version
+        if was != version and not (args.eval_only or args.dry_run):
+            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+
+    def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
+        """Make this the one run that writes into the folder, and print the first line."""
+        self.lock = RunLock(self.folder, dist)
+        if self.checkpoints.latest() != self.saved:
+            raise ValueError(f"{self.folder} has another checkpoint, from a run that has ended meanwhile: start again")
+        claim_folder(dist, self.folder, has_checkpoint=self.saved is not None)
+        if dist.is_main:
+            start = self.begins if self.saved else "begins"
+            start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval_only else start
+            ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
+            place = f"report in {self.folder}/report.html; loading {args.model}"
+            print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
+
+    def open_log(
+        self, args: RunArgs, world: World, nets: Sequence[nn.Module], rewards: Sequence[str], unshard: Sequence[str]
+    ) -> None:
+        """Open the log, with the report and trackers as a sink; beside it the settings and all versions.
+
+        nets: of which a profile tells. rewards: names of held-out metrics beside that of --eval-prompts. unshard: the
+        phases in which weights are gathered once.
+        """
+        dist, folder = world.dist, self.folder
+        if dist.is_main:
+            write_atomically(folder / "config.toml", to_toml(without_secrets(args)))
+            facts = {"ranks": dist.world_size, "device": str(dist.device), "threads": torch.get_num_threads()}
+            facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
+            facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
+            facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}
+            changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
+            write_versions(folder, hide=secret_flags(args), changed=changed, facts=facts)
+            self.report = ReportProcess(folder, args.track, args.project)
+        self.log = world.open_log(
+            partial(ProfiledLog, step=args.profile, nets=set(nets)) if args.profile else RunLog,
+            folder=folder,
+            is_main=dist.is_main,
+            total_steps=args.train_steps,
+            eval_every=args.eval_every,
+            columns=[*COLUMNS[:2], *rewards, *COLUMNS[2:]],
+            resume_step=-1 if args.eval_only else self.first_step - 1,
+            sinks=[self.report] if self.report else [],
+        )
+
+    def _await_samples(self) -> None:
+        """Wait until the samples of evaluations are on the disk: what comes before a checkpoint is not drawn again."""
+        if self.report:
+            self.report.wait()

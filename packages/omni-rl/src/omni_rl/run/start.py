@@ -1,0 +1,445 @@
+"""The start of a run: its checks, what it continues from, its policy, its engine, its scorer and its session.
+
+    run = start(args, world, MEDIA, "flowgrpo", Needs(reference=True))
+
+A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from omni_rollout import Params
+from omni_rollout.routes import ExpertLoad, routing_of
+from omni_rollout.tokens import TokenParams
+from omni_rollout.types import WeightedEngine
+from omni_train import lora
+from omni_train.attention import check_attention
+from omni_train.compiled import check_compiler
+from omni_train.dist import Dist, gather_json, same_error, shard_mesh
+from omni_train.files import file_digest, probe_digest
+from omni_train.flops import FlopTable
+from omni_train.hub import local_file, pinned
+from omni_train.memory.bits import BYTES
+from omni_train.memory.offload import HostAdamW
+from omni_train.memory.recompute import Recompute
+from omni_train.optim import SummedBackward, build_adamw
+from omni_train.prepare import Lora, Preparation, adapt, prepare
+from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
+from omni_train.prompts.sampler import PromptSampler
+from omni_train.shard import shard
+from omni_train.weights.full import load_adapter, named_weights, saved_files
+from omni_train.weights.snapshot import Ema, Snapshot
+from torch import Tensor, nn
+
+from omni_rl.flow.evals import HeldOut, params_of
+from omni_rl.flow.scorers import Scorer
+from omni_rl.run.policy import Policy
+from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
+from omni_rl.run.session import Session
+from omni_rl.run.world import World
+from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
+from omni_rl.settings.fields import flag
+from omni_rl.settings.toml import to_toml
+
+OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
+AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a trainer needs of its run.
+
+    old_policy: an older policy, for `Policy.as_old`. reference: the first one, for `Policy.reference`. steps: the first
+    of the schedule that is trained at, and one past the last. streams: a model whose frames and sound the loss takes
+    apart. routes: a mixture of experts, whose routes are replayed. parts: that scores must name. scorer: opens another
+    scorer than --scorer-url. teachers: folders of weights by name, for `Policy.teacher`. teaching: what teachers sample
+    with, of what the run samples with.
+    """
+
+    old_policy: bool = False
+    reference: bool = False
+    steps: tuple[int, int] | None = None
+    streams: bool = False
+    routes: bool = False
+    parts: Sequence[str] = ()
+    scorer: Callable[[Dist], Scorer] | None = None
+    teachers: Mapping[str, str] = field(default_factory=dict)
+    teaching: Callable[[Params], Params] | None = None
+
+
+@dataclass
+class Inputs(Generic[ModelT, ParamsT]):
+    """What a run reads before any weight.
+
+    about: the model in a few words. trained: its experts that are trained, as `Model.nets` has them. canary: the prompt
+    with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
+    must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
+    instead, and in `form` the names in their files where they are not diffusers'. teachers: folders of weights, by name
+    and expert. lr_scales: of experts with another learning rate. parts: of scores, which steps log.
+    """
+
+    model: ModelT
+    base_params: ParamsT
+    prompts: PromptSampler
+    held_out: list[HeldOut[Any, Any]]
+    canary: PromptRecord
+    how: Preparation
+    about: str
+    trained: Mapping[str, str]
+    config: dict[str, object] = field(default_factory=dict)
+    files: Mapping[str, Sequence[Path]] = field(default_factory=dict)
+    adapters: Mapping[str, Path] = field(default_factory=dict)
+    form: Mapping[str, str] = field(default_factory=dict)
+    teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
+    lr_scales: Mapping[str, float] = field(default_factory=dict)
+    parts: Sequence[str] = ()
+    sizes: Collection[tuple[int, int]] = ()
+
+
+@dataclass(frozen=True)
+class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
+    """What a run of media does in one way and a run of text in another, as functions.
+
+    read: `(args, world, needs) -> Inputs`. open_scorer: `(args, world, inputs, needs) -> scorer, version, watch`; it
+    opens those of evaluation sets too. source: `(inputs, how, files) -> net, files`, what `prepare` takes. is_apart:
+    True for settings whose engine has weights of its own. open_engine: `(args, world, inputs, net, needs) -> model,
+    engine`. check_gathered: raises ValueError where sharded ranks would gather too much. seen: of a forward's inputs
+    the number of samples and the shape of one, or None. evaluate, export: as `Run` has them.
+    """
+
+    read: Callable[[Any, World, Needs], Inputs[ModelT, ParamsT]]
+    open_scorer: Callable[[Any, World, Any, Needs], tuple[ScorerT, str, Scorer | None]]
+    source: Callable[[Any, Preparation, Mapping[str, Sequence[Path]]], tuple[nn.Module, Any]]
+    is_apart: Callable[[Any], bool]
+    open_engine: Callable[[Any, World, Any, nn.Module, Needs], tuple[ModelT, EngineT]]
+    evaluate: Callable[[Any, int], dict[str, float]]
+    export: Callable[[Any, Mapping[str, object] | None], None]
+    seen: Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
+    check_gathered: Callable[[Any, nn.Module], None] = lambda args, net: None
+
+
+def start(
+    args: OwnArgsT,
+    world: World,
+    kind: Kind[ModelT, EngineT, ParamsT, ScorerT],
+    algorithm: str,
+    needs: Needs = Needs(),
+) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
+    """Return a new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
+
+    Raises:
+        ValueError, OSError: something in the settings does not fit; the same on every rank.
+    """
+    dist, mode = world.dist, sharding(args, world.dist.world_size)
+    with same_error(dist):
+        inputs = kind.read(args, world, needs)
+        if mode == "fsdp2" and args.unshard == "none":
+            kind.check_gathered(args, inputs.model.empty_net())
+        config = asdict(without_secrets(args)) | config_of(args, inputs)
+    check_alike(dist, asdict(args) | config)
+    session, how, model = Session(args, dist), inputs.how, inputs.model
+    session.config = config
+    session.check(args, adapt(model.empty_net(), how))
+    if args.dry_run:
+        world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, dist, inputs, needs, session)]))
+    with same_error(dist):
+        scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
+        session.name_scorer(args, version)
+    session.take(args, dist, mode)
+    inputs.how = how = replace(how, mesh=shard_mesh(dist, args.shard_size) if mode == "fsdp2" else None)
+    with same_error(dist):
+        net = open_net(args, kind, inputs)
+    model, engine = kind.open_engine(args, world, inputs, net, needs)
+    share_weights(args, dist, engine, net, is_started=bool(inputs.files))
+    unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
+    if mode == "fsdp2" and "rollout" not in unshard:
+        kind.check_gathered(args, net)
+    if args.lora_rank and mode != "fsdp2":
+        shard(net, dist.mesh, mode=mode)
+    policy = open_policy(args, inputs, needs, net, session)
+    policy.unshard = unshard
+    if mode != "none":
+        policy.backward = SummedBackward(net, dist.mesh, mode=mode)
+    with same_error(dist):
+        open_frozen(kind, inputs, needs, policy)
+    run = Run(
+        args,
+        world,
+        model,
+        policy,
+        engine,
+        scorer,
+        session,
+        inputs.prompts,
+        inputs.base_params,
+        held_out=inputs.held_out,
+        watch=watch,
+        evaluate=kind.evaluate,
+        export=kind.export,
+        trained=inputs.trained,
+        algorithm=algorithm,
+        base=args.init_weights if args.lora_rank and inputs.files else args.model,
+        parts=inputs.parts,
+        sleeps="engine" in offloaded(args) or (args.engine_sleep and not engine.shares_weights),
+    )
+    count(run, kind)
+    nets = [each for each in {engine.net, net} if each is not None]
+    session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], unshard)
+    if dist.is_main:
+        run.flops = FlopTable(lambda: adapt(inputs.model.empty_net(), how), net)
+    run.sync_weights(max(session.first_step - 1, 0))
+    return run
+
+
+# 1. What the kinds share in reading
+
+
+def preparation(
+    args: RunArgs, device: torch.device, model: Any, is_frozen: Callable[[str], bool], *, compiles: bool = False
+) -> Preparation:
+    """Return what the settings say is done to the net of a model.
+
+    Raises:
+        ValueError: the device has no such kernels of attention, or no compiler.
+    """
+    targets = args.lora_targets.split(",") if args.lora_targets else model.LORA_TARGETS
+    adapters = Lora(targets, args.lora_rank, args.lora_alpha, args.lora_init, args.seed) if args.lora_rank else None
+    on_host = "activations" in offloaded(args)
+    recompute = Recompute(args.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
+    dtype: torch.dtype = getattr(torch, args.dtype)
+    with flag("--"):  # the message itself begins with the setting
+        check_attention(args.attention, device, dtype)
+        if compiles:
+            check_compiler(device)
+    return Preparation(
+        device,
+        model.BLOCK_NAMES,
+        dtype,
+        lora=adapters,
+        is_frozen=is_frozen,
+        base_dtype=args.base_dtype,
+        attention=args.attention,
+        compile=compiles,
+        recompute=recompute if args.gradient_checkpointing else None,
+    )
+
+
+def beside(how: Preparation, needs: Needs, adapters: Mapping[str, Path]) -> Preparation:
+    """Return what is done to the net where the policies beside the trained one are adapters too.
+
+    adapters: from which training starts; without any the reference is the net without adapters.
+    """
+    if not how.lora:
+        return how
+    kept = ["old"] * needs.old_policy + ["reference"] * bool(needs.reference and adapters)
+    return replace(how, lora=replace(how.lora, others=(*kept, *(f"teacher_{name}" for name in needs.teachers))))
+
+
+def read_prompts(args: RunArgs, check: RecordCheck) -> tuple[PromptSampler, list[PromptRecord]]:
+    """Return the prompts of training and of --eval-prompts, of which each is checked."""
+    with flag("--prompts: "):
+        prompts = PromptSampler(
+            args.prompts,
+            prompts_per_step=args.prompts_per_step,
+            seed=args.seed,
+            check=check,
+            media_root=args.media_root,
+        )
+    with flag("--eval-prompts: "):
+        return prompts, load_prompts(args.eval_prompts, check=check, media_root=args.media_root)
+
+
+def read_sets(
+    args: RunArgs,
+    records: Sequence[PromptRecord],
+    params: AnyParamsT,
+    check: RecordCheck,
+    check_graded: RecordCheck,
+    check_params: Callable[[AnyParamsT], None] = lambda params: None,
+) -> list[HeldOut[AnyParamsT, Any]]:
+    """Return the sets of an evaluation, the first of which has the records of --eval-prompts.
+
+    check: called with each prompt of a set that has a scorer of its own; check_graded: with that of another set.
+    """
+    samples, threshold = args.eval_samples_per_prompt, args.pass_threshold
+    sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
+    for number, own in enumerate(args.eval, start=1):
+        with flag(f"eval[{number}].prompts: "):
+            found = load_prompts(
+                own.prompts, check=check if own.scorer_url else check_graded, media_root=args.media_root
+            )
+        with flag(f"eval[{number}]: "):
+            check_params(own_params := params_of(own, params))
+        limit = threshold if own.pass_threshold is None else own.pass_threshold
+        own_samples = own.samples_per_prompt or samples
+        sets.append(HeldOut(own.name, found[: own.num_prompts or None], own_params, own.seed, own_samples, limit))
+    return sets
+
+
+def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
+    """Open what grades an evaluation set alone. connect: a function of its URL, the setting's name and its prompts."""
+    for place, own in enumerate(args.eval, start=1):
+        if own.scorer_url:
+            scorer = connect(own.scorer_url, f"eval[{place}].scorer_url", sets[place].records)
+            sets[place] = replace(sets[place], scorer=scorer)
+
+
+# 2. The parts of `start`, in their order
+
+
+def config_of(args: RunArgs, inputs: Inputs[Any, Any]) -> dict[str, object]:
+    """Return what is compared beside the settings when a run goes on: digests of its files."""
+    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
+    weights = probe_digest([*sorted(inputs.model.folder.rglob("*.safetensors")), *start])
+    prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
+    return prompts | {"weights_digest": weights} | inputs.config
+
+
+def check_alike(dist: Dist, settings: dict[str, object]) -> None:
+    """Raise ValueError on every rank unless all have the same settings and files."""
+    by_rank = gather_json(dist, settings)
+    for rank, other in enumerate(by_rank):
+        names = sorted(name for name, value in by_rank[0].items() if other[name] != value)
+        if names:
+            values = ", ".join(f"{name} = {other[name]!r} (rank 0: {by_rank[0][name]!r})" for name in names)
+            raise ValueError(f"all ranks must have the same settings, but rank {rank} has {values}")
+
+
+def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, session: Session) -> list[str]:
+    """Return a rank's part of a training step and the memory of its weights, from the model's configuration alone."""
+    mode, num_ranks, lora_rank = sharding(args, dist.world_size), dist.world_size, args.lora_rank
+    net = adapt(
+        inputs.model.empty_net(), replace(inputs.how, lora=inputs.how.lora and replace(inputs.how.lora, others=()))
+    )
+    num_weights = sum(p.numel() for p in net.parameters())
+    num_trained = sum(p.numel() for p in net.parameters() if p.requires_grad)
+    num_nets = 0 if lora_rank else needs.reference + len(inputs.teachers)
+    num_frozen = num_weights - num_trained + num_weights * num_nets
+    copies = 4 + bool(args.ema_decay) + needs.old_policy  # float32: weight, gradient, two moments, averages
+    share = args.shard_size or num_ranks if mode == "fsdp2" else 1
+    frozen_mb, trained_mb = (
+        number / share / 2**20
+        for number in (num_frozen * BYTES.get(args.base_dtype, inputs.how.dtype.itemsize), num_trained * 4 * copies)
+    )
+    samples = args.prompts_per_step * args.group_size
+    lines = {
+        "model": inputs.about,
+        "ranks": f"{num_ranks}, weights {mode}",
+        "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
+        "optimizer steps per training step": str(args.num_minibatches),
+        "learning rate": f"{args.lr:g}"
+        + (f", LoRA of rank {lora_rank} with alpha {args.lora_alpha}" * bool(lora_rank)),
+        "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
+        "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
+        "gradients, optimizer, averages); what is not trained and activations come on top",
+        "start": f"{session.begins}, in {session.folder}",
+    }
+    return [f"plan: {name}: {value}" for name, value in lines.items()]
+
+
+def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:
+    """Return the net, ready to train. Where nothing speaks against it, it has the checkpoint's weights as they are."""
+    how, model = inputs.how, inputs.model
+
+    def begin(net: nn.Module) -> None:
+        with flag("--init-weights: "):
+            for expert, home in inputs.adapters.items():
+                for adapter in how.lora.names if how.lora else ():
+                    load_adapter(net.get_submodule(expert), home, adapter=adapter, **inputs.form)
+        for teacher, found in inputs.teachers.items() if how.lora else ():
+            for expert, home in found.items():
+                load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
+
+    if inputs.files or not args.lora_rank or how.mesh or args.base_dtype != "auto":
+        net, files = kind.source(inputs, how, inputs.files)
+        return prepare(net, how, files, begin=begin)
+    device = torch.device("cpu") if kind.is_apart(args) else how.device  # until the engine adopts what it has too
+    return prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
+
+
+def share_weights(args: RunArgs, dist: Dist, engine: WeightedEngine, net: nn.Module, *, is_started: bool) -> None:
+    """Give an engine with weights of its own the net's, and the net what both have.
+
+    is_started: True if training starts from other weights than the engine has loaded.
+    """
+    if engine.shares_weights or sharding(args, dist.world_size) == "fsdp2":
+        return
+    if is_started:
+        engine.load_weights(named_weights(net), version=0)
+    engine.adopt(lora.unadapted_params(net))
+    net.to(dist.device)  # what the engine does not hold
+
+
+def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
+    """Return the phases in which the sharded net is gathered once; "auto" keeps most of the memory for the rest."""
+    choice = args.unshard
+    if choice == "auto":
+        size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
+        share = max(gather_json(world.dist, size / max(world.free_memory(), 1)))  # the same on every rank
+        choice = "all" if share <= 1 / 4 else "rollout" if share <= 1 / 2 else "none"
+    phases = {"rollout": choice != "none" and engine.shares_weights, "update": choice == "all"}
+    return tuple(phase for phase, is_kept in phases.items() if is_kept)
+
+
+def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.Module, session: Session) -> Policy:
+    """Return the policy as the checkpoint has it, if there is one."""
+    trained, on_host, lr = (
+        [p for p in net.parameters() if p.requires_grad],
+        "optimizer" in offloaded(args),
+        args.lr or 0.0,
+    )
+    optimizer = build_adamw(trained, lr=lr, weight_decay=args.weight_decay, on_host=on_host)
+    for expert, scale in inputs.lr_scales.items():
+        own, group = set(net.get_submodule(expert).parameters()), optimizer.param_groups[0]
+        group["params"] = [p for p in trained if p not in own]
+        optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
+    policy = Policy(net, optimizer, Ema(trained, decay=args.ema_decay))
+    policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
+    if needs.old_policy and not args.lora_rank:
+        policy.old = Snapshot(trained, name="copy")
+    if session.saved:
+        session.checkpoints.load(session.saved, net, optimizer, policy.averages)
+        if isinstance(optimizer, HostAdamW):
+            optimizer.rest()
+    return policy
+
+
+def open_frozen(kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any], needs: Needs, policy: Policy) -> None:
+    """Give the policy the frozen nets beside it, where these policies are no adapters of its own net."""
+    if inputs.how.lora:
+        return
+    how = inputs.how.frozen()
+
+    def filled(files: Mapping[str, Sequence[Path]]) -> nn.Module:
+        net, found = kind.source(inputs, how, files)
+        return prepare(net, how, found)
+
+    policy.reference_net = filled(inputs.files) if needs.reference else None
+    policy.teachers = {
+        name: filled({expert: saved_files(home) for expert, home in found.items()})
+        for name, found in inputs.teachers.items()
+    }
+
+
+def count(run: Run[Any, Any, Any, Any, Any], kind: Kind[Any, Any, Any, Any]) -> None:
+    """Have the run count the samples that pass its nets."""
+
+    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        if found := kind.seen(kwargs, args):
+            samples, shape = found
+            run.calls[run.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
+
+    def note_expert(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+        run.counts[kwargs["expert"]] += torch.is_grad_enabled()
+
+    policy = run.policy
+    for net in {run.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
+        if net is not None:  # the embedded engine's is the trainer's
+            net.register_forward_pre_hook(note, with_kwargs=True)
+    if run.model.boundary:
+        policy.net.register_forward_pre_hook(note_expert, with_kwargs=True)
+    if routing := routing_of(run.engine.net):
+        run.load = ExpertLoad(routing, counts=lambda: run.session.log.last_phase == "rollout")

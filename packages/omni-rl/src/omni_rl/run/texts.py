@@ -1,0 +1,179 @@
+"""Runs that answer in text: what they read, and what scores, samples, evaluates and exports."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from omni_reward.media import TEXT as TEXT_KIND
+from omni_reward.rules import SCORER, check_meta, open_rules, version_of
+from omni_rollout.engines.transformers import TransformersEngine
+from omni_rollout.models.tokens import open_token_model
+from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
+from omni_train.dist import same_error
+from omni_train.files import probe_digest, write_folder_atomically
+from omni_train.prepare import Preparation, adapt
+from omni_train.prompts.files import PromptRecord, load_prompts
+from omni_train.weights.card import CARD_FILE, model_card
+from omni_train.weights.full import PEFT_FILE, PEFT_PART, check_adapter, named_weights, save_peft
+from torch import nn
+
+from omni_rl.flow.scorers import Scorer, TextScorer
+from omni_rl.flow.tokens import RuleScorer, evaluate, prompts_of
+from omni_rl.media.prompts import media_files
+from omni_rl.run.run import TokenRun
+from omni_rl.run.start import Inputs, Kind, Needs, beside, open_set_scorers, preparation, read_prompts, read_sets
+from omni_rl.run.world import World
+from omni_rl.settings.args import MediaArgs, sharding
+from omni_rl.settings.fields import flag, require
+from omni_rl.settings.token_args import TokenArgs
+
+MAX_GATHERED = 1e9  # bytes of weights that sharded ranks may gather for every token
+
+
+def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, TokenParams]:
+    """Read what a run of text starts from.
+
+    Raises:
+        ValueError: some file is missing, incomplete or malformed; the message begins with the flag.
+    """
+    dist = world.dist
+    with flag("--model: "):
+        model = open_token_model(args.model)
+        model.dtype = getattr(torch, args.dtype)
+        world.check_files(model)
+
+    def check(record: PromptRecord) -> None:
+        if record.index % dist.world_size == dist.rank:  # each rank checks its share, as media are read for it
+            check_record(args, model, record)
+
+    def check_graded(record: PromptRecord) -> None:
+        if record.index % dist.world_size == dist.rank:
+            check_meta(args.rules, record.meta)
+        check(record)
+
+    still = () if args.lora_rank else model.FROZEN
+    how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
+    prompts, records = read_prompts(args, check_graded)
+    params = TokenParams(args.max_new_tokens, args.temperature)
+    eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
+    form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{model.prefix}".rstrip(".")}
+    adapters = {"": Path(args.init_weights)} if args.init_weights else {}
+    with flag("--init-weights: "):
+        for folder in adapters.values():
+            rule = "must be the folder of an adapter, with --lora-rank > 0; full weights are a --model"
+            require((args.lora_rank and (folder / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
+            check_adapter(adapt(model.empty_net(), how), folder, **form)
+    training = load_prompts(args.prompts, media_root=args.media_root)
+    media = sorted({file for record in training for file in media_files(record)})
+    config: dict[str, object] = {"media_digest": probe_digest(media, num_blocks=1)} if media else {}
+    return Inputs(
+        model,
+        params,
+        prompts,
+        read_sets(args, records, eval_params, check, check_graded),
+        canary_of([*records, *training]),
+        beside(how, needs, adapters),
+        f"{type(model).__name__}, answers of at most {args.max_new_tokens} tokens",
+        model.nets,
+        config | {"rules": version_of(args.rules)},
+        adapters=adapters,
+        form=form,
+    )
+
+
+def check_record(args: TokenArgs, model: TokenModel, record: PromptRecord) -> None:
+    """Raise ValueError for a prompt with media that are missing, or too long."""
+    most = args.max_prompt_tokens
+    if most or model.MEDIA or media_files(record) or "messages" in record.meta:
+        (prompt,) = prompts_of([record], 1, seed=0, step=0)
+        encoded = model.encode(prompt)
+        if args.engine == "vllm":
+            from omni_rollout.engines.vllm import media_of
+
+            media_of(encoded, model.config)  # refuses what vLLM would not answer
+        length = len(encoded["input_ids"])
+        require((not most or length <= most, f"must have at most --max-prompt-tokens {most} tokens, got {length}"))
+
+
+def canary_of(records: Sequence[PromptRecord]) -> PromptRecord:
+    """Return the one of these prompts with which what scores them is tried."""
+    return max(records, key=lambda record: len(record.images))
+
+
+def open_scorer(
+    args: TokenArgs, world: World, inputs: Inputs[Any, Any], needs: Needs
+) -> tuple[TextScorer, str, Scorer | None]:
+    """Open the rules, and the server that they name, with its name and version; and what evaluation sets ask."""
+    ask, version, client = partial(world.connect, args=args, kinds=(TEXT_KIND,)), "", None
+    if args.scorer_url:
+        client, version = ask(args.scorer_url, canary=inputs.canary)
+    alone = open_rules(SCORER, remote=True)
+
+    def connect(url: str, name: str, records: Sequence[PromptRecord]) -> TextScorer:
+        return RuleScorer(alone, ask(url, canary=canary_of(records), name=name)[0], args.score_batch_size)
+
+    open_set_scorers(args, inputs.held_out, connect)
+    return RuleScorer(args.rules, client, args.score_batch_size), version, None
+
+
+def source(inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]) -> tuple[nn.Module, None]:
+    """Return the net with the checkpoint's weights, on the host."""
+    return inputs.model.load_net(device="cpu", dtype=how.weight_dtype), None
+
+
+def open_engine(
+    args: TokenArgs, world: World, inputs: Inputs[TokenModel, TokenParams], net: nn.Module, needs: Needs
+) -> tuple[TokenModel, TokenEngine]:
+    """Return the engine, and the model as updates call it."""
+    model, dist = inputs.model, world.dist
+    if args.engine == "vllm":
+        from omni_rollout.engines.vllm import VllmEngine
+
+        answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval)])
+        most = args.max_prompt_tokens and args.max_prompt_tokens + answer
+        dtype, share = getattr(torch, args.dtype), args.gpu_memory_utilization
+        return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)
+    return model, TransformersEngine(model, net, synced=sharding(args, dist.world_size) == "fsdp2")
+
+
+def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
+    """Write an adapter as peft has it, or full weights as transformers has them."""
+    folder, net = run.session.folder / "weights", run.policy.net
+    if run.args.lora_rank:
+        save_peft(net, folder, run.dist, prefix=run.model.prefix, base=run.base, card=card)
+        return
+    full = {name: tensor.cpu() for name, tensor in named_weights(net) if run.dist.is_main}
+
+    def write(folder: Path) -> None:
+        run.model.save(net, full, folder)
+        if card is not None:
+            (folder / CARD_FILE).write_text(model_card(card, is_lora=False, library="transformers"), "utf-8")
+
+    with same_error(run.dist):
+        if run.dist.is_main:
+            write_folder_atomically(folder, write)
+
+
+def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "transformers") -> None:
+    """Raise ValueError where sharded ranks would gather too much for each token that this engine draws."""
+    size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
+    rule = (
+        f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine {args.engine} "
+        "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
+    )
+    require((args.engine != engine or size <= MAX_GATHERED, rule))
+
+
+TEXT: Kind[TokenModel, TokenEngine, TokenParams, TextScorer] = Kind(
+    read=read,
+    open_scorer=open_scorer,
+    source=source,
+    is_apart=lambda args: args.engine == "vllm",
+    open_engine=open_engine,
+    evaluate=evaluate,
+    export=export,
+    seen=lambda kwargs, args: (len(kwargs["input_ids"]), torch.Size()),
+    check_gathered=check_gathered,
+)

@@ -1,0 +1,130 @@
+"""What is done to a net before a run uses it: one list, in its order.
+
+`adapt` is its head, which says what is trained; it is all that a net without weights needs.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from omni_train import lora
+from omni_train.attention import choose_attention
+from omni_train.compiled import compile_blocks
+from omni_train.memory.bits import reduce_bits
+from omni_train.memory.recompute import Recompute, recompute_blocks
+from omni_train.shard import shard
+from omni_train.weights.load import load_sharded
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters as `add_lora` makes them: the trained one, "default", and `others`, which are frozen and begin alike."""
+
+    targets: Sequence[str] | str
+    rank: int
+    alpha: float
+    init: lora.Init
+    seed: int
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all adapters."""
+        return ("default", *self.others)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What is done to a net.
+
+    block_names: class names of its blocks. dtype: of frozen weights, and of what sharded ones are gathered in. lora:
+    None trains the weights themselves, unless `is_trained` is False. is_frozen: True for the name of a weight that is
+    never trained. mesh: over which weights are sharded, if they are. base_dtype: bits of frozen weights, or "auto".
+    """
+
+    device: torch.device
+    block_names: Collection[str]
+    dtype: torch.dtype
+    lora: Lora | None = None
+    is_trained: bool = True
+    is_frozen: Callable[[str], bool] = lambda name: False
+    mesh: DeviceMesh | None = None
+    base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"
+    attention: str = "auto"
+    compile: bool = False
+    recompute: Recompute | None = None
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """The data type of the net's own weights: trained ones are float32."""
+        return torch.float32 if self.is_trained and self.lora is None else self.dtype
+
+    def frozen(self) -> "Preparation":
+        """Return what is done to a net beside this one that is never trained."""
+        return replace(self, lora=None, is_trained=False, recompute=None)
+
+
+def adapt(net: nn.Module, how: Preparation) -> nn.Module:
+    """Give the net its adapters, or have its weights trained, except those that never are; the same object."""
+    if how.lora:
+        for name in how.lora.names:
+            add = {"rank": how.lora.rank, "alpha": how.lora.alpha, "seed": how.lora.seed, "init": how.lora.init}
+            lora.add_lora(net, how.lora.targets, adapter=name, **add)  # type: ignore[arg-type]
+    elif how.is_trained:
+        net.requires_grad_(True)
+    for name, weight in net.named_parameters(remove_duplicate=False):
+        if how.is_frozen(name):
+            weight.requires_grad_(False)
+    return net
+
+
+def prepare(
+    net: nn.Module,
+    how: Preparation,
+    files: Mapping[str, Sequence[Path]] | None = None,
+    *,
+    begin: Callable[[nn.Module], None] = lambda net: None,
+) -> nn.Module:
+    """Return the net as a run uses it. There is no collective in it: call it inside `same_error`.
+
+    Args:
+        net: on the meta device, or with its weights.
+        how: what is done to it.
+        files: with the weights of a net on the meta device, by submodule; None leaves their values open.
+        begin: gives adapters the values that they begin with; fresh ones have theirs already.
+
+    Raises:
+        ValueError: files or adapters do not fit the net.
+    """
+    is_empty = any(p.is_meta for p in net.parameters())
+    adapt(net, how)
+    if is_empty:  # each rank reads its rows alone
+        net = load_sharded(
+            net,
+            files,
+            how.mesh,
+            block_names=how.block_names,
+            compute_dtype=how.dtype if how.mesh else None,
+            param_dtype=how.weight_dtype,
+            device=how.device if how.base_dtype == "auto" else "cpu",
+        )
+    if how.base_dtype != "auto":
+        net = reduce_bits(net, how.base_dtype, how.block_names, how.device)
+    if how.mesh is None:
+        net = net.to(how.device)
+    elif not is_empty:
+        net = shard(net, how.mesh, mode="fsdp2", block_names=how.block_names, compute_dtype=how.dtype)
+    for name in how.lora.names if how.lora else ():
+        lora.draw_adapter(net, name, seed=how.lora.seed, init=how.lora.init)  # type: ignore[union-attr]
+    begin(net)
+    if how.compile:
+        compile_blocks(net, how.block_names, attention=how.attention)
+    choose_attention(net, how.attention, how.block_names)
+    if how.recompute:
+        recompute_blocks(net, how.recompute)
+    return net.eval()
