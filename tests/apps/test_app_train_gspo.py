@@ -191,11 +191,15 @@ def test_batches_hold_the_kept_answers_once_within_their_bounds():
 
 
 def test_an_answer_that_only_fills_up_is_in_no_metric():
-    values = {"kl": torch.tensor(torch.inf), "ratio_max": torch.tensor(9.0), "ratio_min": torch.tensor(0.1)}
+    values = {
+        "kl": torch.tensor(torch.inf),
+        "correction_ratio_max": torch.tensor(9.0),
+        "correction_ratio_min": torch.tensor(0.1),
+    }
     batches = [TokenBatch(answers([2]), torch.zeros(1), torch.zeros(1), by, by) for by in (0.0, 2.0)]
     filler, real = (app.weigh(batch, values) for batch in batches)
-    assert filler == {"kl": 0.0, "ratio_max": -torch.inf, "ratio_min": torch.inf}
-    assert real == {"kl": torch.inf, "ratio_max": 9.0, "ratio_min": pytest.approx(0.1)}
+    assert filler == {"kl": 0.0, "correction_ratio_max": -torch.inf, "correction_ratio_min": torch.inf}
+    assert real == {"kl": torch.inf, "correction_ratio_max": 9.0, "correction_ratio_min": pytest.approx(0.1)}
 
 
 def test_a_forward_with_its_padding_is_within_its_bound():
