@@ -67,7 +67,7 @@ def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
 
     for n in (1, 3, 50):
         args = replace(TINY, teacher_substeps=n)
-        run = SimpleNamespace(args=args, model=model, reference=reference)
+        run = SimpleNamespace(args=args, model=model, policy=SimpleNamespace(reference=reference))
         at = app.Latents(
             x, x, torch.full((3,), 0.9), torch.full((3,), 0.4), SimpleNamespace(guidance={}, guidance_scale=1)
         )

@@ -4,6 +4,7 @@ Import from the modules, in reading order:
 
 - `omni_train.dist`: the device of a rank, `init_distributed`, gathers of small values, `shutdown`
 - `omni_train.shard`: `shard(module, mesh, mode=...)`
+- `omni_train.prepare`: all that is done to a net before it is trained, as one list
 - `omni_train.weights.load`: `load_sharded(net, files, mesh)`, which reads only each rank's rows from safetensors files
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
 - `omni_train.attention`: the attention backend, chosen once for sampling and training
