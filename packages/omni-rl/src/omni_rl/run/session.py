@@ -24,6 +24,7 @@ from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
 from omni_rl.settings.fields import MAY_CHANGE, SECRET, marked
 from omni_rl.settings.toml import to_toml
 
+
 class Session:
     """The folder of a run, and what writes into it.
 
