@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from omni_reward.rules import Rules, check_meta, version_of
 from omni_rollout import Engine
+from omni_rollout.conditioning import TextCache
 from omni_rollout.engines.thinking import ThinkingEngine
 from omni_rollout.models import open_thinking_model
-from omni_rollout.conditioning import TextCache
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenParams
 from omni_train.dist import gather_json
