@@ -39,6 +39,16 @@ def test_a_video_of_too_many_pixels_is_refused_by_its_header(tmp_path, monkeypat
         media.read_video(tmp_path / "long.webp")
 
 
+@pytest.mark.parametrize("kind", [".mp4", ".webm"])
+def test_a_video_of_a_prompt_may_be_compressed(tmp_path, kind):
+    shades = np.arange(40, 240, 50, dtype=np.uint8)
+    path = tmp_path / f"a{kind}"
+    path.write_bytes(write.encode_video(np.broadcast_to(shades[:, None, None, None], (4, 32, 48, 3)).copy(), 8, kind))
+    frames, fps = media.read_video(path)
+    assert (frames.shape, fps) == ((4, 32, 48, 3), 8)
+    assert np.abs(frames.numpy().mean(axis=(1, 2, 3)) - shades).max() < 4
+
+
 def test_a_cut_sound_is_refused_by_name_and_not_read_as_a_shorter_one(tmp_path):
     whole = sound(tmp_path / "a.wav", 100).read_bytes()
     for size in (len(whole) - 1, len(whole) - 100, 50, 10, 0):

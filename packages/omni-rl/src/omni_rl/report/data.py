@@ -71,7 +71,7 @@ def outline(folder: Path, steps: Steps) -> dict[str, Any]:
     """
     config = read_config(folder)
     total = config.get("train_steps")
-    seconds = [s["time/step_s"] for s in steps if math.isfinite(s.get("time/step_s", math.nan))]
+    seconds = [value for _, value in _points(steps, "time/step_s")]
     recent = seconds[-20:]
     return {
         "name": folder.resolve().name,
@@ -98,7 +98,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
         raise ValueError(f"{folder} holds no metrics.jsonl")
     steps = load_metrics(path)
     found = outline(folder, steps)
-    trained = [s["time/step_s"] for s in steps if s["step"] and math.isfinite(s.get("time/step_s", math.nan))]
+    trained = [seconds for step, seconds in _points(steps, "time/step_s") if step]
 
     def linked(file: Path) -> str:
         return f"{link}/{quote(file.relative_to(folder).as_posix())}"
@@ -110,7 +110,7 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
         "curves": {name: points for name in shown_names(steps) if (points := curve(steps, name))["x"]},
         "phases": phases(steps),
         "alarms": [asdict(alarm) for alarm in find_alarms(steps)],
-        **evaluations(folder, found["step"], share * EVAL_BYTES // num_runs, source),
+        **evaluations(folder, found["step"], share * EVAL_BYTES / num_runs, source),
         "groups": groups(folder, found["step"], share * SAMPLE_BYTES, source) if num_runs == 1 else [],
     }
 
@@ -127,7 +127,7 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
 
     An interval is one of `limit` equal parts of the steps, x is its middle. Values that are not finite are left out.
     """
-    points = [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
+    points = _points(steps, name)
     if len(points) <= limit:
         return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]}
     parts = _intervals(points, limit)
@@ -138,6 +138,10 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
         "low": [_short(min(ys)) for ys in values],
         "high": [_short(max(ys)) for ys in values],
     }
+
+
+def _points(steps: Steps, name: str) -> list[tuple[float, float]]:
+    return [(step["step"], step[name]) for step in steps if math.isfinite(step.get(name, math.nan))]
 
 
 def phases(steps: Steps, limit: int = MAX_BARS) -> dict[str, Any]:
