@@ -1,7 +1,6 @@
 """The shipped tiny models: data and models are what their scripts write, and the models are half taught."""
 
 import random
-import subprocess
 import sys
 from dataclasses import dataclass
 from importlib import import_module
@@ -290,16 +289,17 @@ def test_the_vocoder_makes_of_each_pitch_its_sinusoid():
             torch.testing.assert_close(sound[80:-80], sine[80:-80], atol=1e-3, rtol=0)
 
 
-def test_the_score_script_gives_the_base_and_equal_weights_the_same_score(tmp_path):
+def test_the_score_script_gives_the_base_and_equal_weights_the_same_score(tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "few.txt"
     prompts.write_text('a blue sign that says "YX"\na pink sign that says "FQT"\n')
-    command = [sys.executable, str(REPO / "scripts" / "score.py"), "--prompts", str(prompts)]
-    outputs = [
-        subprocess.run([*command, *more], check=True, capture_output=True, text=True).stdout
-        for more in ([], ["--weights", str(CHECKPOINT)])
-    ]
+    outputs = []
+    for more in ([], ["--weights", str(CHECKPOINT)]):
+        monkeypatch.setattr(sys, "argv", ["score.py", "--prompts", str(prompts), *more])
+        import_module("score").main()
+        outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1]
     assert 0 <= float(outputs[0].split()[1]) <= 1
-    wrong = subprocess.run([*command, "--weights", str(tmp_path / "none")], capture_output=True, text=True)
-    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
-    assert str(tmp_path / "none") in wrong.stderr.splitlines()[-1]
+    monkeypatch.setattr(sys, "argv", ["score.py", "--prompts", str(prompts), "--weights", str(tmp_path / "none")])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        import_module("score").main()
+    assert str(tmp_path / "none") in capsys.readouterr().err.splitlines()[-1]
