@@ -14,11 +14,11 @@ demo-short: ## The same, three steps
 leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and write docs/evidence/leaderboard.md; ARGS="--only nft" chooses
 	scripts/env python scripts/leaderboard.py $(ARGS)
 
-test: ## All tests that need no accelerator; those of the report draw it in a Chromium
+test: ## The tests that need no accelerator, of similar cases some; those of the report draw it in a Chromium
 	scripts/chromium
 	scripts/env pytest -q -n 2 --dist worksteal
 
-test-all: ## The same, and those that are one of many alike
+test-all: ## The same with all similar cases
 	scripts/chromium
 	scripts/env pytest -q -n 2 --dist worksteal -m "not gpu"
 
