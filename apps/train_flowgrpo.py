@@ -30,6 +30,16 @@ from omni_rl.settings.fields import at_least, require
 
 
 @dataclass(frozen=True)
+class Correction:
+    """Importance weights of a rollout by another engine."""
+
+    level: Literal["step", "trajectory"] = "trajectory"  # Unit that shares a weight
+    mode: Literal["truncate", "mask"] = "truncate"  # Treatment of weights beyond the bounds
+    low: Annotated[float, at_least(0)] = 0.99  # Least weight per latent element
+    high: float = 1.01  # Largest weight per latent element
+
+
+@dataclass(frozen=True)
 class Args(JudgedArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
@@ -62,10 +72,7 @@ class Args(JudgedArgs):
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
     ratio_tolerance: float | None = None  # Largest |ratio - 1| before the first update (default: 0 if exact)
     route_replay: bool = False  # Have the update take the experts that the rollout took, of a mixture of experts
-    correction_level: Literal["step", "trajectory"] = "trajectory"  # Unit that shares an importance weight
-    correction_mode: Literal["truncate", "mask"] = "truncate"  # Treatment of importance weights beyond the bounds
-    correction_low: Annotated[float, at_least(0)] = 0.99  # Least importance weight per latent element
-    correction_high: float = 1.01  # Largest importance weight per latent element
+    correction: Correction = Correction()  # Importance weights of --old-log-prob correct
 
 
 def check_args(args: Args) -> None:
@@ -84,7 +91,7 @@ def check_args(args: Args) -> None:
          f"got {low} and {high}"),
         (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
-        (args.correction_low < 1 < args.correction_high, "--correction-low must be < 1 and --correction-high > 1"),
+        (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
         (args.compress_ratio is None or 0 < args.compress_ratio <= 1,
          f"--compress-ratio must be in (0, 1], got {args.compress_ratio}"),
@@ -358,10 +365,7 @@ def correct(args: Args, old: list[OldStep], drawn: Trajectory) -> tuple[Sequence
     weights, metrics = rollout_weights(
         torch.stack([step.log_prob for step in old], dim=1),
         drawn.rollout_log_prob,
-        level=args.correction_level,
-        mode=args.correction_mode,
-        low=args.correction_low,
-        high=args.correction_high,
+        **vars(args.correction),
     )
     return weights.unbind(dim=1), {f"correction_{name}": value for name, value in metrics.items()}
 

@@ -10,11 +10,11 @@ import ast
 import inspect
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omni_rl.settings import args, eval_sets, token_args
-from omni_rl.settings.cli import Note, field_notes
+from omni_rl.settings.notes import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "configuration.md"
@@ -27,6 +27,9 @@ A setting is a flag of the command line (`--batch-size 8`; switches are `--lr-de
 TOML file (`batch_size = 8`, `lr_decay = true`). Precedence: the command line, the file given with `--config FILE.toml`,
 the [recipe](../recipes) given with `--preset NAME`, the default. An unknown flag or key is an error, and so are
 settings that do not fit together.
+
+A group such as `correction` is a prefix of flags (`--correction.low 0.9`) and a table of a file (`low = 0.9` below
+`[correction]`). The name of before there were groups, `correction_low`, still serves in both.
 
 ```
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run
@@ -111,15 +114,28 @@ def fields_of(name: str, sources: list[str]) -> dict[str, Setting]:
                 if isinstance(field, ast.AnnAssign):
                     key = ast.unparse(field.target)
                     group, text = notes.get(key, Note("", ""))
+                    inner = fields_of(ast.unparse(unwrapped(field.annotation)), sources)
+                    if inner:  # a group of settings
+                        found |= {
+                            f"{key}.{name}": replace(own, name=f"{key}.{name}", group=key)
+                            for name, own in inner.items()
+                        }
+                        continue
                     text += " (required)" * ("REQUIRED" in ast.unparse(field.annotation))
                     found[key] = Setting(key, words_of(field.annotation, aliases), default_of(field.value), text, group)
     return found
 
 
+def unwrapped(annotation: ast.expr) -> ast.expr:
+    """The type of an `Annotated`; another annotation as it is."""
+    if isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
+        return annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+    return annotation
+
+
 def words_of(annotation: ast.expr, aliases: Mapping[str, ast.expr]) -> list[str]:
     """Return the words that a setting must be one of, in code quotes; empty if it takes others."""
-    while isinstance(annotation, ast.Subscript) and ast.unparse(annotation.value) == "Annotated":
-        annotation = annotation.slice.elts[0] if isinstance(annotation.slice, ast.Tuple) else annotation.slice
+    annotation = unwrapped(annotation)
     annotation = aliases.get(ast.unparse(annotation), annotation)
     if not isinstance(annotation, ast.Subscript) or ast.unparse(annotation.value) != "Literal":
         return []

@@ -23,6 +23,7 @@ from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
+from omni_rl.settings.fields import build
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -49,7 +50,7 @@ def write_eval_prompts(folder):
 def recipe(app, name):
     """The settings of a recipe of the trainer."""
     text = recipes(app.__name__)[name]
-    return app.Args(**from_toml(text, app.Args, name))
+    return build(app.Args, from_toml(text, app.Args, name))
 
 
 def tiny(args, **changes):

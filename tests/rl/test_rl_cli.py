@@ -16,8 +16,20 @@ import pytest
 from helpers import REPO
 from omni_rl.settings import cli
 from omni_rl.settings.args import MediaArgs, RunArgs, ScoredArgs
-from omni_rl.settings.cli import Note, field_notes, hush, knock, parse_cli, read_settings
-from omni_rl.settings.fields import REQUIRED, between, check_bounds
+from omni_rl.settings.cli import hush, knock, parse_cli, read_settings
+from omni_rl.settings.fields import (
+    MAY_CHANGE,
+    REQUIRED,
+    Was,
+    at_least,
+    between,
+    build,
+    change,
+    check_bounds,
+    flat,
+    marked,
+)
+from omni_rl.settings.notes import Note, field_notes
 from omni_rl.settings.toml import from_toml, to_toml
 
 
@@ -140,6 +152,61 @@ def test_one_rank_of_a_machine_speaks(monkeypatch, capfd):
     with pytest.raises(SystemExit) as caught:
         parse_cli(Args, check_bounds, ["--lr", "inf"], app="program")
     assert (caught.value.code, *capfd.readouterr()) == (2, "", "")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A group of settings."""
+
+    offload: Annotated[str, Was("offload"), MAY_CHANGE] = ""  # Parts on the host
+    cache_mb: Annotated[float, at_least(0)] = 1.0  # Most memory
+    sleeps: bool = True  # Move weights
+
+
+@dataclass(frozen=True)
+class Grouped(Args):
+    """Settings with a group."""
+
+    memory: Memory = Memory()
+
+
+def test_a_group_is_a_prefix_a_table_and_the_names_of_before(tmp_path: Path, capsys):
+    def grouped(*words: str) -> Grouped:
+        return read_settings(Grouped, words, {"a": 'memory_cache_mb = 3.0\noffload = "x"\n'}, "")
+
+    both = Grouped(lr=0.5, memory=Memory("engine", 2.0, sleeps=False))
+    flags = ["--memory.offload", "engine", "--memory.cache-mb=2", "--memory.no-sleeps", "--lr", "0.5"]
+    assert grouped(*flags) == both
+    assert (
+        grouped("--preset", "a", "--offload=engine", "--memory_cache_mb", "2", "--no-memory-sleeps", "--lr", "0.5")
+        == both
+    )
+    path = tmp_path / "mine.toml"
+    path.write_text(to_toml(both))
+    assert tomllib.loads(path.read_text())["memory"] == {"offload": "engine", "cache_mb": 2.0, "sleeps": False}
+    assert grouped("--preset", "a", "--config", str(path)) == both
+    path.write_text("[memory]\nsleeps = false\n")
+    assert grouped("--preset", "a", "--config", str(path)).memory == Memory("x", 3.0, sleeps=False)
+    assert "--memory.cache-mb FLOAT" in (grouped_help := shown_by(grouped, capsys))
+    assert "memory options" in grouped_help
+
+
+def shown_by(program, capsys) -> str:
+    """Return all of a program's help."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        program("--help-all")
+    return capsys.readouterr().out
+
+
+def test_a_checkpoint_holds_a_group_by_the_names_of_before():
+    args = Grouped(memory=Memory("engine"))
+    assert {"offload": "engine", "memory_cache_mb": 1.0, "lr": 1e-3}.items() <= flat(args).items()
+    assert build(Grouped, flat(args)) == args == change(Grouped(), offload="engine")
+    assert marked(Grouped, MAY_CHANGE) == ("memory.offload",)
+    with pytest.raises(ValueError, match=r"^--memory.cache-mb must be >= 0, got -1.0"):
+        check_bounds(change(args, memory_cache_mb=-1.0))
+    with pytest.raises(ValueError, match=r"^mine: unknown key 'memory.ofload'; did you mean 'memory.offload'"):
+        from_toml("[memory]\nofload = 1", Grouped, "mine")
 
 
 FILES = {

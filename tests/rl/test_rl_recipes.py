@@ -14,6 +14,7 @@ from omni_reward.cli import read_options
 from omni_reward.scorers import load_scorer
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import build
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
@@ -37,7 +38,7 @@ def head_of(app: str, name: str) -> str:
 def values_of(app: str, name: str) -> dict[str, object]:
     """What a recipe comes to, by the names of the table of published values."""
     module = importlib.import_module(app)
-    args = module.Args(**from_toml(recipes(app)[name], module.Args, name))
+    args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     values = FIXED | vars(args if app != "train_gspo" else module.settle(args))
     values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
     values |= parse_numbers(values.get("guidance", ""), "guidance")
@@ -115,7 +116,7 @@ def test_no_two_recipes_of_a_trainer_write_to_one_folder():
 @pytest.mark.parametrize(("app", "name"), ALL)
 def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     module = importlib.import_module(app)
-    args = module.Args(**from_toml(recipes(app)[name], module.Args, name))
+    args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f'a sign that says "{i}"\n' for i in range(128)))
     changed = {"prompts": str(prompts), "eval_prompts": str(prompts), "scorer_url": "http://127.0.0.1:8100"}

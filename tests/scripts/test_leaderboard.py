@@ -11,6 +11,7 @@ from leaderboard import Job
 from leaderboard_page import ENTRIES, blocks, read_rows
 from omni_reward.testing import Server
 from omni_rl.settings.cli import read_settings
+from omni_rl.settings.fields import build
 from omni_rl.settings.toml import from_toml, recipes, to_toml
 
 DOCS = REPO / "docs"
@@ -27,7 +28,7 @@ def trainer(entry):
 def settings_of(entry):
     """The settings of the entry's recipe, an Args."""
     args = trainer(entry).Args
-    return args(**from_toml(recipes(entry.app)[entry.preset], args, entry.preset))
+    return build(args, from_toml(recipes(entry.app)[entry.preset], args, entry.preset))
 
 
 def row(entry, seed, before, after, *, images=100, forwards=1200, **others):

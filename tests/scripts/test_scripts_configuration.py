@@ -9,6 +9,7 @@ import configuration
 import pytest
 from helpers import REPO
 from omni_rl.settings.args import MediaArgs
+from omni_rl.settings.fields import leaves
 
 TRAINERS = sorted(path.stem for path in (REPO / "apps").glob("train_*.py"))
 
@@ -34,8 +35,8 @@ def test_a_page_that_is_not_up_to_date_is_found(tmp_path, monkeypatch, capsys):
 def test_settings_are_those_of_the_dataclass(trainer):
     args = importlib.import_module(trainer).Args
     read = configuration.settings((REPO / "apps" / f"{trainer}.py").read_text())
-    assert [setting.name for setting in read] == [field.name for field in fields(args)]
-    for setting, field in zip(read, fields(args), strict=True):
+    assert [setting.name for setting in read] == list(leaves(args))
+    for setting, field in zip(read, leaves(args).values(), strict=True):
         words = {True: "on", False: "off", "None": "none", "": "", (): ""}
         told = str(field.default).removeprefix(f"{REPO}/")
         assert setting.default in (words.get(field.default), words.get(told), f"`{told}`"), setting

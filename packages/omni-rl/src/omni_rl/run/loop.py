@@ -11,7 +11,6 @@ saves what there is and says what broke.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +25,7 @@ from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.run import AnyRun, Step
 from omni_rl.settings.args import secret_flags, without_secrets
+from omni_rl.settings.fields import flat
 
 
 class Loop:
@@ -176,7 +176,7 @@ def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, 
         for h in run.held_out[1:]
         if h.metric("reward") in evals[-1]
     }
-    plain, settings = asdict(type(run.args)()), asdict(without_secrets(run.args))
+    plain, settings = flat(type(run.args)()), flat(without_secrets(run.args))
     return {
         "base": run.base,
         "algorithm": run.algorithm,

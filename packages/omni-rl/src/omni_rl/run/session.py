@@ -1,7 +1,6 @@
 """What a run leaves behind: its folder, with a lock, a log, a report and checkpoints."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, marked
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, flat, marked, old_names
 from omni_rl.settings.toml import to_toml
 
 
@@ -59,7 +58,9 @@ class Session:
         """
         if self.saved:
             more = () if args.lr_decay else ("train_steps",)  # a falling rate depends on it
-            check_config(self.saved, self.config, ignore=(*marked(type(args), MAY_CHANGE, SECRET), *more, "scorer"))
+            may = marked(type(args), MAY_CHANGE, SECRET)
+            old = [was for was, name in old_names(type(args)).items() if name in may]
+            check_config(self.saved, self.config, ignore=(*may, *old, *more, "scorer"))
             self.checkpoints.verify(self.saved, net)
 
     def name_scorer(self, args: RunArgs, version: str) -> None:
@@ -101,7 +102,8 @@ class Session:
             facts["attention"] = ", ".join(backend.name for backend in BACKENDS[args.attention])
             facts |= {"gathered": "once in " + " and ".join(unshard)} if unshard else {}
             facts |= {"hub": ", ".join(map(pinned, FETCHED))} if FETCHED else {}
-            changed = [name for name, value in asdict(args).items() if value != getattr(type(args)(), name)]
+            plain = flat(type(args)())
+            changed = [name for name, value in flat(args).items() if value != plain[name]]
             write_versions(folder, hide=secret_flags(args), changed=changed, facts=facts)
             self.report = ReportProcess(folder, args.track, args.project)
         self.log = world.open_log(

@@ -6,7 +6,7 @@ A mistake in the settings ends the program with one line and exit code 2, before
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -41,7 +41,7 @@ from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
-from omni_rl.settings.fields import flag
+from omni_rl.settings.fields import flag, flat
 from omni_rl.settings.toml import to_toml
 
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
@@ -138,8 +138,8 @@ def start(
         inputs = kind.read(args, world, needs)
         if mode == "fsdp2" and args.unshard == "none":
             kind.check_gathered(args, inputs.model.empty_net())
-        config = asdict(without_secrets(args)) | config_of(args, inputs)
-    check_alike(dist, asdict(args) | config)
+        config = flat(without_secrets(args)) | config_of(args, inputs)
+    check_alike(dist, flat(args) | config)
     session, how, model = Session(args, dist), inputs.how, inputs.model
     session.config = config
     session.check(args, adapt(model.empty_net(), how))

@@ -1,7 +1,7 @@
 """The settings that every trainer shares, and the rules they keep. Imports no torch.
 
 A trainer's `class Args(MediaArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
-fields; `omni_rl.settings.cli.field_notes` says how comments become the help.
+fields; `omni_rl.settings.notes.field_notes` says how comments become the help.
 """
 
 import math

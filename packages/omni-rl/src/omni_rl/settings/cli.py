@@ -10,21 +10,32 @@ import re
 import socket
 import sys
 import textwrap
-import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import field, fields, is_dataclass, make_dataclass
+from dataclasses import field, make_dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
 from urllib.parse import urlsplit
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from omni_rl.settings.fields import REQUIRED, flag_of, marked, notes_of, require
-from omni_rl.settings.toml import fitting, from_files, from_text, recipes, suggest, to_toml
+from omni_rl.settings.fields import (
+    REQUIRED,
+    build,
+    flag_of,
+    kind_of,
+    leaves,
+    marked,
+    notes_of,
+    old_names,
+    require,
+    values_of,
+)
+from omni_rl.settings.notes import Note, notes_of_help
+from omni_rl.settings.toml import fitting, from_files, from_text, from_toml, recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
 
@@ -34,13 +45,6 @@ OWN = {  # flags of every program, which are no settings
     "check": (bool, False, "Check the settings and print them, all without torch, and exit"),
     "help_all": (bool, False, "Show all settings and exit, not only those that recipes set"),
 }
-
-
-class Note(NamedTuple):
-    """The title of a field's group, and its help text."""
-
-    group: str
-    text: str
 
 
 class MistakeError(Exception):
@@ -96,52 +100,56 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     """
     given = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
     values = from_files(cls, given.get("--preset", ""), given.get("--config", ""), presets)
-    kinds = get_type_hints(cls)
-    names = {*kinds, *(OWN if presets else ("config", "check"))}
+    names = {*leaves(cls), *(OWN if presets else ("config", "check"))}
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        some = {*OWN, *marked(cls, REQUIRED)}.union(*map(tomllib.loads, presets.values()))
+        some = {*OWN, *marked(cls, REQUIRED)}.union(*(from_toml(text, cls, name) for name, text in presets.items()))
         shown = some if presets and "--help-all" not in argv else names
         print_help(view_of(cls, values, notes_of_help(cls), shown), presets, description)
         sys.exit(0)
-    found: Any
+    old = {flag_of(key): flag_of(name) for key, name in old_names(cls).items()}
+    old |= {f"--no-{key[2:]}": ".no-".join(name.split(".")) for key, name in old.items()}
+    words = [re.sub("^--[^=]+", lambda name: old.get(flag_of(name[0][2:]), name[0]), word) for word in argv]
+    view: Any
     try:
-        found, unknown = tyro.cli(view_of(cls, values, {}, names), args=argv, return_unknown_args=True)
+        view, unknown = tyro.cli(view_of(cls, values, {}, names), args=words, return_unknown_args=True)
     except MistakeError as exc:
         raise ValueError(exc) from exc
     for word in unknown:
         name = word.partition("=")[0]
         if not name.startswith("-"):
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
-        known = map(flag_of, [*names, *(f"no_{key}" for key, kind in kinds.items() if kind is bool)])
-        raise ValueError(f"unknown flag {name}{suggest(name, known)}")
-    for group in vars(found).values():
-        values |= vars(group) if is_dataclass(group) else {}
-    return cls(**values)
+        switches = [f"no_{key}" for key, own in leaves(cls).items() if kind_of(own.type) is bool]
+        raise ValueError(f"unknown flag {name}{suggest(name, map(flag_of, [*names, *switches]))}")
+    for name, value in values_of(view).items():  # those of programs, those below a title, those of a group
+        title, _, rest = name.partition(".")
+        values |= {name if title.islower() else rest: value} if rest else {}
+    return build(cls, values)
 
 
 def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], shown: Set[str]) -> type:
-    """Return the dataclass that tyro fills: the settings by their titles, first those that must be given.
+    """Return the dataclass that tyro fills: the settings by their titles, first those that must be given, and groups.
 
     values: take the place of the defaults. notes: as `field_notes`. shown: names of the settings in it.
     """
-    kinds, titled = get_type_hints(cls), {"Required": list[Any]()}
-    for own in fields(cls):
-        if own.name in shown and get_origin(kinds[own.name]) is not tuple:  # tables of a TOML file
-            note = notes.get(own.name, Note("Settings", ""))
-            row = row_of(own.name, kinds[own.name], values.get(own.name, own.default), note.text)
-            titled.setdefault("Required" if REQUIRED in notes_of(own.type) else note.group, []).append(row)
-    groups = {title: make_dataclass(title, rows) for title, rows in titled.items() if rows}
+    titled = {"Required": list[Any]()}
+    for name, own in leaves(cls).items():
+        kind, note = kind_of(own.type), notes.get(name, Note("Settings", ""))
+        if name in shown and get_origin(kind) is not tuple:  # tables of a TOML file
+            title = "Required" if REQUIRED in notes_of(own.type) else name.rpartition(".")[0] or note.group
+            titled.setdefault(title, []).append(row_of(name, kind, values.get(name, own.default), note.text))
+    flattened: Any = tyro.conf.OmitArgPrefixes  # where the title is none of a group, which is a word in lower case
     rows = [row_of(name, *row) for name, row in OWN.items() if name in shown]
-    flat: Any = tyro.conf.OmitArgPrefixes
-    rows += [(title, flat[own], field(default_factory=own)) for title, own in groups.items()]
+    for title, part in [(title, make_dataclass(title, part)) for title, part in titled.items() if part]:
+        rows.append((title, part if title.islower() else flattened[part], field(default_factory=part)))
     return make_dataclass("Settings", rows)
 
 
 def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
     """Return a field for tyro, which leaves the word of a flag to our own conversion and messages."""
+    last = name.rpartition(".")[2]
     if kind is bool:
         switch = tyro.conf.FlagCreatePairsOff[bool] if name in OWN else bool
-        return name, Annotated[switch, tyro.conf.arg(help=text)], default
+        return last, Annotated[switch, tyro.conf.arg(help=text)], default
 
     def read(words: list[str]) -> object:
         """Convert the one word of a flag."""
@@ -158,7 +166,7 @@ def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any
     form = f"{{{choices}}}" if choices else {int: "INT", float: "FLOAT"}.get((*get_args(kind), kind)[0], "TEXT")
     spec = PrimitiveConstructorSpec("*", form, read, is_instance=lambda _: True, str_from_instance=lambda v: [str(v)])
     hint = "" if default in ("", None) else f"(default: {default})"
-    return name, Annotated[kind, spec, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
+    return last, Annotated[kind, spec, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
 
 
 def print_help(view: type, presets: Mapping[str, str], description: str) -> None:
@@ -172,33 +180,6 @@ def print_help(view: type, presets: Mapping[str, str], description: str) -> None
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def notes_of_help(cls: type) -> dict[str, Note]:
-    """Return the notes of a dataclass's settings and of those that it inherits."""
-    notes: dict[str, Note] = {}
-    for base in reversed(cls.__mro__[:-1]):
-        notes = field_notes(inspect.getsource(base), notes)
-    return notes
-
-
-def field_notes(source: str, inherited: Mapping[str, Note]) -> dict[str, Note]:
-    """The inherited notes, and those of the fields of a dataclass, from the comments in its source.
-
-    The comment beside a field is its help text; one on a line of its own is the title of the fields after it. A field
-    before any title that stands in `inherited` already stays in its group.
-    """
-    name, group, notes = "", "", dict(inherited)
-    for line in textwrap.dedent(source).splitlines():
-        code, _, comment = line.partition("# ")
-        text = comment.partition("# fmt:")[0].strip()
-        if field := re.match(r" {4}(\w+): ", code):
-            name = field[1]  # the comment of a field of several lines stands beside the last one
-        if text and code.strip():
-            notes[name] = Note(group or (notes[name].group if name in notes else "Settings"), text)
-        elif text:
-            group = text
-    return notes
 
 
 def knock(urls: str) -> None:

@@ -5,11 +5,13 @@ A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning r
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, TypeVar, get_args, get_origin
+
+ConfigT = TypeVar("ConfigT")
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -35,6 +37,13 @@ class Bound:
     most: float
 
 
+@dataclass(frozen=True)
+class Was:
+    """The name of a setting before it was one of a group, which files, flags and checkpoints still know."""
+
+    name: str
+
+
 def between(least: float, most: float) -> Bound:
     """Bound a number, both ends included."""
     return Bound(least, most)
@@ -50,9 +59,69 @@ def notes_of(kind: Any) -> tuple[Any, ...]:
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
+def kind_of(kind: Any) -> Any:
+    """Return a type without what stands beside it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
+def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
+    """Return the settings of a dataclass by name, as lr; those of its groups with the group's, as correction.low."""
+    found: dict[str, Field[Any]] = {}
+    for own in fields(cls):
+        group = kind_of(own.type)
+        found |= leaves(group, f"{own.name}.") if is_dataclass(group) else {f"{prefix}{own.name}": own}
+    return found
+
+
+def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return the values of a dataclass by the names of `leaves`."""
+    found: dict[str, Any] = {}
+    for name, value in vars(config).items():
+        found |= values_of(value, f"{name}.") if is_dataclass(value) else {f"{prefix}{name}": value}
+    return found
+
+
+def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Return the dataclass of values by the names of `leaves`, or by `old_names`; others are its defaults."""
+    old, own = old_names(cls), dict[str, Any]()
+    shape: Any = cls
+    groups = {each.name: kind_of(each.type) for each in fields(shape)}
+    for name, value in values.items():
+        group, _, rest = old.get(name, name).rpartition(".")
+        own |= {group: replace(own.get(group, groups[group]()), **{rest: value})} if group else {rest: value}
+    return cls(**own)
+
+
+def change(config: ConfigT, **values: Any) -> ConfigT:
+    """Return the dataclass with other values, by the names of `leaves` or by `old_names`."""
+    old = old_names(type(config))
+    return build(type(config), values_of(config) | {old.get(name, name): value for name, value in values.items()})
+
+
+def old_names(cls: Any) -> dict[str, str]:
+    """Return the names of settings in groups by those that they had before: correction.low by correction_low.
+
+    Another old name than that stands beside the type, as `Was`.
+    """
+    found: dict[str, str] = {}
+    for name, own in leaves(cls).items():
+        if "." in name:
+            was = [note.name for note in notes_of(own.type) if isinstance(note, Was)]
+            found[was[0] if was else name.replace(".", "_")] = name
+    return found
+
+
+def flat(config: Any) -> dict[str, object]:
+    """Return the values of a dataclass as checkpoints hold them, by `old_names`."""
+    old = {name: was for was, name in old_names(type(config)).items()}
+    rows = {name: value for name, value in values_of(config).items() if isinstance(value, tuple)}
+    plain = values_of(config) | {name: [asdict(row) for row in value] for name, value in rows.items()}
+    return {old.get(name, name): value for name, value in plain.items()}
+
+
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
-    """Return the names of a dataclass's settings that have one of the marks."""
-    return tuple(field.name for field in fields(cls) if set(marks).intersection(notes_of(field.type)))
+    """Return the names of a dataclass's settings, as `leaves` has them, that have one of the marks."""
+    return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
 
 
 def flag_of(name: str) -> str:
@@ -69,15 +138,16 @@ def check_bounds(config: Any, place: str = "") -> None:
     Raises:
         ValueError: one is not.
     """
-    for field in fields(config):
-        value = getattr(config, field.name)
+    values = values_of(config)
+    for key, own in leaves(config).items():
+        value = values[key]
         if type(value) in (int, float):
-            bound = next((note for note in notes_of(field.type) if isinstance(note, Bound)), Bound(-math.inf, math.inf))
+            bound = next((note for note in notes_of(own.type) if isinstance(note, Bound)), Bound(-math.inf, math.inf))
             limit = FLOAT32_MAX if type(value) is float else 2**31 - 1
             least, most = (end if math.isfinite(end) else math.copysign(limit, end) for end in vars(bound).values())
             if not least <= value <= most:
                 rule = f">= {least:.10g}" if value < least else f"<= {most:.10g}"
-                name = f"{place}.{field.name}" if place else flag_of(field.name)
+                name = f"{place}.{key}" if place else flag_of(key)
                 raise ValueError(f"{name} must be {rule}, got {value}")
 
 

@@ -5,13 +5,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import is_dataclass
 from difflib import get_close_matches
 from importlib.resources import files
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from omni_train.hub import check_named, is_from_hub, local_file
 
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import flag, kind_of, leaves, old_names, require
 
 KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
 
@@ -51,19 +52,23 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
 
 
 def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
-    """The settings in a TOML text. place: what the messages call it.
+    """Return the settings in a TOML text by the names of `leaves`. place: what the messages call the text.
 
     Raises:
-        ValueError: the text is no TOML, or has an unknown key, a table, or a value of another type.
+        ValueError: the text is no TOML, or has an unknown key or table, or a value of another type.
     """
-    values, kinds = tomllib.loads(text), get_type_hints(cls)
-    for key, value in values.items():
-        if isinstance(value, dict):
-            raise ValueError(f"{place}: [{key}] is a table, but settings stand side by side, as lr = 1e-4")
-        if key not in kinds:
-            raise ValueError(f"{place}: unknown key {key!r}{suggest(key, kinds)}")
-        is_table = get_origin(kinds[key]) is tuple
-        values[key] = (read_tables if is_table else fitting)(kinds[key], value, f"{place}: {key}")
+    known, old, values = leaves(cls), old_names(cls), dict[str, Any]()
+    groups = {name.partition(".")[0] for name in old.values()}
+    for key, value in tomllib.loads(text).items():
+        is_group = key in groups and isinstance(value, dict)
+        for name, own in {f"{key}.{rest}": own for rest, own in value.items()}.items() if is_group else [(key, value)]:
+            name = old.get(name, name)
+            if name not in known and isinstance(own, dict):
+                raise ValueError(f"{place}: [{name}] is a table, but only {', '.join(sorted(groups)) or 'eval'} are")
+            if name not in known:
+                raise ValueError(f"{place}: unknown key {name!r}{suggest(name, known)}")
+            kind = kind_of(known[name].type)
+            values[name] = (read_tables if get_origin(kind) is tuple else fitting)(kind, own, f"{place}: {name}")
     return values
 
 
@@ -87,9 +92,12 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
 
 def to_toml(config: Any) -> str:
     """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
+    groups = {key: value for key, value in vars(config).items() if is_dataclass(value)}
     tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
-    values = {key: value for key, value in vars(config).items() if value is not None and key not in tables}
+    others = {key: value for key, value in vars(config).items() if key not in {**groups, **tables}}
+    values = {key: value for key, value in others.items() if value is not None}
     text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
+    text += "".join(f"\n[{name}]\n{to_toml(group)}" for name, group in groups.items())
     for name, rows in tables.items():
         text += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in rows)
     return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
