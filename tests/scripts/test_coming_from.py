@@ -3,11 +3,12 @@
 import importlib
 import re
 import tomllib
-from typing import Literal, get_args, get_origin, get_type_hints
+from typing import Literal, get_args, get_origin
 
 import pytest
 from helpers import REPO
 from omni_reward.cli import build_parser
+from omni_rl.settings.fields import flag_of, kind_of, leaves
 from omni_rl.settings.toml import recipes
 from scripts.test_algorithm_docs import tables
 
@@ -15,8 +16,8 @@ PAGES = {name: (REPO / "docs" / f"{name}.md").read_text("utf-8") for name in ("c
 APPS = [importlib.import_module(path.stem) for path in sorted((REPO / "apps").glob("train_*.py"))]
 FLAGS: dict[str, list[object]] = {}  # of any trainer -> its types
 for app in APPS:
-    for field, kind in get_type_hints(app.Args).items():
-        FLAGS.setdefault(f"--{field.replace('_', '-')}", []).append(kind)
+    for name, field in leaves(app.Args).items():
+        FLAGS.setdefault(flag_of(name), []).append(kind_of(field.type))
 OTHERS = {"--preset", "--config", "--nproc-per-node"} | {w for a in build_parser()._actions for w in a.option_strings}
 
 
@@ -37,7 +38,7 @@ def test_a_flag_of_the_tables_takes_its_value():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_flags_and_recipes_of_the_text_exist(page):
-    named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", PAGES[page]))
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z.-]+\b", PAGES[page]))
     assert named - FLAGS.keys() - OTHERS == set()
     presets = {name for app in APPS for name in recipes(app.__name__)}
     assert set(re.findall(r"`((?:sd35|qwen-image|flux)-[\w-]+)`", PAGES[page])) <= presets

@@ -119,7 +119,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         if not name.startswith("-"):
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
         switches = [f"no_{key}" for key, own in leaves(cls).items() if kind_of(own.type) is bool]
-        raise ValueError(f"unknown flag {name}{suggest(name, map(flag_of, [*names, *switches]))}")
+        raise ValueError(f"unknown flag {name}{suggest(name, map(flag_of, sorted([*names, *switches])))}")
     for name, value in values_of(view).items():  # those of programs, those below a title, those of a group
         title, _, rest = name.partition(".")
         values |= {name if title.islower() else rest: value} if rest else {}

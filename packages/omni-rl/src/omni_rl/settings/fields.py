@@ -113,10 +113,9 @@ def old_names(cls: Any) -> dict[str, str]:
 
 def flat(config: Any) -> dict[str, object]:
     """Return the values of a dataclass as checkpoints hold them, by `old_names`."""
-    old = {name: was for was, name in old_names(type(config)).items()}
-    rows = {name: value for name, value in values_of(config).items() if isinstance(value, tuple)}
-    plain = values_of(config) | {name: [asdict(row) for row in value] for name, value in rows.items()}
-    return {old.get(name, name): value for name, value in plain.items()}
+    plain = values_of(config)
+    old = {name: name for name in plain} | {name: was for was, name in old_names(type(config)).items()}
+    return {old[name]: [*map(asdict, own)] if isinstance(own, tuple) else own for name, own in plain.items()}
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
