@@ -331,7 +331,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                 gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            deviation = run.world.check_ratio([m["rollout_gap"] for m in seen], tolerance, step.number)
+            deviation = run.check_ratio([m["rollout_gap"] for m in seen], tolerance, step.number)
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
 

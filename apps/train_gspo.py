@@ -247,7 +247,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
-    gap = run.world.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
+    gap = run.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results: list[StepResult] = []
@@ -266,7 +266,7 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if not results:
-            deviation = run.world.check_ratio(moves, 0.0, step.number)
+            deviation = run.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
     return policy_metrics(dist, seen, results) | firsts

@@ -203,7 +203,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     with torch.no_grad():
         old = [score(run, run.policy.net, batch.trajectory) for batch in batches]
-    gap = run.world.check_ratio(gaps(batches, old), tolerance(args), step.number)
+    gap = run.check_ratio(gaps(batches, old), tolerance(args), step.number)
     seen, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
     for first in range(0, len(batches), size):
@@ -225,7 +225,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             seen.append(drawn | {f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
-            deviation = run.world.check_ratio(moves, 0.0, step.number)
+            deviation = run.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     return policy_metrics(dist, seen, results) | {
         "policy/first_ratio_max_dev": deviation,

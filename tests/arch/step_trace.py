@@ -65,13 +65,13 @@ def code_lines(functions: set[Function], repo: Path = REPO) -> dict[str, int]:
 
 
 def trace(url: str, repo: Path = REPO, **settings: Any) -> Trace:
-    """Train FlowGRPO for one step with these settings, in a forked process, and follow it."""
+    """Train FlowGRPO for one step with these settings, in forked processes, and follow that of the first rank."""
     case = record.grpo(**(STEP | settings))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         record.write_data(folder)
         follower = _Follower(repo, folder / "trace.json")
-        record.train(case.app, record.flags(case, repo, url), repo, folder, before=follower.install)
+        record.train(case.app, record.flags(case, repo, url), repo, folder, ranks=case.ranks, before=follower.install)
         text = json.loads((folder / "trace.json").read_text())
     loop, others = ({(file, name, line) for file, name, line in text[where]} for where in ("loop", "others"))
     return Trace(loop, others, text["chain"])
@@ -143,7 +143,8 @@ class _Follower:
         self._active = False
         sys.setprofile(None)
         functions = {where: sorted(found) for where, found in self._functions.items()}
-        self._out.write_text(json.dumps(functions | {"chain": self._chain}))
+        if os.environ.get("RANK", "0") == "0":
+            self._out.write_text(json.dumps(functions | {"chain": self._chain}))
 
 
 def main() -> None:

@@ -6,7 +6,11 @@ from records import record
 
 MAX_FRAMES = 2
 LOOP_FILES, LOOP_LINES = 20, 1065  # of the loop's own thread
+RECIPE_FILES, RECIPE_LINES = 22, 1050  # the same with LoRA, KL, group std and two ranks
 ALL_FILES, ALL_LINES = 23, 1340  # with the threads that send images to the scorer
+
+
+RECIPE = {"lora_rank": 4, "kl_coef": 0.01, "adv_std": "group", "ranks": 2}
 
 
 @pytest.fixture(scope="module")
@@ -14,6 +18,13 @@ def step():
     """One FlowGRPO step with all weights trained."""
     with record.scoring() as url:
         yield step_trace.trace(url)
+
+
+@pytest.fixture(scope="module")
+def recipe_step():
+    """One FlowGRPO step with the settings of a recipe, on two ranks."""
+    with record.scoring() as url:
+        yield step_trace.trace(url, **RECIPE)
 
 
 def test_the_loss_is_near_the_loop(step):
@@ -30,6 +41,14 @@ def test_a_step_runs_few_files_and_little_code(step, threads):
     table = "\n".join(f"{count:5}  {file}" for file, count in lines.items())
     assert len(lines) <= most_files, f"{len(lines)} files:\n{table}"
     assert sum(lines.values()) <= most_lines, f"{sum(lines.values())} lines:\n{table}"
+
+
+def test_a_step_with_the_settings_of_a_recipe_runs_little_more(recipe_step):
+    assert recipe_step.frames <= MAX_FRAMES, " > ".join(recipe_step.chain)
+    lines = step_trace.code_lines(recipe_step.loop)
+    table = "\n".join(f"{count:5}  {file}" for file, count in lines.items())
+    assert len(lines) <= RECIPE_FILES, f"{len(lines)} files:\n{table}"
+    assert sum(lines.values()) <= RECIPE_LINES, f"{sum(lines.values())} lines:\n{table}"
 
 
 def test_a_trace_sees_the_step(step):

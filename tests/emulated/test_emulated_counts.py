@@ -12,7 +12,7 @@ from model_rows import ROWS
 
 NEEDED = {"sampling.py draw": count_waits.BATCHES, "optim.py _norms": 1, "run.py policy_metrics": 1}
 WAITS = {  # of SRPO all scores are computed on the device; its batches hold texts of unequal lengths
-    "flowgrpo": NEEDED | {"world.py check_ratio": 1},
+    "flowgrpo": NEEDED | {"run.py Run.check_ratio": 1},
     "nft": NEEDED,
     "dpo": NEEDED | {"types.py Samples.cat": 2},
     "srpo": NEEDED | {"train_srpo.py grade": 2, "qwen_image.py QwenImage.predict_velocity.predict": 10},

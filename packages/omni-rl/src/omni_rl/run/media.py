@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from omni_rollout import Engine, Model, Params
 from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
@@ -21,13 +20,13 @@ from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt
 from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.weights.full import LORA_FILE, check_adapter, check_weights, homes, save_weights, saved_files
-from torch import Tensor, nn
+from torch import nn
 
 from omni_rl.flow.sampling import evaluate
 from omni_rl.flow.scorers import LocalScorer, Scorer, abstain
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.engines import ENGINES
-from omni_rl.run.run import MediaRun
+from omni_rl.run.run import MediaRun, first_input
 from omni_rl.run.start import (
     Inputs,
     Kind,
@@ -299,12 +298,6 @@ def decoding(args: MediaArgs, model: ModelT) -> ModelT:
     return wrap(model, decode=in_slices(model.decode, args.decode_batch_size)) if args.decode_batch_size else model
 
 
-def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
-    """Return the number of samples in a forward and the shape of one; the first input of any model is a batch."""
-    first = next(iter((*args, *kwargs.values())))
-    return len(first), first[0].shape
-
-
 def export(run: MediaRun[MediaArgs], card: Mapping[str, object] | None) -> None:
     """Write a folder for each expert that is trained."""
     for name, part in run.trained.items():
@@ -320,5 +313,5 @@ MEDIA: Kind[Model, Engine, Params, Scorer] = Kind(
     open_engine=open_engine,
     evaluate=evaluate,
     export=export,
-    seen=seen,
+    seen=first_input,
 )

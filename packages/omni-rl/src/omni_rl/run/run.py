@@ -11,17 +11,17 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from omni_rollout import Engine, Model, Params
-from omni_rollout.routes import ExpertLoad
+from omni_rollout.routes import ExpertLoad, routing_of
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine
-from omni_train.dist import Dist, mean_metrics, memory, merge_metric
+from omni_train.dist import Dist, gather_json, mean_metrics, memory, merge_metric
 from omni_train.flops import Calls, FlopTable
 from omni_train.optim import StepResult, optimizer_step, warmup_lr
 from omni_train.prompts.sampler import PromptSampler
 from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
-from torch import Tensor
+from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.scorers import AnyScorer, Scorer, TextScorer
@@ -36,6 +36,9 @@ ModelT = TypeVar("ModelT", bound=Model | TokenModel, covariant=True)
 EngineT = TypeVar("EngineT", bound=WeightedEngine, covariant=True)
 ParamsT = TypeVar("ParamsT", bound=Params | TokenParams, covariant=True)
 ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
+
+
+Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 
 
 def _no_metrics(run: Any, step: int) -> dict[str, float]:
@@ -139,6 +142,52 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         now = memory(self.dist.device)
         return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
 
+    def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
+        """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
+
+        Args:
+            deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its
+                samples, ratio = exp(log_prob - old_log_prob).
+            tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
+            step: of the training loop, for the message.
+
+        Raises:
+            RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
+                forward and the causes.
+        """
+        by_rank = torch.tensor(gather_json(self.dist, torch.stack([*deviations]).detach().float().tolist()))
+        worst = by_rank.max().item()
+        if worst <= tolerance or not self.world.has_numbers:
+            return worst
+        off = ~(by_rank <= tolerance)  # NaN is off too
+        rank, forward = off.nonzero()[0].tolist()
+        raise RuntimeError(
+            f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: "
+            f"in {int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update "
+            "does not compute what the engine sampled with. Causes: other weights (a missed sync), another batch "
+            "shape, padding, dtype or attention kernel, another sigma, window or guidance scale."
+        )
+
+    def count_calls(self, seen: Seen) -> None:
+        """Count the samples that pass the nets from here on, and those that reach an expert."""
+
+        def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            if found := seen(kwargs, args):
+                samples, shape = found
+                self.calls[self.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
+
+        def note_expert(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
+            self.counts[kwargs["expert"]] += torch.is_grad_enabled()
+
+        policy = self.policy
+        for net in {self.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
+            if net is not None:  # the embedded engine's is the trainer's
+                net.register_forward_pre_hook(note, with_kwargs=True)
+        if self.model.boundary:
+            policy.net.register_forward_pre_hook(note_expert, with_kwargs=True)
+        if routing := routing_of(self.engine.net):
+            self.load = ExpertLoad(routing, counts=lambda: self.session.log.last_phase == "rollout")
+
     def close(self) -> None:
         """Free what samples and scores."""
         for scorer in (self.scorer, self.watch, *(held.scorer for held in self.held_out)):
@@ -153,6 +202,12 @@ AnyRun = Run[RunArgs, Any, Any, Any, Any]
 MediaRun = Run[ArgsT, Model, Engine, Params, Scorer]
 ThinkingRun = Run[ArgsT, ThinkingModel, Engine, ThinkingParams, Scorer]
 TokenRun = Run[ArgsT, TokenModel, TokenEngine, TokenParams, TextScorer]
+
+
+def first_input(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
+    """Return the number of samples in a forward and the shape of one; the first input of any model is a batch."""
+    first = next(iter((*args, *kwargs.values())))
+    return len(first), first[0].shape
 
 
 class Step:

@@ -12,7 +12,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from omni_rollout import Params
-from omni_rollout.routes import ExpertLoad, routing_of
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
@@ -185,7 +184,7 @@ def start(
         parts=inputs.parts,
         sleeps="engine" in offloaded(args) or (args.engine_sleep and not engine.shares_weights),
     )
-    count(run, kind)
+    run.count_calls(kind.seen)
     nets = [each for each in {engine.net, net} if each is not None]
     session.open_log(args, world, nets, [held.metric("reward") for held in inputs.held_out[1:]], unshard)
     if dist.is_main:
@@ -422,24 +421,3 @@ def open_frozen(kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any], needs:
         name: filled({expert: saved_files(home) for expert, home in found.items()})
         for name, found in inputs.teachers.items()
     }
-
-
-def count(run: Run[Any, Any, Any, Any, Any], kind: Kind[Any, Any, Any, Any]) -> None:
-    """Have the run count the samples that pass its nets."""
-
-    def note(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        if found := kind.seen(kwargs, args):
-            samples, shape = found
-            run.calls[run.session.log.last_phase, torch.is_grad_enabled(), shape] += samples
-
-    def note_expert(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> None:
-        run.counts[kwargs["expert"]] += torch.is_grad_enabled()
-
-    policy = run.policy
-    for net in {run.engine.net, policy.net, policy.reference_net, *policy.teachers.values()}:
-        if net is not None:  # the embedded engine's is the trainer's
-            net.register_forward_pre_hook(note, with_kwargs=True)
-    if run.model.boundary:
-        policy.net.register_forward_pre_hook(note_expert, with_kwargs=True)
-    if routing := routing_of(run.engine.net):
-        run.load = ExpertLoad(routing, counts=lambda: run.session.log.last_phase == "rollout")

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, ThoughtScorer
 from omni_rl.run.engines import ENGINES
-from omni_rl.run.media import MEDIA, decoding, open_scorer, params_of, read_all, seen
+from omni_rl.run.media import MEDIA, decoding, open_scorer, params_of, read_all
+from omni_rl.run.run import first_input
 from omni_rl.run.start import Inputs, Kind, Needs
 from omni_rl.run.texts import check_gathered
 from omni_rl.run.world import World
@@ -102,4 +103,4 @@ def _open_engine(
 def _seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
     """Count the samples that pass the net to be drawn, and not what is written, whose lengths differ."""
     first = next(iter((*args, *kwargs.values())))
-    return seen(kwargs, args) if torch.is_floating_point(first) else None
+    return first_input(kwargs, args) if torch.is_floating_point(first) else None

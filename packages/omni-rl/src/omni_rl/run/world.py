@@ -8,11 +8,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from omni_rollout import Model
-from omni_train.dist import Dist, free_memory, gather_json, init_distributed, shutdown
+from omni_train.dist import Dist, free_memory, init_distributed, shutdown
 from omni_train.log import RunLog
 from omni_train.prompts.files import PromptRecord
 from omni_train.signals import STOP_SIGNALS
-from torch import Tensor
 
 from omni_rl.flow.scorers import connect
 from omni_rl.settings.args import RunArgs
@@ -30,10 +29,12 @@ class World:
     """The ranks that torchrun has started, or this process alone.
 
     `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. signals: that ask a run to stop.
+    has_numbers: True if tensors have values.
     """
 
     dist: Dist
     signals: ClassVar[Sequence[Any]] = STOP_SIGNALS
+    has_numbers: ClassVar[bool] = True
 
     @classmethod
     def join(cls, args: RunArgs) -> "World":
@@ -75,29 +76,3 @@ class World:
     def steps(self, run: Any, left: Iterable[Any]) -> Iterable[Any]:
         """Return the training steps to take, of those that are left."""
         return left
-
-    def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
-        """Return the largest |ratio - 1| of all ranks before a step's first update. Every rank calls it.
-
-        Args:
-            deviations: 0-d, one per forward of this rank and as many on every rank: the largest |ratio - 1| of its
-                samples, ratio = exp(log_prob - old_log_prob).
-            tolerance: largest deviation allowed; 0 where sampling and update share functions, weights and shapes.
-            step: of the training loop, for the message.
-
-        Raises:
-            RuntimeError: on every rank, where some rank's deviation is larger or NaN. The message names the rank, the
-                forward and the causes.
-        """
-        by_rank = torch.tensor(gather_json(self.dist, torch.stack([*deviations]).detach().float().tolist()))
-        worst = by_rank.max().item()
-        if worst <= tolerance:
-            return worst
-        off = ~(by_rank <= tolerance)  # NaN is off too
-        rank, forward = off.nonzero()[0].tolist()
-        raise RuntimeError(
-            f"step {step}: before the first update the ratio must be 1 within {tolerance}, but is off by {worst:.3g}: "
-            f"in {int(off.sum())} of {off.numel()} forwards, first in forward {forward} of rank {rank}. The update "
-            "does not compute what the engine sampled with. Causes: other weights (a missed sync), another batch "
-            "shape, padding, dtype or attention kernel, another sigma, window or guidance scale."
-        )

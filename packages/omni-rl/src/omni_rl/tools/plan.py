@@ -227,6 +227,7 @@ class PlannedWorld(World):
     remembers: bool = True
     found: list[Figures] = field(default_factory=list)
     signals: ClassVar[Sequence[Any]] = ()  # there is nothing to save
+    has_numbers: ClassVar[bool] = False
     _seen: dict[object, "_Seen"] = field(default_factory=dict)
     _measured: list[Callable[[], None]] = field(default_factory=list)  # what ends the backward pass that is measured
     _forwards: Counter[str] = field(default_factory=Counter)  # samples through the net, by phase
@@ -291,10 +292,6 @@ class PlannedWorld(World):
             peaks = Counter({name or "others": peak for name, peak in (loaded | device.peaks).items()})
             flops, forwards, tokens = (Counter(each) for each in (device.flops, self._forwards, self._tokens))
             self.found.append(Figures(peaks, flops, forwards, tokens, run.policy.unshard, offloads))
-
-    def check_ratio(self, deviations: Sequence[Tensor], tolerance: float, step: int) -> float:
-        """Return 0, as a plan has no numbers."""
-        return 0.0
 
     def forget(self) -> None:
         """Drop what was remembered, which keeps tensors alive."""
