@@ -103,7 +103,6 @@ import torch
 from omni_losses import LossOutput, distill_velocity_loss, group_advantages, grpo_loss, k3_kl, token_grpo_loss
 from omni_reward import Score
 from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.scoring import (
     TrainBatch,
     gather_parts,
@@ -118,11 +117,11 @@ from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.run import Step, ThinkingRun, policy_metrics
-from omni_rl.run.start import Kind, Needs, start
-from omni_rl.run.thoughts import thoughts
+from omni_rl.run.start import Needs, start
+from omni_rl.run.thoughts import ThinkingKind, thoughts
 from omni_rl.run.world import World
-from omni_rollout import Engine, Params, Prompt, Samples, Trajectory
-from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
+from omni_rollout import Params, Prompt, Samples, Trajectory
+from omni_rollout.thoughts import ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
 from omni_sched import Transition, sde_window
 from omni_train.dist import gather_by_index, merge_metric
@@ -144,7 +143,7 @@ def main(args: Args, world: World) -> None:
             show(run, step, batches, scores_of(pending))
 
 
-def thinking(args: Args) -> Kind[ThinkingModel, Engine, ThinkingParams, Scorer]:
+def thinking(args: Args) -> ThinkingKind:
     """Return what a run does that thinks as the settings say."""
     thought = TokenParams(args.max_thought_tokens, args.temperature)
     return thoughts(thought, replace(thought, temperature=args.eval_temperature, top_p=args.eval_top_p), rules_of(args))

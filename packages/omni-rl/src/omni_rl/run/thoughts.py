@@ -28,10 +28,10 @@ from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, sharding
 from omni_rl.settings.fields import flag, require
 
+ThinkingKind = Kind[ThinkingModel, Engine, ThinkingParams, Scorer]
 
-def thoughts(
-    thought: TokenParams, eval_thought: TokenParams, rules: Rules | None
-) -> Kind[ThinkingModel, Engine, ThinkingParams, Scorer]:
+
+def thoughts(thought: TokenParams, eval_thought: TokenParams, rules: Rules | None) -> ThinkingKind:
     """Return what a run that thinks and draws does.
 
     thought, eval_thought: how training and evaluations write. rules: that grade thoughts.
