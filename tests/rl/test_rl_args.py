@@ -1,10 +1,11 @@
 """Settings that no run can use are refused before torch is imported, by one line that names flag, rule and value."""
 
+import importlib
 import math
 import subprocess
 import sys
 import tomllib
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -20,7 +21,7 @@ from omni_rl.settings.args import (
     sharding,
     without_secrets,
 )
-from omni_rl.settings.fields import Bound, check_bounds, flag_of, notes_of
+from omni_rl.settings.fields import Bound, check_bounds, flag_of, kind_of, notes_of
 from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import to_toml
 from omni_train.attention import BACKENDS
@@ -178,3 +179,14 @@ def test_checking_imports_no_torch():
 
 def test_attention_may_be_any_choice_that_there_is():
     assert get_args(get_type_hints(RunArgs)["attention"]) == tuple(BACKENDS)
+
+
+MOST_FLAT = {"train_flowgrpo": 93, "train_gspo": 69, "train_nft": 89, "train_srpo": 80}  # lower it as groups are made
+
+
+@pytest.mark.parametrize("app", MOST_FLAT)
+def test_a_trainer_s_settings_that_stand_in_no_group_only_become_fewer(app: str):
+    own = fields(importlib.import_module(app).Args)
+    groups = [field.name for field in own if is_dataclass(kind_of(field.type))]
+    assert len(groups) <= 9
+    assert len(own) - len(groups) <= MOST_FLAT[app]

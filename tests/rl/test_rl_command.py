@@ -152,7 +152,7 @@ def test_the_doctor_names_what_is_there_and_how_to_get_what_is_not(place: Path, 
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name in ("wandb", "vllm_omni") else find_spec(name))
     code, told = diagnose(capsys)
     assert code == 0
-    assert re.search(r'^missing +wandb +--track wandb: pip install "omni-rl\[wandb\]"$', told, re.MULTILINE)
+    assert re.search(r'^missing +wandb +--tracking.to wandb: pip install "omni-rl\[wandb\]"$', told, re.MULTILINE)
     assert re.search(r"^missing +--engine vllm-omni +.*make install-vllm-omni", told, re.MULTILINE)
     assert re.search(r"^ok +--engine diffusers +works$", told, re.MULTILINE)
     assert re.search(rf"^ok +torch +{re.escape(version('torch'))}$", told, re.MULTILINE)

@@ -3,7 +3,6 @@
 import importlib
 import subprocess
 import sys
-from dataclasses import fields
 
 import configuration
 import pytest
@@ -57,7 +56,7 @@ def test_a_row_has_the_default_the_other_words_and_the_comment_with_its_bars():
 def test_what_all_trainers_share_comes_from_their_base_and_may_be_told_otherwise():
     shared = configuration.settings("class Args(MediaArgs):\n    # Run\n    lr: float = 1.0  # Another rate\n")
     plain = configuration.settings("class Args(MediaArgs):\n    pass\n")
-    assert [setting.name for setting in shared] == [field.name for field in fields(MediaArgs)]
+    assert [setting.name for setting in shared] == list(leaves(MediaArgs))
     assert [a.name for a, b in zip(shared, plain, strict=True) if a != b] == ["lr"]
-    titles = {"Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Optimizer"}
+    titles = {"tracking", "Run", "Model", "Data", "Sampling", "Engine", "Scorer", "Optimizer"}
     assert {setting.group for setting in plain} == titles

@@ -105,7 +105,7 @@ class Session:
             plain = flat(type(args)())
             changed = [name for name, value in flat(args).items() if value != plain[name]]
             write_versions(folder, hide=secret_flags(args), changed=changed, facts=facts)
-            self.report = ReportProcess(folder, args.track, args.project)
+            self.report = ReportProcess(folder, args.tracking.to, args.tracking.project)
         self.log = world.open_log(
             partial(ProfiledLog, step=args.profile, nets=set(nets)) if args.profile else RunLog,
             folder=folder,

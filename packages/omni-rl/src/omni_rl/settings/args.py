@@ -23,6 +23,7 @@ from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
     SECRET,
+    Was,
     at_least,
     between,
     check_bounds,
@@ -39,6 +40,14 @@ Unshard = Literal["auto", "none", "rollout", "all"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 OnFailure = Literal["raise", "mask", "mask_group"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
+
+
+@dataclass(frozen=True)
+class Tracking:
+    """Trackers beside the report."""
+
+    to: Annotated[str, Was("track"), MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
+    project: Annotated[str, Was("project"), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
 
 
 @dataclass(frozen=True)
@@ -61,8 +70,7 @@ class RunArgs:
     async_save: Annotated[bool, MAY_CHANGE] = True  # Write checkpoints from a copy on the host while training goes on
     eval_every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
     eval_only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
-    track: Annotated[str, MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
-    project: Annotated[str, MAY_CHANGE] = "omni-rl"  # Project name in the trackers
+    tracking: Tracking = Tracking()  # Trackers that get metrics and images too
     profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
     hang_timeout_s: Annotated[float, between(1, 1e6), MAY_CHANGE] = 1800.0  # Longest wait for a rank in seconds
     verbose: Annotated[bool, MAY_CHANGE] = False  # Show the warnings and progress bars of other libraries too
@@ -197,8 +205,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
     """
     check_bounds(args)
-    with flag("--track: "):
-        check_tracker(args.track, args.project)
+    with flag("--tracking.to: "):
+        check_tracker(args.tracking.to, args.tracking.project)
     name, mode = PurePath(args.name), sharding(args, world_size)
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not vars(args)[name]), "")
     offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}

@@ -19,9 +19,9 @@ EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
     "rapidocr": ("the scorer ocr", "scorer"),
     "av": (".mp4, .webm and .flac", "video"),
     "pyarrow": ("prompts in .parquet", "parquet"),
-    "tensorboard": ("--track tensorboard", "tensorboard"),
-    "wandb": ("--track wandb", "wandb"),
-    "trackio": ("--track trackio", "trackio"),
+    "tensorboard": ("--tracking.to tensorboard", "tensorboard"),
+    "wandb": ("--tracking.to wandb", "wandb"),
+    "trackio": ("--tracking.to trackio", "trackio"),
 }
 CLONE = "clone the sources of omni-rl, and start in their folder"
 
