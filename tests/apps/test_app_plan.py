@@ -77,7 +77,9 @@ def really(app, args, monkeypatch):
     monkeypatch.setattr(World, "connect", lambda *_, **__: (scorer, ""))
     gc.collect()
     with meter:
-        args = replace(args, dry_run=False, device_memory_gb=0.0, async_save=False, train_steps=2)
+        args = replace(
+            args, dry_run=False, device_memory_gb=0.0, async_save=False, train_steps=2, scorer_url="http://a:1"
+        )
         app.main(replace(args, eval_every=100, save_every=100), World.join(args))
     return meter
 
