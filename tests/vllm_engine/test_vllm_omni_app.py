@@ -1,11 +1,10 @@
 """The FlowGRPO trainer with `--engine vllm-omni`: the same run as with the embedded engine, on one rank and on two."""
 
-from dataclasses import replace
-
 import pytest
 import torch.multiprocessing
 from apps.conftest import bright_url as bright_url
 from omni_rl.run.run import Run
+from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train_on_ranks, write_eval_prompts
 
 import train_flowgrpo as app
@@ -27,7 +26,7 @@ def train(tmp_path, monkeypatch, bright_url):
 
     def run(ranks=1, **settings):
         args = tiny(recipe(app, "tiny-signs"), **SETTINGS, scorer_url=bright_url)
-        return train_on_ranks(app, replace(args, **settings), ranks=ranks)
+        return train_on_ranks(app, change(args, **settings), ranks=ranks)
 
     return run
 

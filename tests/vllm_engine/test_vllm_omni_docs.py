@@ -15,6 +15,7 @@ import setproctitle
 import torch
 from helpers import REPO
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import flag_of, leaves
 from omni_rollout import Prompt
 from vllm_omni_helpers import PARAMS, open_engine
 
@@ -84,8 +85,8 @@ def test_every_command_is_there(benchmark):
 
 def test_flags_and_metrics_are_those_of_the_trainer():
     documented = (REPO / "docs" / "metrics.md").read_text("utf-8")  # which a test of the trainer holds to its log
-    for flag in re.findall(r"`--((?:no-)?[a-z-]+)", PAGE):
-        assert hasattr(app.Args, flag.removeprefix("no-").replace("-", "_")), flag
+    flags = {flag_of(name) for name in leaves(app.Args)}
+    assert {flag.replace("--no-", "--") for flag in re.findall(r"`(--[a-z.-]+)", PAGE)} <= flags
     for name in re.findall(r"`((?:perf|policy)/\w+)`", PAGE):
         assert f"`{name}`" in documented, name
 
