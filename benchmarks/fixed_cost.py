@@ -122,6 +122,7 @@ def open_run(args: Args) -> MediaRun[MediaArgs]:
         evaluate=MEDIA.evaluate,
         export=MEDIA.export,
         trained=model.nets,
+        algorithm="flowgrpo",
         base="none",
         version=args.start,
     )

@@ -103,7 +103,8 @@ def measure(args: Args) -> dict[str, float]:
         try:
             with quiet():
                 Path("eval.txt").write_text(f"{engines.TEXT}\n")
-                app.main(args := replace(app.Args(), **settings), World.join(args))
+                own = replace(app.Args(), **settings)
+                app.main(own, World.join(own))
         finally:
             RunLog.log, Tensor.backward = logged, went_back  # type: ignore[method-assign]
             World.connect = connect  # type: ignore[method-assign]

@@ -107,7 +107,7 @@ class Plain:
 
     def step(self, prompts: Sequence[Prompt], params: Params, *, again: bool = False, autocast: bool = True) -> Result:
         """Sample, score, and train once on all stochastic steps of all samples."""
-        is_low = autocast and self.run.dtype != torch.float32
+        is_low = autocast and self.args.dtype != "float32"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=is_low):
             return self._step(prompts, params, again)
 
@@ -187,7 +187,7 @@ def measure(args: Args) -> dict[str, Result]:
             norm, loss = metrics["policy/grad_norm"], metrics["policy/loss"]
             found[OURS].append(Result(seconds, norm, loss, torch.cat(drawn)))
             for name, options in ARMS.items():
-                if options.get("autocast", True) or run.dtype != torch.float32:
+                if options.get("autocast", True) or run.args.dtype != "float32":
                     prompts, params = prompts_of(run, step), app.params_at(run, step)
                     found.setdefault(name, []).append(plain.step(prompts, params, **options))
 

@@ -12,6 +12,7 @@ from omni_rl.flow.evals import HeldOut, describe, mixed, params_of, pass_at_k
 from omni_rl.report import Sample
 from omni_rl.settings.args import MediaArgs, without_secrets
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, TokenEvalSet, check_sets
+from omni_rl.settings.fields import build
 from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import from_toml, to_toml
 from omni_rollout import Params
@@ -34,10 +35,10 @@ scorer_url = "http://a:1"
 
 
 def test_sets_are_tables_that_come_back_from_toml():
-    args = MediaArgs(**from_toml(TEXT, MediaArgs, "mine"))
+    args = build(MediaArgs, from_toml(TEXT, MediaArgs, "mine"))
     assert args.eval[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
     assert args.eval[1].scorer_url == "http://a:1"
-    assert MediaArgs(**from_toml(to_toml(args), MediaArgs, "mine")) == args
+    assert build(MediaArgs, from_toml(to_toml(args), MediaArgs, "mine")) == args
     assert tomllib.loads(to_toml(args))["eval"][0]["name"] == "long"
     assert [own.scorer_url for own in without_secrets(args).eval] == ["", "..."]
     assert to_toml(MediaArgs()).count("eval =") == 0

@@ -57,7 +57,7 @@ def test_a_video_that_is_torn_or_something_else_is_refused(tmp_path, kind):
     ):
         check_preferences(tmp_path / "pairs.jsonl", SHAPE, frame_rate=12.5)
     path.write_text("no video")
-    with pytest.raises(ValueError, match=f"a{kind} is no whole {kind} video"):
+    with pytest.raises(ValueError, match=f"a{kind} is no whole {kind} file"):
         video_facts(path)
 
 

@@ -69,7 +69,7 @@ def _opened(path: Path) -> Iterator[Any]:
     if kind not in VIDEOS:
         raise ValueError(f"{path} must end in one of {VIDEOS}")
     if kind in ANIMATIONS:
-        with decoding(path, f"whole {kind} video"), Image.open(path, formats=[ANIMATIONS[kind]]) as image:
+        with decoding(path, f"whole {kind} file"), Image.open(path, formats=[ANIMATIONS[kind]]) as image:
             if kind == ".gif" and not path.read_bytes().rstrip(b"\0").endswith(b";"):
                 raise ValueError("it is cut short")
             yield image
@@ -78,7 +78,7 @@ def _opened(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} needs PyAV: pip install 'omni-rl[video]'")
     import av
 
-    with decoding(path, f"whole {kind} video"):
+    with decoding(path, f"whole {kind} file"):
         try:
             with av.open(str(path), format=kind[1:], metadata_errors="replace") as file:
                 yield file
