@@ -281,7 +281,7 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
     assert outside in fault(lose="../outside.safetensors")
     assert outside in fault(lose=str(here.parent / "outside.safetensors"))
     assert "cut.SAFETENSORS is no whole safetensors file" in fault(lose="cut.SAFETENSORS")
-    for file, words in (("cut.png", "is cut short"), ("cut.jpg", "is cut short"), ("cut.webp", "is no whole .webp file")):
+    for file, words in (("cut.png", "is cut short"), ("cut.jpg", "is cut short"), ("cut.webp", "is no whole .webp")):
         assert f"{file} {words}" in fault(lose=file)
     assert "small.png must be an image of 96 x 32 pixels, got an image of 96 x 16 pixels" in fault(lose="small.png")
     assert "text.png is no PNG image" in fault(lose="text.png")
