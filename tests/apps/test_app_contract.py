@@ -125,9 +125,21 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, 
 
 # Ranks
 
-EXACT = ("reward/mean", "reward/min", "reward/max", "advantage/max", "policy/old_decay", "policy/pairs")
+EXACT = (
+    "policy/first_ratio_max_dev",
+    "reward/mean",
+    "reward/min",
+    "reward/max",
+    "advantage/max",
+    "policy/old_decay",
+    "policy/pairs",
+)
 DPO = {"lr": 1e-3, "prompts_per_step": 4}
 RANKS = {  # how its weights are spread over two ranks, and what the gradients' norms may differ by
+    "flowgrpo lora ddp": (
+        Row("train_flowgrpo", LORA | {"kl_coef": 0.1, "num_minibatches": 2, "gradient_checkpointing": True, "lr": 1e-2,
+                                      "true_cfg_scale": 3.0, "train_steps": 1, "batch_size": 2}), 1e-3,
+    ),
     "nft lora ddp": (Row("train_nft", LORA | {"kl_coef": 0.1, "batch_size": 2, "lr": 1e-3}), 1e-3),
     "nft lora fsdp2": (Row("train_nft", LORA | {"kl_coef": 0.1, "batch_size": 2, "lr": 1e-3}), 1e-3),
     "nft awm fsdp2": (Row("train_nft", {"algo": "awm", "old_schedule": "linear", "batch_size": 2, "lr": 1e-3}), 1e-3),
@@ -137,7 +149,7 @@ RANKS = {  # how its weights are spread over two ranks, and what the gradients' 
     "srpo full fsdp2": (Row("train_srpo", {"lr": 1e-3}), 1e-3),
     "srpo lora ddp": (Row("train_srpo", {"lr": 1e-3} | LORA), 1e-3),
     "distill full fsdp2": (Row("train_distill", {"algo": "opd", "num_minibatches": 2}, teacher=True), 1e-2),
-}
+}  # fmt: skip
 KINDS = sorted({name.split()[0] for name in RANKS})
 
 
@@ -153,7 +165,9 @@ def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     double = train_on_ranks(app, replace(args, name="double", shard=name.split()[-1], batch_size=size))
     assert double[0].get("eval/reward") == single[0].get("eval/reward")
     assert {key: double[1].get(key) for key in EXACT} == {key: single[1].get(key) for key in EXACT}
-    for line in (1,) if row.app == "train_dpo" else (1, 2):  # after an update, sums have rounded in another order
+    for line in (
+        (1,) if row.app in ("train_dpo", "train_flowgrpo") else (1, 2)
+    ):  # after an update, sums have rounded in another order
         assert double[line]["policy/loss"] == pytest.approx(single[line]["policy/loss"], rel=1e-3, abs=1e-6), line
         norms = [lines[line]["policy/grad_norm"] for lines in (double, single)]
         assert norms[0] == pytest.approx(norms[1], rel=rel, abs=1e-6), line
@@ -201,33 +215,24 @@ SCORED = "--scorer-url http://x"
 MISTAKES = {
     "train_flowgrpo": {
         "--scorer-url x": "--scorer-url must be http(s)://host[:port][/path], got 'x'",
-        f"{SCORED} --reward-parts kB=1,kB=2": "--reward-parts must be NAME=NUMBER",
-        f"{SCORED} --lr nan": "--lr must be <= 1, got nan",
     },
     "train_nft": {
         "": "--scorer-url must be the URL of a reward server",
         "--algo grpo": "--algo must be one of 'nft', 'awm'",
-        f"{SCORED} --batch-size 7": "--batch-size times ranks (7) must divide",
         f"{SCORED} --num-minibatches 3": "--num-minibatches must divide a rank's batches",
         f"{SCORED} --train-low 10": "--train-low and --train-high must bound steps of the rollout (10)",
         f"{SCORED} --train-levels 11": "--train-levels must be from 1 to the 10 trained steps, got 11",
-        f"{SCORED} --nft-beta 0": "--nft-beta must be >= 1e-12, got 0",
-        f"{SCORED} --old-decay-max 1.5": "--old-decay-max must be <= 1, got 1.5",
     },
     "train_dpo": {
         "": "--scorer-url must be the URL of a reward server, or --preferences a file of pairs",
         f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
         f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
-        f"{SCORED} --prompts-per-step 3 --batch-size 32": "32 must divide a step's samples",
         "--preferences README.md": "--prompts: path must end in .txt, .jsonl or .parquet, got README.md",
         "--preferences x.jsonl": "path must be a file that can be read, got x.jsonl",
-        f"{SCORED} --dpo-beta 0": "--dpo-beta must be >= 1e-12, got 0",
     },
     "train_srpo": {
-        "--batch-size 7": "--batch-size times ranks (7) must divide a step's samples",
         "--num-minibatches 3": "batches times the steps trained of each (2 x 1), got 3; nearest: 2",
         "--level-high 1": "--level-low must be < --level-high, and that < 1, got 0.2 and 1",
-        "--level-step 1": "--level-step must be < 1, got 1",
         "--positive-words ,": "--positive-words must hold a word, got ','",
         "--width 64": "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64",
         "--reward hps": "--reward must be one of 'sign-reader', 'clip'",
@@ -237,9 +242,7 @@ MISTAKES = {
         "--teachers runs/x": "--teachers must be NAME=FOLDER with commas between, each name once, got 'runs/x'",
         "--teachers a=docs,a=docs": "each name once, got 'a=docs,a=docs'",
         "--teachers a=nowhere": "--teachers: a must be a folder of weights, got nowhere",
-        "--teacher-substeps 0": "--teacher-substeps must be >= 1, got 0",
         "--algo opd --train-high 4": "steps of the student (0 to 3 with opd), got 0 and 4",
-        "--teacher-true-cfg-scale 0.5": "--teacher-true-cfg-scale must be >= 1, got 0.5",
         "--algo opd-cps --noise-level 2": "--noise-level must be <= 1 for opd-cps",
         "--scorer-url nowhere": "--scorer-url must be http(s)://host[:port][/path], got 'nowhere'",
     },

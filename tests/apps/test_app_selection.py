@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from omni_rl.flow.scoring import TrainBatch, keep_samples, select
 from omni_rl.run.run import Step
 from omni_rollout import Params, Prompt, Trajectory, replay
-from omni_sched import sde_step
 from trainer_runs import (
     assert_same_gradients,
     keep_gradients,
@@ -204,22 +203,6 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
     assert_same_gradients(kept[0], run.policy.params)
 
 
-def test_tempflow_trains_with_the_weight_of_the_noise():
-    """With one trained step, whose noise is the same for all samples, the gradient is that without, times 2.25 std."""
-    run = lone_run(replace(TINY, window_high=1))
-    kept = keep_gradients(run)
-    batches, _ = rollout(run, app.params_at(run, Step(0)))
-    chosen = select(run.dist, batches, torch.linspace(-1, 1, 16), None)
-    app.update(run, Step(0), chosen)
-    run.args = replace(run.args, step_weights="tempflow")
-    app.update(run, Step(0), chosen)
-    first = batches[0]
-    move = sde_step(first.x[:, 0], first.x[:, 0], first.sigma(0), first.sigma_next(0), noise_level=0.4, noise=first.x0)
-    for part, equal in zip(run.policy.params, kept[0], strict=True):
-        part.grad = None if equal is None else equal * 2.25 * move.std[0]
-    assert_same_gradients(kept[1], run.policy.params)
-
-
 @pytest.mark.timeout(600)
 def test_best_and_worst_of_n_is_the_same_on_two_ranks_and_trains_fewer_samples(in_tmp, bright_url):
     args = replace(
@@ -305,14 +288,6 @@ def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
         }.items()
     }
     assert set(forwards.values()) == {16 * (3 + 2)}
-
-
-@pytest.mark.parametrize(
-    "changes", [{"old_log_prob": "recompute"}, {"clip_range": 1.3e-2}, {"algo": "flow-dppo", "kl_threshold": 1.0}]
-)
-def test_a_ratio_tolerance_that_clips_nothing_is_accepted(in_tmp, changes):
-    given = {"old_log_prob": "rollout", "ratio_tolerance": 4e-3, "clip_range": 1e-2} | changes
-    app.check_args(replace(TINY, scorer_url="http://127.0.0.1:1", **given))
 
 
 @pytest.mark.parametrize(

@@ -111,24 +111,17 @@ def test_a_scorer_may_read_the_meta_of_its_prompts(home):
 
 
 EARLY = {  # flags, and what is said
-    "--lr fast": "--lr must be a number, got 'fast'",
-    "--group-size 1": "--group-size must be >= 2, got 1",
     "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt",
-    "--eval-prompts empty.txt": "--eval-prompts: path must hold at least one prompt, empty.txt is empty",
     "--prompts torn.jsonl": "--prompts: torn.jsonl, line 2: not valid JSON",
-    "--scorer-url scorer:8100": "--scorer-url must be http(s)://host[:port][/path], got 'scorer:8100'",
-    "--watch-scorer-url http://": "--watch-scorer-url must be http(s)://host[:port][/path], got 'http://'",
-    "--init-weights gone": "--init-weights must be a folder, got gone",
     "--name ../run": "--name must name a folder below runs/, got '../run'",
 }
 
 
 @pytest.mark.parametrize(
-    "case", sampled([f"{app} {flags}" for app in ("train_flowgrpo", "train_nft", "train_dpo") for flags in EARLY], 6)
+    "case", sampled([f"{app} {flags}" for app in ("train_flowgrpo", "train_nft", "train_dpo") for flags in EARLY], 2)
 )
 def test_a_cheap_mistake_is_found_before_torch_is_imported(home, case):
     trainer, _, flags = case.partition(" ")
-    (home / "empty.txt").write_text("\n")
     (home / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
     code = (
         "import runpy, sys\n"

@@ -3,14 +3,12 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from helpers import sampled
 from omni_reward import RewardError
 from omni_rl.flow.sampling import evaluate
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.media import MEDIA
 from omni_rl.run.run import Run
-from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
 
 import train_dpo
@@ -75,16 +73,3 @@ def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
             train(app, replace(TINY, scorer_url=bright_url))
     assert not list((here / "runs").glob("*/checkpoints/*"))
-
-
-def test_the_reference_of_all_weights_has_no_gradient_and_is_in_eval_mode(here, bright_url, monkeypatch):
-    seen = []
-    monkeypatch.setattr(app, "grade", lambda run, *args: seen.append(run) or 1 / 0)
-    with pytest.raises(BrokenRunError, match="ZeroDivisionError"):
-        train(app, replace(TINY, scorer_url=bright_url, kl_coef=0.1))
-    (run,) = seen
-    assert not run.policy.net.training
-    assert not run.policy.reference_net.training
-    assert all(not p.requires_grad for p in run.policy.reference_net.parameters())
-    assert all(map(torch.equal, run.policy.net.parameters(), run.policy.reference_net.parameters()))
-    assert len(load_metrics(run.session.folder / "metrics.jsonl")) == 1

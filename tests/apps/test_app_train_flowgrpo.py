@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel
-from helpers import REPO, sampled
+from helpers import REPO
 from omni_losses import group_advantages
 from omni_reward import Score
 from omni_rl.flow.sampling import draw, prompts_of
@@ -23,7 +23,6 @@ from omni_rollout import Prompt, Samples, replay
 from omni_train.files import load_metrics, read_jsonl
 from trainer_runs import (
     CHECKPOINT,
-    PROMPTS,
     assert_same_gradients,
     keep_gradients,
     lone_run,
@@ -97,28 +96,6 @@ def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp
         assert lines[1]["policy/grad_norm"] == pytest.approx(runs["single"][1]["policy/grad_norm"], rel=1e-4)
 
 
-@pytest.mark.timeout(600)
-def test_the_published_preset_s_path_is_the_same_on_two_ranks(in_tmp, bright_url):
-    """LoRA, guidance, a reference, two updates a step, checkpointing, a sliding window: all of it at once."""
-    flags = ["--scorer-url", bright_url, "--lora-rank", "4", "--lora-alpha", "8", "--true-cfg-scale", "3"]
-    flags += [
-        "--kl-coef",
-        "0.1",
-        "--num-minibatches",
-        "2",
-        "--gradient-checkpointing",
-        "--lr",
-        "1e-2",
-        "--train-steps",
-        "1",
-    ]
-    single = fork(in_tmp, flags, 1, "single")[1]
-    double = fork(in_tmp, flags, 2, "double")[1]
-    assert single["policy/first_ratio_max_dev"] == double["policy/first_ratio_max_dev"] == 0.0
-    for key in ("policy/kl", "policy/grad_norm", "policy/ratio_std"):
-        assert double[key] == pytest.approx(single[key], rel=1e-3) != 0, key
-
-
 def test_trajectories_do_not_depend_on_the_number_of_ranks():
     args = replace(TINY, batch_size=2)
     run = lone_run(args)
@@ -155,14 +132,6 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
     run.version = 1
     with pytest.raises(RuntimeError, match="the engine samples with weights 0, the trainer has 1"):
         rollout(run, app.params_at(run, Step(0)))
-
-
-@pytest.mark.parametrize("algo", sampled(app.ALGOS, 1))  # in test_app_matrix.py each of them does, at one step
-def test_every_algorithm_trains_and_starts_at_ratio_one(in_tmp, bright_url, algo):
-    lines = train(bright_url, algo=algo, noise_level=0.5, window_size=2)
-    assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
-    assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
-    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "transformer" / "diffusion_pytorch_model.safetensors").exists()
 
 
 def test_attention_is_chosen_for_both_phases_and_written_down(in_tmp, bright_url):
@@ -225,23 +194,6 @@ def test_the_speed_of_each_phase_with_a_net_is_logged(in_tmp, bright_url, monkey
         assert tflop["update"] / tflop["rollout"] == pytest.approx(3 * 3 / 4, rel=0.1)  # 3 of 4 steps are trained
         for phase in tflop:
             assert line[f"perf/{phase}_mfu"] == pytest.approx(line[f"perf/{phase}_tflops"] / 0.5)
-
-
-def test_lora_with_a_reference_and_several_updates(in_tmp, bright_url):
-    lines = train(
-        bright_url,
-        lora_rank=4,
-        lora_alpha=8,
-        kl_coef=0.1,
-        num_minibatches=2,
-        lr=1e-2,
-        gradient_checkpointing=True,
-        keep_products_gb=1.0,
-    )
-    assert lines[1]["policy/first_ratio_max_dev"] == 0.0
-    assert lines[1]["policy/ratio_max_dev"] > 0  # the second update sees weights that have moved
-    assert lines[1]["policy/kl"] > 0
-    assert (in_tmp / "runs" / "tiny-signs" / "weights" / "pytorch_lora_weights.safetensors").exists()
 
 
 def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, bright_url, monkeypatch):
@@ -378,10 +330,3 @@ def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):
     assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
     assert "watch_scorer_url" in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
     assert bright_url not in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
-
-
-def test_evaluation_words_are_not_trained_on():
-    def words(path):
-        return {line.split('"')[1] for line in Path(path).read_text().splitlines()}
-
-    assert not words(PROMPTS / "train.txt") & words(PROMPTS / "eval.txt")

@@ -385,7 +385,6 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"ratio_tolerance": -1e-9}, "--ratio-tolerance must be >= 0, got -1e-09"),
         ({"reward": "scorer"}, "--scorer-url must be given for scorer in --reward"),
         ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer-url says, got regex"),
         ({"scorer_url": "a:1"}, r"--scorer-url must be http\(s\)://host"),
@@ -393,8 +392,6 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact asks for'),
         ({"reward": "ocr"}, "--reward: must be one of exact, "),
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
-        ({"batch_size": 3}, r"--batch-size times ranks \(3\) must divide a step's samples \(8\)"),
-        ({"eval_top_p": 1.5}, "--eval-top-p must be <= 1, got 1.5"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
         ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
         ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold text alone, got image"),
@@ -458,12 +455,6 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
         assert (
             texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2), Needs())[1]["max_tokens"] == wanted
         )
-
-
-def test_weights_that_would_be_gathered_for_every_token_are_refused(here, monkeypatch):
-    monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
-    with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token .* give --unshard rollout"):
-        texts.check_gathered(tiny(unshard="none"), torch.nn.Linear(2, 2))
 
 
 def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):

@@ -6,7 +6,6 @@ import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
-import pretrain_sign_reader
 import pytest
 import tiny_signs
 import torch
@@ -71,18 +70,6 @@ def test_the_reader_knows_the_signs_layout():
         assert crops.shape == (count, 3, 32, 28)
         centers = [(48 - 22 * (count - 1) / 2) + 22 * i for i in range(count)]  # as tiny_signs.render places them
         assert crops[:, 0, 0, 14].tolist() == centers
-
-
-def test_what_the_reader_learns_to_call_smudged():
-    torch.manual_seed(0)
-    crops, labels = torch.rand(4000, 3, 8, 8), torch.arange(4000) % 32
-    seen, classes = pretrain_sign_reader.disturb(crops, labels, 32)
-    smudged = classes == 32
-    assert 0.15 < smudged.float().mean() < 0.25
-    assert torch.equal(classes[~smudged], labels[~smudged])
-    assert seen.shape == crops.shape
-    flat = torch.full((2, 3, 8, 8), 0.5)
-    torch.testing.assert_close(pretrain_sign_reader.blur(flat, torch.tensor([0.1, 4.0])), flat)
 
 
 @pytest.mark.parametrize("text", ["a blue sign", 'a sign that says "ABCDE"', 'a sign that says "ab"', 'says ""'])
@@ -151,16 +138,6 @@ def test_clip_s_own_code_never_runs_and_nobody_is_asked(clip_folder, tmp_path, m
     with pytest.raises(ValueError, match="a model must load without remote code, got"):
         direct_rewards.load_clip(str(folder), CPU)
     assert not (tmp_path / "ran").exists()
-
-
-def test_the_middle_square_of_any_shape():
-    wide = torch.zeros(1, 3, 64, 128)
-    wide[..., 32:96] = 1.0  # the middle
-    assert direct_rewards.square(wide, 32).shape == (1, 3, 32, 32)
-    assert direct_rewards.square(wide, 32)[..., 4:-4].min() > 0.99
-    assert direct_rewards.square(wide.transpose(2, 3), 32)[..., 4:-4, :].min() > 0.99
-    same = torch.rand(1, 3, 32, 32)
-    torch.testing.assert_close(direct_rewards.square(same, 32), same)
 
 
 def test_both_steps_end_at_one_level_and_stay_in_the_range():

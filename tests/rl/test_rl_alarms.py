@@ -93,10 +93,3 @@ def test_a_reward_that_rises_while_another_falls(rewards, watched, alarm):
     if alarm:
         assert found[0].numbers["eval/reward, from"] == rewards[-3]
         assert found[0].numbers["eval/reward"] == rewards[-1]
-
-
-def test_a_watch_remembers_no_more_than_the_rules_look_at():
-    watch = Watch()
-    for line in log(*[CLIPPED] * 1000):
-        watch(line)
-    assert max(map(len, watch._rows.values())) == WINDOW

@@ -17,7 +17,6 @@ from omni_rl.settings.args import (
     ScoredArgs,
     check_scored,
     num_batches,
-    parse_numbers,
     sharding,
     without_secrets,
 )
@@ -158,11 +157,6 @@ def test_minibatches_take_the_steps_of_a_batch_where_batches_are_few():
         num_batches(args, 64, num_trained=3)
     with pytest.raises(ValueError, match=r"\(1024\) must divide .* \(512\), got 16; nearest: 8"):
         num_batches(replace(args, batch_size=16), 64, num_trained=2)
-
-
-def test_numbers_are_read_by_name():
-    assert parse_numbers("ocr=0.7,jpeg=3", "--reward-parts") == {"ocr": 0.7, "jpeg": 3.0}
-    assert parse_numbers("", "--reward-parts") == {}
 
 
 def test_what_others_may_read_holds_no_secret(good: ScoredArgs):

@@ -16,7 +16,6 @@ from helpers import REPO
 from omni_rl.tools import command, doctor
 
 APPS = REPO / "apps"
-HELPS = (["--help"], ["train"])
 RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
 
 
@@ -116,17 +115,6 @@ def test_the_program_has_the_process_with_the_signals_of_the_terminal_and_what_t
     assert os.environ["OMNI_RL_COMMAND"] == "omni-rl train nft --name 'a b'"
 
 
-def test_help_has_a_line_for_each_sub_command_and_each_trainer():
-    found = [{line.split()[0] for line in run(*words).stdout.splitlines() if line[:2] == "  "} for words in HELPS]
-    assert found == [set(command.COMMANDS), {path.stem.removeprefix("train_") for path in APPS.glob("train_*.py")}]
-
-
-def test_the_package_has_every_app_as_a_link_so_that_its_wheel_has_the_file():
-    links = sorted((REPO / "packages/omni-rl/src/omni_rl/apps").iterdir())
-    assert [link.resolve() for link in links if link.suffix == ".py"] == sorted(APPS.glob("*.py"))
-    assert all(link.is_symlink() for link in links if link.suffix == ".py")
-
-
 def test_the_entry_point_is_there():
     project = tomllib.loads((REPO / "packages/omni-rl/pyproject.toml").read_text("utf-8"))["project"]
     module, _, name = project["scripts"]["omni-rl"].partition(":")
@@ -169,15 +157,6 @@ def test_the_doctor_ends_with_1_where_nothing_can_train(tmp_path: Path, capsys, 
     assert (code, answer["can_train"]) == (1, False)
     assert (by_name["peft"]["state"], by_name["peft"]["get"]) == ("missing", 'pip install "omni-rl"')
     assert by_name["checkpoints"]["state"] == by_name["--engine diffusers"]["state"] == "missing"
-
-
-def test_the_doctor_takes_no_folder_for_a_package(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(doctor.EXTRAS, "omni_no_such", doctor.EXTRAS["wandb"])
-    (tmp_path / "omni_no_such").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert find_spec("omni_no_such")
-    found = {finding.name: finding.state for finding in doctor.packages()}
-    assert found["omni_no_such"] == "missing"
 
 
 def test_every_extra_that_the_doctor_advises_is_there():

@@ -78,28 +78,11 @@ def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monke
     assert list(tmp_path.iterdir()) == []
 
 
-def test_runs_of_two_sweeps_have_two_names():
-    folders = ("runs/first", "runs/a/lr=1", "runs/b/lr=1", "runs/first/eval-000050", "/elsewhere/first")
-    told = ["first", "a-lr=1", "b-lr=1", "first-eval-000050", "first"]
-    assert [sinks._name(Path(folder)) for folder in folders] == told
-
-
 @pytest.mark.parametrize("kind", ["wand", "none,wandb", "wandb,wandb", ""])
 def test_trackers_are_named_once_each(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
     with pytest.raises(ValueError, match="track must be none, or of tensorboard, wandb and trackio, each once"):
         sinks.check_tracker(kind, "project")
-
-
-def test_a_login_to_wandb_is_found_where_wandb_notes_it(monkeypatch, tmp_path):
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    for name in ("WANDB_API_KEY", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    assert not sinks._has_login()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key")
-    assert sinks._has_login()
-    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
-    assert not sinks._has_login()
 
 
 @pytest.mark.parametrize("project", ["", "a\nb"])

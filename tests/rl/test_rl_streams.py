@@ -10,7 +10,7 @@ from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, 
 from omni_reward import Score
 from omni_rl.flow.scoring import TrainBatch, part_advantages
 from omni_rl.flow.streams import over_streams, shares_of
-from omni_rl.settings.args import check_judged, parse_judges
+from omni_rl.settings.args import check_judged
 from omni_rl.settings.fields import check_bounds
 from omni_rollout import Prompt
 from omni_sched import StreamStep, sde_step
@@ -138,8 +138,3 @@ def test_settings_that_do_not_fit_are_refused(settings, said):
     check = check_bounds if "sound_weight" in settings else check_judged
     with pytest.raises(ValueError, match=said):
         check(train_nft.Args(**settings))
-
-
-def test_parts_that_are_not_named_judge_both_media():
-    assert parse_judges("", "a=1") == {}
-    assert parse_judges("b=audio", "a=1,b=2") == {"b": "audio"}

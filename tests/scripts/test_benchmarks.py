@@ -1,9 +1,7 @@
 """The benchmarks of the training loop run, and what they count is there; seconds are not looked at."""
 
 import pytest
-import torch
 from helpers import REPO
-from omni_train.planned import PLANNED
 
 
 @pytest.fixture(autouse=True)
@@ -63,16 +61,6 @@ def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd,
     assert 1.05 < ratios[names[1]] < 1.3
 
 
-def test_a_common_start_needs_to_be_computed_once(capfd, monkeypatch):
-    import redundancy
-
-    (name,) = (name for name in redundancy.CASES if "common" in name)
-    monkeypatch.setattr(redundancy, "CASES", {name: redundancy.CASES[name]})
-    redundancy.main([*TINY, "--num-inference-steps", "8"])
-    ((_, _, _, ratio),) = table(capfd.readouterr().out)
-    assert float(ratio) == 1
-
-
 def test_the_plain_loop_takes_the_trainers_step(capfd):
     import versus_plain
 
@@ -81,37 +69,6 @@ def test_the_plain_loop_takes_the_trainers_step(capfd):
     assert [row[0] for row in rows] == ["trainer", *list(versus_plain.ARMS)[:2]]
     assert len({row[3] for row in rows}) == 1  # gradient norms, to six digits
     assert all(float(seconds) > 0 for _, seconds, *_ in rows)
-
-
-def test_another_step_is_not_taken_for_the_trainers():
-    import versus_plain
-
-    one = versus_plain.Result(1.0, 0.5, 0.0, torch.zeros(1))
-    assert versus_plain.agree(one, versus_plain.Result(2.0, 0.50001, 1e-5, torch.ones(1)), "float32")
-    assert not versus_plain.agree(one, versus_plain.Result(1.0, 0.51, 0.0, torch.zeros(1)), "float32")
-    assert not versus_plain.agree(one, versus_plain.Result(1.0, 0.5, 0.1, torch.zeros(1)), "bfloat16")
-
-
-def test_the_kernels_of_a_layer_are_those_of_the_formula():
-    import roofline
-
-    with roofline.Kernels() as device:
-        layer, x = torch.nn.Linear(16, 32, device=PLANNED), torch.zeros(8, 16).to(PLANNED)
-        with device.phase("update"):
-            layer(x).sum().backward()
-    products = {kernel: n for kernel, n in device.kernels["update"].items() if kernel[2]}
-    flops = 2 * 8 * 16 * 32
-    forward, backward = 4 * (8 * 16 + 16 * 32 + 32 + 8 * 32), 4 * (1 + 8 * 16 + 16 * 32)  # of a number that is expanded
-    assert products == {("float32", forward, flops): 1, ("float32", backward, flops): 1}
-
-
-def test_a_kernel_takes_as_long_as_its_slowest_part():
-    import roofline
-
-    device = roofline.Ceilings(10.0, 100.0, 50.0, 20.0, 10.0, 0.5)
-    kernels = {("bfloat16", 20, 100): 1, ("bfloat16", 20, 400): 2, ("float32", 1, 5): 1, ("elementwise", 50, 0): 1}
-    assert device.seconds(kernels) == 2 + 2 * 4 + 0.5 + 5
-    assert device.limit(kernels) == 1 + 2 * 4 + 0.1
 
 
 def test_the_roofline_speaks_of_each_phase(capfd, monkeypatch):
@@ -128,19 +85,6 @@ def test_the_roofline_speaks_of_each_phase(capfd, monkeypatch):
     H100, H200, here, limit, took, share = rows["update"][3:]
     assert here == H100 >= H200
     assert share == pytest.approx(limit / took, rel=1e-3)
-
-
-def test_the_counted_operations_are_those_of_a_real_pass(capfd):
-    import redundancy
-    import roofline
-    import trainer
-
-    args = trainer.Args(random=1, random_heads=1, height=32, width=32, prompts_per_step=1, num_inference_steps=6)
-    with trainer.model(args) as path:
-        kernels = roofline.count(trainer.settings(args, path))
-        work = redundancy.measure(args, path)
-    counted = sum(n * kernel[2] for name in ("rollout", "update") for kernel, n in kernels[name].items())
-    assert counted == pytest.approx(work.computed, rel=0.05)  # a text of another length
 
 
 def test_startup_names_every_kind_of_start(capfd, monkeypatch):

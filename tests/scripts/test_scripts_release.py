@@ -96,19 +96,6 @@ def test_no_link_of_a_wheels_readme_needs_the_repository_around_it(built, tmp_pa
     )
 
 
-def test_links_become_absolute_or_words_and_code_stays():
-    text = "[a](../../docs/a.md#x) [b](https://b.example) [c](#c)\n```python\n[d](e)\n```\n"
-    absolute = wheels.standing_alone(text, "packages/p", "https://f.example/r/blob/v1")
-    assert absolute.startswith("[a](https://f.example/r/blob/v1/docs/a.md#x) [b](https://b.example) [c](#c)\n")
-    assert wheels.standing_alone(text, "packages/p", "") == text.replace("[a](../../docs/a.md#x)", "a")
-    assert absolute.endswith("[d](e)\n```\n")
-
-
-def test_an_address_that_is_none_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="repository must be an https address with a path, got 'forge'"):
-        wheels.build(tmp_path, ("omni-sched",), repository="forge")
-
-
 def test_all_files_state_one_version_and_another_is_named():
     stated = release.stated_versions(REPO)
     assert len(stated) == 14
@@ -123,14 +110,6 @@ def test_all_files_state_one_version_and_another_is_named():
 )
 def test_a_release_has_its_section_in_the_changelog(title: str, ready: bool):
     assert (release.changelog_faults(f"# Changelog\n\n## {title}\n\n## 0.0.9 (2026-01-01)\n", "0.1.0") == []) == ready
-
-
-def test_a_release_is_of_a_clean_tree_without_its_tag():
-    assert release.tree_faults("", "", "0.1.0") == []
-    assert release.tree_faults(" M README.md\n", "v0.1.0\n", "0.1.0") == [
-        "not committed: README.md",
-        "the tag v0.1.0 is there",
-    ]
 
 
 def test_a_tree_that_is_not_ready_is_not_released(tmp_path, monkeypatch):

@@ -6,27 +6,24 @@ from dataclasses import dataclass
 from importlib import import_module
 
 import numpy as np
-import pretrain_sign_reader
 import pretrain_tiny_moving
 import pretrain_tiny_tones
 import pytest
-import tiny_colors
 import tiny_edit
 import tiny_moving
 import tiny_signs
 import torch
-from diffusers import AutoencoderKLQwenImage, AutoencoderKLWan, QwenImagePipeline, WanTransformer3DModel
-from helpers import CHECKPOINT, REPO, absolute_paths, sampled
+from diffusers import QwenImagePipeline
+from helpers import CHECKPOINT, REPO
 from moved import score as score_moved
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.sound import named_pitch
 from omni_reward.scorers.text import target_text
-from omni_rl.flow.direct_rewards import load_sign_reader
 from omni_rl.media.images import read_picture
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.models import open_model, wan
+from omni_rollout.models import open_model
 from omni_train.prompts.files import load_prompts
 
 CHECKPOINTS, DATA = REPO / "checkpoints", REPO / "data"
@@ -134,72 +131,6 @@ def test_the_model_is_small_and_half_taught(name):
         assert least < mean_score(scorer, media, [prompt.text for prompt in prompts], references) <= most, scorer
 
 
-def same_files(made, shipped, names):
-    return [(made / name).read_text() == (shipped / name).read_text() for name in names] == [True] * len(names)
-
-
-def check_beeps(model, data):
-    assert same_files(data, DATA / "tiny-beeps", ["eval.jsonl"])
-    assert same_files(model, CHECKPOINTS / "tiny-beeps-qwen3-omni", ["config.json"])
-
-
-def check_colors(model, data):
-    assert same_files(data, DATA / "tiny-colors", ["train.jsonl", "eval.jsonl"])
-    assert same_files(model, CHECKPOINTS / "tiny-colors-bagel", ["llm_config.json", "tokenizer.json"])
-
-
-def check_reader(model, data):
-    reward = load_sign_reader(str(model), torch.device("cpu"))
-    scores = reward(torch.rand(2, 3, 32, 96), ['a sign that says "AB"'] * 2)
-    assert ((scores > 0) & (scores < 1)).all()
-
-
-MAKERS = {  # the script's settings of a short run, and what becomes of it
-    "pretrain_tiny_beeps": ("--out MODEL --data DATA --steps 1", check_beeps),
-    "pretrain_tiny_colors": ("--out MODEL --data DATA --vae-steps 1 --steps 1 --pictures 64", check_colors),
-    "pretrain_sign_reader": ("--out MODEL --steps 2 --signs 20", check_reader),
-}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(MAKERS, 1))
-def test_scripts_of_other_models_write_what_is_shipped(name, tmp_path, monkeypatch):
-    flags, check = MAKERS[name]
-    places = {"MODEL": str(tmp_path / "model"), "DATA": str(tmp_path / "data")}
-    monkeypatch.setattr(sys, "argv", [name, *(places.get(word, word) for word in flags.split())])
-    monkeypatch.setattr(pretrain_sign_reader, "NUM_TEST_SIGNS", 10)
-    import_module(name).main()
-    check(tmp_path / "model", tmp_path / "data")
-
-
-def test_the_scorer_of_colors_knows_the_one_that_is_asked_for():
-    images = {"image": np.stack([tiny_colors.render(random.Random(0), "red")] * 2)}
-    assert tiny_colors.color(images, ["a", "b"], [{"answer": "red"}, {"answer": "blue"}]) == [1.0, 0.0]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sampled(TINY, 1))
-def test_the_script_writes_a_model_that_draws(name, tmp_path, monkeypatch):
-    tiny, threads, folder = TINY[name], torch.get_num_threads(), tmp_path / "pipe"
-    data = [f"--data={tmp_path}"] if name == "tones" else []
-    monkeypatch.setattr(sys, "argv", ["pretrain.py", f"--out={folder}", *tiny.flags, *data])
-    try:
-        import_module(f"pretrain_tiny_{name}").main()
-    finally:
-        torch.set_num_threads(threads)
-    assert absolute_paths(folder) == absolute_paths(CHECKPOINTS / tiny.folder) == []
-    model, shipped = open_model(folder), open_model(CHECKPOINTS / tiny.folder)
-    model.check_files()
-    assert {path.relative_to(folder) for path in folder.rglob("*.safetensors")} == {
-        path.relative_to(CHECKPOINTS / tiny.folder) for path in (CHECKPOINTS / tiny.folder).rglob("*.safetensors")
-    }
-    assert model.config["_class_name"] == shipped.config["_class_name"]
-    record = load_prompts(DATA / tiny.prompts)[0]
-    prompt = Prompt(record.text, group=0, index=0, seed=0, images=tuple(map(read_picture, record.images)))
-    drawn = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32)).generate([prompt], tiny.params)
-    assert drawn.x0.isfinite().all()
-
-
 def test_stock_diffusers_draws_signs_that_are_half_right():
     pipe = QwenImagePipeline.from_pretrained(CHECKPOINT)
     pipe.set_progress_bar_config(disable=True)
@@ -249,44 +180,6 @@ def test_only_a_word_that_moves_as_asked_scores_much(moving):
     assert score_moved({"video": empty}, prompts, [], given) == [0.0] * 8
     flow = load_scorer("flow", options={"measure": "direction"})({"video": videos}, prompts, [{"fps": 8.0}] * 8)
     assert min(score.value for score in flow) > 0
-
-
-def test_a_video_is_coded_as_the_last_frame_of_four_is_as_an_image(moving):
-    image_vae = AutoencoderKLQwenImage.from_pretrained(pretrain_tiny_moving.SIGNS / "vae")
-    vae = AutoencoderKLWan.from_pretrained(CHECKPOINTS / "tiny-moving-wan" / "vae")
-    x = torch.from_numpy(moving[1][:2]).movedim(-1, 1).float() / 127.5 - 1  # [N, C, F, H, W]
-    x[:, :, 2] = 0.0  # is neither the first frame nor the last one of four
-    with torch.no_grad():
-        codes = vae.encode(x).latent_dist.mode()
-        decoded = vae.decode(codes, return_dict=False)[0]
-        of_images = [image_vae.encode(x[:, :, i : i + 1]).latent_dist.mode() for i in (0, 4, 8)]
-        images = [image_vae.decode(code, return_dict=False)[0] for code in of_images]
-    torch.testing.assert_close(codes, torch.cat(of_images, dim=2), atol=1e-5, rtol=1e-5)
-    shown = torch.cat(images, dim=2).repeat_interleave(torch.tensor([1, 4, 4]), dim=2)
-    torch.testing.assert_close(decoded, shown, atol=1e-4, rtol=1e-4)
-
-
-def test_texts_with_one_heavy_zero_are_those_that_zeros_fill():
-    torch.manual_seed(0)
-    sizes = {"attention_head_dim": 24, "num_attention_heads": 2, "ffn_dim": 32, "text_dim": 8, "freq_dim": 16}
-    net = WanTransformer3DModel(num_layers=2, in_channels=4, out_channels=4, rope_max_seq_len=64, **sizes)
-    x, embeds = torch.randn(2, 4, 3, 4, 6), torch.zeros(2, wan.TEXT_TOKENS, 8)
-    embeds[:, :5] = torch.randn(2, 5, 8)
-    full = net(x, torch.tensor([300.0, 900.0]), embeds, return_dict=False)[0]
-    net.set_attn_processor(pretrain_tiny_moving.ZerosAsOne())
-    for length in (6, 7):
-        short = net(x, torch.tensor([300.0, 900.0]), embeds[:, :length], return_dict=False)[0]
-        torch.testing.assert_close(short, full, atol=1e-5, rtol=1e-5)
-
-
-def test_the_vocoder_makes_of_each_pitch_its_sinusoid():
-    vocoder, seconds = pretrain_tiny_tones.build_vocoder(), (torch.arange(7200) + 80) / 8000
-    for place, pitch in enumerate(pretrain_tiny_tones.PITCHES):
-        spectrogram = torch.zeros(1, 2, 45, 64)
-        spectrogram[..., 4 * place : 4 * place + 4] = 0.5
-        sine = 0.15 * torch.sin(2 * torch.pi * pitch * seconds)
-        for sound in vocoder(spectrogram)[0]:
-            torch.testing.assert_close(sound[80:-80], sine[80:-80], atol=1e-3, rtol=0)
 
 
 def test_the_score_script_gives_the_base_and_equal_weights_the_same_score(tmp_path, monkeypatch, capsys):

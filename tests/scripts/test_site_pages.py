@@ -4,7 +4,6 @@ import re
 
 import pytest
 import site_pages
-import wheels
 import yaml
 from helpers import REPO
 from scripts.test_doc_links import broken
@@ -47,21 +46,6 @@ def test_every_document_of_the_repository_is_a_page(pages):
 def test_links_lead_to_pages_of_the_site_and_to_headings_in_them(pages):
     found = {path.relative_to(pages).as_posix(): broken(path) for path in pages.rglob("*.md")}
     assert {page: links for page, links in found.items() if links} == {}
-
-
-def test_a_linked_file_of_code_is_shown_as_it_is(pages):
-    text = (pages / "files" / "apps" / "train_flowgrpo.py.md").read_text("utf-8")
-    assert (REPO / "apps" / "train_flowgrpo.py").read_text("utf-8") in text
-    assert "](files/apps/train_flowgrpo.py.md)" in (pages / "index.md").read_text("utf-8")
-
-
-def test_the_reference_takes_the_docstrings_of_every_package(pages):
-    (handler,) = [plugin["mkdocstrings"] for plugin in CONFIG["plugins"] if "mkdocstrings" in plugin]
-    paths = handler["handlers"]["python"]["paths"]
-    assert paths == [f"packages/{package}/src" for package in wheels.PACKAGES]
-    for package in wheels.PACKAGES:
-        (module,) = re.findall(r"^::: (\w+)$", (pages / "api" / f"{package}.md").read_text("utf-8"), re.MULTILINE)
-        assert (REPO / "packages" / package / "src" / module / "__init__.py").is_file()
 
 
 def test_a_build_with_a_broken_link_fails():

@@ -75,25 +75,3 @@ def test_a_run_that_is_told_to_stop_ends_well_and_continues(enter, capfd):
     assert final_checksums(folder) == final_checksums(peace)
     run(CODE)  # there is nothing left to do
     assert losses(folder) == losses(peace)
-
-
-def test_a_run_that_is_killed_continues(enter):
-    peace = enter("peace")
-    run(CODE)
-    folder = enter("killed")
-    pid = start(SLOWLY)
-    wait_for_lines(folder / "metrics.jsonl", 6)
-    os.kill(pid, signal.SIGKILL)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    run(CODE)
-    assert losses(folder) == losses(peace)
-    assert final_checksums(folder) == final_checksums(peace)
-
-
-def test_other_settings_are_refused_and_more_steps_are_not(enter):
-    folder = enter("run")
-    run(CODE)
-    with pytest.raises(ValueError, match=r"other settings: lr was 0\.01, is 0\.02\. Continue with those"):
-        run(CODE.replace('"lr": 1e-2', '"lr": 2e-2'))
-    run(CODE.replace('"steps": 8', '"steps": 10'))
-    assert [step for step, _ in losses(folder)] == list(range(11))
