@@ -12,7 +12,7 @@ weights.
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from omni_reward import Score
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.world import World
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
 from omni_train.dist import default_compute_dtype, local_device
 from omni_train.log import RunLog
@@ -87,7 +88,7 @@ def measure(args: Args) -> dict[str, float]:
             "prompts": str(REPO / "data/tiny-signs/train.txt"), "eval_prompts": "eval.txt",
             "train_steps": args.steps + 2, "eval_every": 1000, "save_every": 1000, "height": args.height,
             "width": args.width, "prompts_per_step": args.prompts_per_step, "group_size": args.group_size,
-            "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "shard": "auto",
+            "batch_size": args.batch_size, "num_inference_steps": args.num_inference_steps, "sharding_mode": "auto",
             "compile": args.compile,
         }  # fmt: skip
         dtype = str(default_compute_dtype(device)).removeprefix("torch.")
@@ -103,7 +104,7 @@ def measure(args: Args) -> dict[str, float]:
         try:
             with quiet():
                 Path("eval.txt").write_text(f"{engines.TEXT}\n")
-                own = replace(app.Args(), **settings)
+                own = change(app.Args(), **settings)
                 app.main(own, World.join(own))
         finally:
             RunLog.log, Tensor.backward = logged, went_back  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import engines
@@ -23,6 +23,7 @@ import torch
 import trainer
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import change
 from omni_rollout import Params
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import DiffusersModel
@@ -242,8 +243,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with trainer.model(args) as path:
         lora = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
         settings = trainer.settings(args, path, **lora | trainer.VARIANTS[args.variant].settings)
-        settings = settings if args.measured else replace(settings, dtype="bfloat16")
-        least = count(replace(settings, gradient_checkpointing=False, keep_products_gb=0.0))
+        settings = settings if args.measured else change(settings, dtype="bfloat16")
+        least = count(change(settings, gradient_checkpointing=False, keep_products_gb=0.0))
         print(table(count(settings), least, devices, measure(settings) if args.measured else {}))
 
 

@@ -16,7 +16,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from omni_rl.flow.scorers import Grade, LocalScorer
 from omni_rl.run.loop import Loop
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
+from omni_rl.settings.fields import change
 from omni_rollout.models.qwen_image import OneFrameConv, QwenImage, cut_to_one_frame
 from omni_train.checkpoint.state import local_rows
 from omni_train.dist import default_compute_dtype, local_device, shutdown
@@ -71,7 +72,9 @@ VARIANTS = {  # all compute the same
     "compiled": Variant({"gradient_checkpointing": True, "compile": True}),
     "products kept": Variant({"gradient_checkpointing": True, "keep_products_gb": 16.0}, 2),
     "offloaded": Variant({"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}),
-    "gathered": Variant({"gradient_checkpointing": True, "shard": "fsdp2", "unshard": "all"}, 1, 20),  # held twice
+    "gathered": Variant(
+        {"gradient_checkpointing": True, "sharding_mode": "fsdp2", "sharding_unshard": "all"}, 1, 20
+    ),  # held twice
 }
 
 
@@ -139,7 +142,9 @@ def settings(args: Args, path: str, **changes: Any) -> app.Args:
     }
     dtype = str(default_compute_dtype(local_device())).removeprefix("torch.")
     files = {"model": path, "prompts": "prompts.txt", "eval_prompts": "prompts.txt", "scorer_url": "http://127.0.0.1:1"}
-    return replace(app.Args(), **{"name": "run", "shard": "auto", "dtype": dtype, **files, **GIVEN, **own, **changes})
+    return change(
+        app.Args(), **{"name": "run", "sharding_mode": "auto", "dtype": dtype, **files, **GIVEN, **own, **changes}
+    )
 
 
 def in_order(media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
@@ -162,7 +167,7 @@ def train(args: app.Args, steps: Callable[[MediaRun[app.Args]], Iterator[Step]],
     app.Loop, World.connect = Steps, lambda *_, **__: (LocalScorer(grade), "none")  # type: ignore
     omni_rl.run.session.ReportProcess = lambda *_: None  # type: ignore
     try:
-        with quiet(), lone_rank() if args.shard == "fsdp2" else nullcontext():
+        with quiet(), lone_rank() if args.sharding.mode == "fsdp2" else nullcontext():
             Path("prompts.txt").write_text("\n".join(TEXTS) + "\n")
             app.check_args(args)
             app.main(args, World.join(args))

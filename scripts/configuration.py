@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from omni_rl.settings import args, eval_sets, token_args
+from omni_rl.settings import args, eval_sets, groups, token_args
 from omni_rl.settings.notes import Note, field_notes
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,7 @@ a file, and a [loop](command.md#several-runs) tries several values.
 
 Where a setting must be one of some words, the others follow its default.
 """
-SHARED = [inspect.getsource(module) for module in (args, token_args, eval_sets)]
+SHARED = [inspect.getsource(module) for module in (args, token_args, eval_sets, groups)]
 CLASSES = {
     "RunArgs": "All trainers",
     "MediaArgs": "All trainers on pictures, videos and sound",

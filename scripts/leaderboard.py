@@ -27,14 +27,21 @@ from typing import Any
 
 from leaderboard_page import ENTRIES, Entry, Row, blocks, by_algorithm, digest, draw, fill, read_rows
 from omni_reward.testing import Server, serving
-from omni_rl.settings.toml import recipes
+from omni_rl.settings.toml import plain, recipes
 from omni_train.files import load_metrics
 
 ROOT = Path(__file__).parents[1]
 IMAGES = 3840  # that each row draws to train on
 SEEDS = "0,1,2"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
-OURS = {"name", "shard", "model", "prompts", "eval_prompts", "reward_model"}  # settings that a run here has of its own
+OURS = {
+    "name",
+    "sharding.mode",
+    "model",
+    "prompts",
+    "eval_prompts",
+    "reward_model",
+}  # settings that a run here has of its own
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,7 @@ class Job:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the recipe that a run keeps."""
-        recipe = tomllib.loads(recipes(self.entry.app)[self.entry.preset])
+        recipe = plain(tomllib.loads(recipes(self.entry.app)[self.entry.preset]))
         steps = {"train_steps": 2, "eval_every": 2} if self.trial else {}
         return {name: value for name, value in (recipe | steps).items() if name not in OURS}
 
@@ -116,7 +123,7 @@ def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> Non
 
 def train_command(job: Job, server: Server) -> list[str]:
     """Return the command of the row's trainer with its recipe; with a gradient the OCR only evaluates."""
-    flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--shard", "none"]
+    flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--sharding.mode", "none"]
     flags += ["--eval-prompts", "data/tiny-signs/test.txt"]
     flags += ["--train-steps", "2", "--eval-every", "2"] if job.trial else []
     flags += ["--preferences", str(job.pairs / "pairs.jsonl")] if job.pairs else []
@@ -157,7 +164,7 @@ def collect(job: Job) -> Row:
     Raises:
         ValueError: the run had other settings than the recipe, or an evaluation has no score.
     """
-    config = tomllib.loads((job.folder / "config.toml").read_text("utf-8"))
+    config = plain(tomllib.loads((job.folder / "config.toml").read_text("utf-8")))
     settings = job.settings()
     if other := sorted(name for name, value in settings.items() if config.get(name) != value):
         raise ValueError(f"{job.folder} holds a run with other settings, {', '.join(other)}: move it away")

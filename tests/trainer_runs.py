@@ -7,7 +7,6 @@ import subprocess
 import sys
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,7 +22,7 @@ from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.fields import build
+from omni_rl.settings.fields import build, change
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -56,9 +55,9 @@ def recipe(app, name):
 def tiny(args, **changes):
     """The settings `args` with tiny rollouts and the shipped data, whatever the working folder."""
     small = {"num_inference_steps": 3, "eval_num_inference_steps": 2, "train_steps": 2, "eval_every": 2}
-    small |= {"ema_decay": 0.0, "shard": "auto", "height": 32, "width": 96}
+    small |= {"ema_decay": 0.0, "sharding_mode": "auto", "height": 32, "width": 96}
     places = {"model": str(CHECKPOINT), "prompts": str(PROMPTS / "train.txt"), "eval_prompts": "eval.txt"}
-    return replace(args, **(places | small | changes))
+    return change(args, **(places | small | changes))
 
 
 def drawing(report) -> AbstractContextManager:

@@ -6,7 +6,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from hashlib import sha256
 
 import pytest
@@ -15,6 +14,7 @@ from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT, REPO
 from omni_reward.testing import serving_here
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_rollout.models import open_model
 from omni_rollout.models.qwen_image import QwenImage
@@ -35,8 +35,8 @@ def trained(tmp_path_factory, bright_url):
     write_eval_prompts(home)
     shutil.copy(PROMPTS / "train.txt", home / "prompts.txt")
     shutil.copytree(CHECKPOINT, home / "model", copy_function=os.symlink)
-    args = replace(lives.TINY, train_steps=1, model="model", prompts="prompts.txt", lora_rank=2, lora_alpha=4)
-    args = replace(args, scorer_url=bright_url)
+    args = change(lives.TINY, train_steps=1, model="model", prompts="prompts.txt", lora_rank=2, lora_alpha=4)
+    args = change(args, scorer_url=bright_url)
     life = lives.train(home, args)
     os.chdir(here)
     assert life.wait() == [0], life.text()
@@ -166,4 +166,4 @@ def test_weights_that_cannot_be_sampled_with_are_found_before_a_model_is_loaded(
     with pytest.raises(ValueError, match=r"--weights: .*_weights\.safetensors is no whole safetensors file"):
         sample.main(args)
     with pytest.raises(ValueError, match="--weights: folder must hold"):
-        sample.main(replace(args, weights=str(tmp_path)))
+        sample.main(change(args, weights=str(tmp_path)))

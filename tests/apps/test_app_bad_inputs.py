@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -23,6 +22,7 @@ from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.testing import serving_here
 from omni_rl.run.failures import launch
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from PIL import Image
 from safetensors.torch import load_file
@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch, bright_url):
     """A working folder with settings, prompts and a scorer that would do."""
     monkeypatch.chdir(tmp_path)
     write_eval_prompts(tmp_path)
-    (tmp_path / "tiny.toml").write_text(to_toml(replace(lives.TINY, train_steps=1, scorer_url=bright_url)))
+    (tmp_path / "tiny.toml").write_text(to_toml(change(lives.TINY, train_steps=1, scorer_url=bright_url)))
     return tmp_path
 
 
@@ -47,8 +47,8 @@ SETTINGS = {
     "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
     "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
-    "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --shard fsdp2",
-    "--shard fsdp2": "--shard fsdp2 needs torchrun, and --dry-run without it WORLD_SIZE=N",
+    "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --sharding.mode fsdp2",
+    "--sharding.mode fsdp2": "--sharding.mode fsdp2 needs torchrun, and --dry-run without it WORLD_SIZE=N",
     "--correction-low 1.1": "--correction.low must be < 1 and --correction.high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",
     "--engine other": "--engine must be one of diffusers, vllm-omni, got 'other'",
@@ -122,10 +122,10 @@ DIFFERENT = {"lr": 2e-3, "seed": 1, "prompts": "other.txt"}
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_ranks_with_different_settings(folder, bright_url, name):
     shutil.copy(lives.TINY.prompts, "other.txt")
-    args = replace(lives.TINY, scorer_url=bright_url)
+    args = change(lives.TINY, scorer_url=bright_url)
 
     def work():
-        changed = replace(args, **{name: DIFFERENT[name]}) if os.environ["RANK"] == "1" else args
+        changed = change(args, **{name: DIFFERENT[name]}) if os.environ["RANK"] == "1" else args
         sys.argv = ["train_flowgrpo.py"]
         launch(lives.app.main, changed)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_losses import LossOutput
 from omni_rl.run.engines import EngineRow
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
 from trainer_runs import write_eval_prompts
@@ -39,7 +39,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def settings(url, **changes):
-    return replace(lives.TINY, train_steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
+    return change(lives.TINY, train_steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
 
 
 def in_update(victim, act):

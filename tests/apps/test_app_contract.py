@@ -6,7 +6,7 @@ Each row is a trainer with settings; TEST_SEED draws one of the rows that are al
 import importlib
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from helpers import CHECKPOINT, REPO, TEST_SEED, sampled
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import change
 from omni_train.dist import init_distributed
 from omni_train.weights.full import save_weights
 from trainer_runs import PROMPTS, cli, exported, lose_step, recipe, tiny, train, train_on_ranks, unclocked, undocumented
@@ -79,7 +80,7 @@ def settings(row, url):
             Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
         model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
-        return app, replace(app.Args(model=str(model), **places), **({"train_steps": 2} | changes))
+        return app, change(app.Args(model=str(model), **places), **({"train_steps": 2} | changes))
     return app, tiny(recipe(app, "tiny-signs"), **changes)
 
 
@@ -111,8 +112,8 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, 
         drawn = [tiny_signs.draw_prompt(rng, evaluation=True)[0] for _ in range(32)]
         Path("eval.txt").write_text("".join(f"{prompt}\n" for prompt in drawn))
         ocr_flags = request.getfixturevalue("ocr_flags")
-        args = replace(args, watch_scorer_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
-    lines = train(app, replace(args, train_steps=steps, eval_every=steps))
+        args = change(args, watch_scorer_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
+    lines = train(app, change(args, train_steps=steps, eval_every=steps))
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + least
     if name == "srpo":
         assert lines[-1]["eval/watch"] > lines[0]["eval/watch"] + 0.05
@@ -160,9 +161,9 @@ KINDS = sorted({name.split()[0] for name in RANKS})
 def test_one_and_two_ranks_train_on_the_same_numbers(here, bright_url, name):
     row, rel = RANKS[name]
     app, args = settings(row, bright_url)
-    single = train(app, replace(args, name="single"))
+    single = train(app, change(args, name="single"))
     size = 1 if row.teacher else args.batch_size
-    double = train_on_ranks(app, replace(args, name="double", shard=name.split()[-1], batch_size=size))
+    double = train_on_ranks(app, change(args, name="double", sharding_mode=name.split()[-1], batch_size=size))
     assert double[0].get("eval/reward") == single[0].get("eval/reward")
     assert {key: double[1].get(key) for key in EXACT} == {key: single[1].get(key) for key in EXACT}
     for line in (
@@ -198,7 +199,7 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_docum
     is_full = row.teacher or row.app == "train_gspo" or random.Random(f"{TEST_SEED} {name}").random() < 0.5
     adapter = {} if is_full else LORA
     watch = {"watch_scorer_url": bright_url} if name == "srpo" else {}
-    args = replace(args, train_steps=steps, eval_every=1, save_every=1, **adapter, **watch)
+    args = change(args, train_steps=steps, eval_every=1, save_every=1, **adapter, **watch)
     whole, weights = train(app, args), exported()
     assert undocumented(whole) == set()
     assert weights

@@ -1,7 +1,6 @@
 """Evaluations on several sets, each with its settings and scorer, and evaluations alone, which train nothing."""
 
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import build_tiny_models
@@ -12,6 +11,7 @@ from omni_reward.testing import serving_here
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
+from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
 
@@ -35,7 +35,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
             MediaEvalSet("few", "eval.txt", num_prompts=2, samples_per_prompt=3, pass_threshold=0.5, seed=7),
             MediaEvalSet("minus", "eval.txt", num_inference_steps=3, height=64, width=64, scorer_url=minus),
         )
-        args = replace(TINY, scorer_url=bright_url, eval=sets, name="first")
+        args = change(TINY, scorer_url=bright_url, eval=sets, name="first")
         lines = train(app, args, report=True)
         for line in (lines[0], lines[-1]):
             assert line["eval/same/reward"] == line["eval/reward"]
@@ -55,21 +55,21 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert "| profile |" not in card  # as by default
         assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"][2]["scorer_url"] == "..."
 
-        alone = replace(args, eval_only=True)
+        alone = change(args, eval_only=True)
         train(app, alone, report=True)
         (line,) = load_metrics(Path("runs/first/eval-000002/metrics.jsonl"))
         assert scores_of(line) == scores_of(lines[-1])
         assert Path("runs/first/eval-000002/report.html").is_file()
         assert "held-out score" in capfd.readouterr().out
     assert load_metrics(Path("runs/first/metrics.jsonl")) == lines
-    goes_on = train(app, replace(args, eval=(), train_steps=3))
+    goes_on = train(app, change(args, eval=(), train_steps=3))
     assert len(goes_on) == 4
 
 
 def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_url):
-    lines = train(app, replace(TINY, scorer_url=bright_url, name="first"))
+    lines = train(app, change(TINY, scorer_url=bright_url, name="first"))
     for name, start, step in (("base", "", 0), ("given", "runs/first/weights", -1)):
-        args = replace(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
+        args = change(TINY, scorer_url=bright_url, name=name, init_weights=start, eval_only=True)
         app.check_args(args)
         for _ in range(2):  # the second time in place of the first
             app.main(args, World.join(args))
@@ -80,12 +80,12 @@ def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_
 
 
 def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
-    for change, flag in (
+    for changes, flag in (
         ({"profile": 1}, "--profile"),
         ({"dry_run": True, "device_memory_gb": 8.0}, "--device-memory-gb"),
     ):
         with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval-only takes none"):
-            app.check_args(replace(TINY, scorer_url="http://a:1", eval_only=True, **change))
+            app.check_args(change(TINY, scorer_url="http://a:1", eval_only=True, **changes))
 
 
 def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
@@ -114,6 +114,6 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
         assert line["eval/more/best@4"] >= line["eval/more/pass@1"]
         assert line["eval/length/reward"] >= 0.0
         Path("b.jsonl").write_text('{"prompt": "no pattern"}\n')
-        bad = replace(args, eval=(TokenEvalSet("bad", "b.jsonl"),))
+        bad = change(args, eval=(TokenEvalSet("bad", "b.jsonl"),))
         with pytest.raises(ValueError, match=r"^eval\[1\].prompts: b.jsonl, line 1: .*pattern"):
             train_gspo.main(bad, World.join(bad))

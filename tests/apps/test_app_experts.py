@@ -14,6 +14,7 @@ from helpers import sampled
 from model_rows import ROWS
 from omni_rl.flow.experts import clamp_to_side, on_one_side
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from omni_rollout import Prompt, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -125,7 +126,7 @@ def test_a_batch_on_both_sides_of_the_boundary_is_refused():
 def test_updates_of_one_expert_alone_are_resumed_bit_for_bit_and_open_in_the_stock_pipeline(here, bright_urls):
     """Sharded over two ranks, with LoRA: each step's one level is one expert's."""
     args = settings(train_nft, bright_urls, **LORA, train_steps=3, eval_every=3, save_every=1, batch_size=2)
-    args = replace(args, shard="fsdp2", num_inference_steps=2, eval_num_inference_steps=4)
+    args = change(args, sharding_mode="fsdp2", num_inference_steps=2, eval_num_inference_steps=4)
     unbroken = train_on_ranks(train_nft, args)
     folder = shutil.copytree(here / "runs" / args.name / "weights", here / "unbroken")
     lose_step(args.name, 3)
@@ -217,9 +218,9 @@ def test_a_teacher_of_both_experts_teaches_the_one_that_is_trained(here):
         for folder in ("both", f"only-{expert}"):
             save_weights(net.get_submodule(expert), here / folder / expert, init_distributed(), into=part)
     args = settings(train_distill, {"video": ""}, **LORA, train_steps=1, train_experts="low", train_low=1)
-    assert train(train_distill, replace(args, teachers=f"one={here / 'both'}"))[1]["policy/loss"] > 0
+    assert train(train_distill, change(args, teachers=f"one={here / 'both'}"))[1]["policy/loss"] > 0
     with pytest.raises(ValueError, match=r"--teachers: one: .*only-high must have weights of low, which is trained"):
-        train(train_distill, replace(args, name="other", teachers=f"one={here / 'only-high'}"))
+        train(train_distill, change(args, name="other", teachers=f"one={here / 'only-high'}"))
 
 
 def test_a_plan_of_a_step_runs_both_experts(here):

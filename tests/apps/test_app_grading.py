@@ -16,6 +16,7 @@ from omni_reward import RewardError, Score
 from omni_rl.flow.sampling import draw
 from omni_rl.flow.scoring import by_group, gather_rewards, graded, groups_of
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt, Samples
 from trainer_runs import place, recipe, tiny, train, train_on_ranks, unclocked
 
@@ -23,7 +24,7 @@ import train_flowgrpo
 import train_nft
 
 GROUPED = {"adv_std": "group", "group_size": 2, "prompts_per_step": 4, "train_steps": 2, "eval_every": 2}
-FLOW = replace(TINY, **GROUPED, save_every=9)
+FLOW = change(TINY, **GROUPED, save_every=9)
 NFT = tiny(recipe(train_nft, "tiny-signs"), **GROUPED, name="run", batch_size=2, width=64, train_levels=2, lr=1e-3)
 
 
@@ -44,14 +45,14 @@ def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
         patch.setattr(app, "by_group", lambda *args, **options: None)
-        return unclocked(train(app, replace(args, name="waiting")))
+        return unclocked(train(app, change(args, name="waiting")))
 
 
 @pytest.mark.parametrize("name", sampled(["flowgrpo", "nft"], 1))
 def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(name, monkeypatch, bright_url):
     """Only the first group is scored before the update; each backward pass lets the scores of one batch more come."""
     app, args = (train_flowgrpo, replace(FLOW, num_minibatches=2)) if name == "flowgrpo" else (train_nft, NFT)
-    args = replace(args, scorer_url=bright_url)
+    args = change(args, scorer_url=bright_url)
 
     def held(run, *others, **options):
         batches, pending = draw(run, *others, **options)
@@ -133,7 +134,7 @@ def test_only_whole_groups_that_depend_on_no_other_come_early():
     assert comes_early(args, 1)
     assert not comes_early(args, 2)  # half a group each
     assert comes_early(args, 2, unit=4)
-    assert comes_early(replace(args, batch_size=8), 2)
-    assert not comes_early(replace(args, batch_size=6), 2)
-    assert not comes_early(replace(args, adv_std="batch"), 1)
-    assert not comes_early(replace(args, reward_parts="ocr=1"), 1)
+    assert comes_early(change(args, batch_size=8), 2)
+    assert not comes_early(change(args, batch_size=6), 2)
+    assert not comes_early(change(args, adv_std="batch"), 1)
+    assert not comes_early(change(args, reward_parts="ocr=1"), 1)

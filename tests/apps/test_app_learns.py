@@ -1,6 +1,5 @@
 """Small models learn from a reward: each recipe raises the score of prompts that it holds out."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +9,7 @@ from omni_reward.scorers import load_scorer
 from omni_reward.scorers.color import load_color, named_colors
 from omni_reward.scorers.ocr import load_ocr
 from omni_reward.testing import serving_here
+from omni_rl.settings.fields import change
 from trainer_runs import recipe, train
 
 import train_flowgrpo
@@ -31,7 +31,7 @@ def test_a_small_model_learns_to_draw_in_red(preset, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = str(ROWS[PRESETS[preset]].checkpoint())
     with serving_here(load_color(), name="color") as url:
-        args = replace(recipe(train_flowgrpo, preset), model=model, scorer_url=url, **PROMPTS)
+        args = change(recipe(train_flowgrpo, preset), model=model, scorer_url=url, **PROMPTS)
         lines = train(train_flowgrpo, args)
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
@@ -48,8 +48,8 @@ def test_a_small_model_learns_to_change_a_word_and_still_keeps_the_board(tmp_pat
     options = {"ocr.reading": "line", "likeness.measure": "ground", "likeness.zero_at": "0.1"}
     reward = load_scorer("0.5*ocr + 0.5*likeness", options=options)
     with serving_here(reward, name="edit") as url, serving_here(load_ocr(reading="line"), name="ocr") as ocr_url:
-        args = replace(recipe(train_nft, "tiny-signs-edit"), scorer_url=url, watch_scorer_url=ocr_url, **data)
-        lines = train(train_nft, replace(args, model=str(REPO / args.model)))
+        args = change(recipe(train_nft, "tiny-signs-edit"), scorer_url=url, watch_scorer_url=ocr_url, **data)
+        lines = train(train_nft, change(args, model=str(REPO / args.model)))
     rewards, ocr = ([line[name] for line in lines if name in line] for name in ("eval/reward", "eval/watch"))
     likeness = [(total - 0.5 * read) / 0.5 for total, read in zip(rewards, ocr, strict=True)]
     assert rewards[-1] - rewards[0] >= 0.1
@@ -64,7 +64,7 @@ def test_a_small_model_of_videos_with_sound_learns_to_draw_the_tone_that_it_is_a
     with serving_here(load_scorer("pitch"), name="pitch") as url:
         args = recipe(train_flowgrpo, "tiny-tones")
         places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
-        lines = train(train_flowgrpo, replace(args, scorer_url=url, **places))
+        lines = train(train_flowgrpo, change(args, scorer_url=url, **places))
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
 
@@ -77,7 +77,7 @@ def test_a_small_video_model_learns_to_move_a_word_as_it_is_told(app, preset, tm
     with serving_here(load_scorer(f"python:{REPO}/scripts/moved.py:moved"), name="moved") as url:
         args = recipe(app, preset)
         places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
-        lines = train(app, replace(args, scorer_url=url, **places))
+        lines = train(app, change(args, scorer_url=url, **places))
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
 

@@ -6,7 +6,6 @@ trainers train Qwen-Image.
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.media.images import read_picture
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -67,7 +67,7 @@ def settings(app, model, urls, **changes):
     guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
     scale = row.guided.guidance_scale
     files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval_prompts)}
-    return replace(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
+    return change(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
 
 
 def add_references(row, prompts):
@@ -92,8 +92,8 @@ def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls,
     name, model, kind = case.split()
     app, changes, mode = APPS[name], *(({}, "fsdp2") if kind == "full" else (LORA, "ddp"))
     args = settings(app, model, bright_urls, **changes)
-    one = train(app, replace(args, name="one"))
-    two = train_on_ranks(app, replace(args, name="two", shard=mode, batch_size=2))
+    one = train(app, change(args, name="one"))
+    two = train_on_ranks(app, change(args, name="two", sharding_mode=mode, batch_size=2))
     assert all(line["policy/grad_norm"] > 0 for line in one[1:])
     assert one[1]["reward/mean"] == pytest.approx(two[1]["reward/mean"], rel=1e-3)
     assert one[1]["policy/grad_norm"] == pytest.approx(two[1]["policy/grad_norm"], rel=2e-2)
@@ -104,8 +104,8 @@ def test_every_trainer_trains_every_model_on_one_rank_and_two(here, bright_urls,
 def test_replayed_routes_train_and_the_load_of_experts_is_that_of_sampling(here, bright_urls):
     """A reference passes the experts too, in the update; it moves no number of the load."""
     args = settings(train_flowgrpo, "hunyuan-image", bright_urls, train_steps=1, eval_every=1, num_inference_steps=3)
-    plain = train(train_flowgrpo, replace(args, name="plain"))[1]
-    args = replace(args, name="replayed", route_replay=True, best_worst_n=2, kl_coef=0.1, **LORA)
+    plain = train(train_flowgrpo, change(args, name="plain"))[1]
+    args = change(args, name="replayed", route_replay=True, best_worst_n=2, kl_coef=0.1, **LORA)
     line = train(train_flowgrpo, args)[1]
     assert line["policy/first_ratio_max_dev"] <= 1e-5
     assert line["policy/grad_norm"] > 0
@@ -140,7 +140,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
 def test_sharded_runs_that_were_stopped_end_bit_for_bit_where_others_do(here, bright_urls, case):
     kind, model = case.split()
     changes = LORA if kind == "lora" else {}
-    args = settings(train_flowgrpo, model, bright_urls, save_every=1, shard="fsdp2", batch_size=2, **changes)
+    args = settings(train_flowgrpo, model, bright_urls, save_every=1, sharding_mode="fsdp2", batch_size=2, **changes)
     found = []
     for _ in range(2):
         lines = train_on_ranks(train_flowgrpo, args)
@@ -191,7 +191,7 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
     shutil.copytree(row.checkpoint(), folder)
     changes = LORA if kind == "lora" else {}
     args = settings(train_flowgrpo, name, bright_urls, lr=1e-2, save_every=1, **changes)
-    args = replace(args, model=str(folder), train_steps=1)
+    args = change(args, model=str(folder), train_steps=1)
     train(train_flowgrpo, args)
     weights = here / "runs" / args.name / "weights"
     prompt = Prompt('a blue sign that says "AB"', 0, 0, seed=5, images=row.references(0))
@@ -217,7 +217,7 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
     assert (untrained - ours).abs().max() > 1e-2  # there is something to see
     torch.testing.assert_close(draw(), ours, rtol=0, atol=1e-4 if kind == "lora" else 0)
     with pytest.raises(ValueError, match="weights_digest"):  # no run goes on with other weights
-        train(train_flowgrpo, replace(args, train_steps=2))
+        train(train_flowgrpo, change(args, train_steps=2))
 
 
 def test_models_of_sound_are_refused_by_srpo(here, bright_urls):

@@ -1,10 +1,10 @@
 """Scores asked for in parts of a batch."""
 
 import threading
-from dataclasses import replace
 
 import pytest
 from omni_reward.testing import serving_here
+from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train, unclocked, write_eval_prompts
 
 import train_flowgrpo as app
@@ -39,9 +39,9 @@ def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number():
     """Four batches of 4, one of them of an evaluation: a request each, or two of 3 and 1 samples."""
     servers = [Server() for _ in range(3)]
     with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:
-        whole = train(app, replace(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
-        args = replace(TINY, name="parts", scorer_url=f"{first},{second}", score_batch_size=3)
-        parts = train(app, replace(args, train_steps=1, eval_every=1))
+        whole = train(app, change(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
+        args = change(TINY, name="parts", scorer_url=f"{first},{second}", score_batch_size=3)
+        parts = train(app, change(args, train_steps=1, eval_every=1))
     assert unclocked(parts) == unclocked(whole)
     assert servers[0].sizes == [1] + [4] * 4  # the canary, and two evaluations
     assert sorted(servers[1].sizes + servers[2].sizes) == [1] * 6 + [3] * 4

@@ -10,7 +10,6 @@ import signal
 import time
 from collections import Counter
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +19,7 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from omni_rollout import Params
 from omni_rollout.models import open_model
@@ -77,10 +77,10 @@ def really(app, args, monkeypatch):
     monkeypatch.setattr(World, "connect", lambda *_, **__: (scorer, ""))
     gc.collect()
     with meter:
-        args = replace(
+        args = change(
             args, dry_run=False, device_memory_gb=0.0, async_save=False, train_steps=2, scorer_url="http://a:1"
         )
-        app.main(replace(args, eval_every=100, save_every=100), World.join(args))
+        app.main(change(args, eval_every=100, save_every=100), World.join(args))
     return meter
 
 
@@ -134,7 +134,9 @@ def test_forwards_of_one_backward_are_told_apart(sizes):
 
 def test_sharded_weights_take_a_rank_s_share():
     app, args = settings("all weights")
-    two, four = (plan.measure(app.main, replace(args, shard="fsdp2", unshard="none"), ranks) for ranks in (2, 4))
+    two, four = (
+        plan.measure(app.main, change(args, sharding_mode="fsdp2", sharding_unshard="none"), ranks) for ranks in (2, 4)
+    )
     assert two.peaks["sync"] / four.peaks["sync"] > 1.5
     assert four.peaks["update"] < two.peaks["update"]
 
@@ -142,7 +144,7 @@ def test_sharded_weights_take_a_rank_s_share():
 def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypatch):
     """What a rank loads is the text encoder, the decoder, and its share of the net."""
     app, args = settings("adapters, guidance, recomputation")
-    args = replace(args, shard="fsdp2")
+    args = change(args, sharding_mode="fsdp2")
 
     def load_alone(planned, run, left):
         planned.found.append(plan.Figures(planned.device.peaks, *[Counter()] * 3, (), ()))
@@ -150,7 +152,7 @@ def test_a_frozen_net_under_adapters_is_sharded_before_a_rank_holds_it(monkeypat
 
     monkeypatch.setattr(plan.PlannedWorld, "steps", load_alone)
     one, two, four = (plan.measure(app.main, args, ranks).peaks["load"] for ranks in (1, 2, 4))
-    assert plan.measure(app.main, replace(args, shard_size=2), 4).peaks["load"] == pytest.approx(two, rel=0.001)
+    assert plan.measure(app.main, change(args, sharding_size=2), 4).peaks["load"] == pytest.approx(two, rel=0.001)
     assert one - two == pytest.approx(10.5e6 / 2, rel=0.01)  # half of 2.6 million weights in float32
     assert two - four == pytest.approx(10.5e6 / 4, rel=0.01)
 
@@ -169,7 +171,7 @@ def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
     assert lines[-1].startswith("fits --device-memory-gb 1, with ")
     assert any(line.endswith(": rollout 128 of 60, update 64 of 60") for line in lines)  # both halves of guidance
     peak = 1.0 - float(re.search(r"with ([\d.]+) GB left", lines[-1])[1])
-    code, lines = run(app, replace(args, device_memory_gb=0.7 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
+    code, lines = run(app, change(args, device_memory_gb=0.7 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
     assert code == 1
     assert any("is too little: by" in line for line in lines)
     assert re.match(r"fits with .*--offload encoder,.* --gradient-checkpointing", lines[-1])
@@ -178,14 +180,14 @@ def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
 
 def test_a_plan_counts_the_tokens_of_videos():
     app, args = settings("all weights")
-    args = replace(args, model=str(ROWS["wan22"].checkpoint()), height=32, width=64, num_frames=5)
-    told = plan.measure(app.main, replace(args, prompts_per_step=1, batch_size=4), 1).describe()
+    args = change(args, model=str(ROWS["wan22"].checkpoint()), height=32, width=64, num_frames=5)
+    told = plan.measure(app.main, change(args, prompts_per_step=1, batch_size=4), 1).describe()
     assert ": rollout 16 of 16, update 8 of 16\n" in told  # 2 latent frames of 2 x 4 patches
 
 
 def test_rungs_come_by_what_they_cost():
     _, args = settings("adapters, two updates")
-    args = replace(args, prompts_per_step=16, group_size=8, batch_size=8)
+    args = change(args, prompts_per_step=16, group_size=8, batch_size=8)
     found = [flags for _, _, flags in plan.ladder(args, 2, args.OFFLOAD.split(), ["decode", "update"])]
     recomputed = "--decode-batch-size 4 --offload encoder,engine,optimizer --gradient-checkpointing"
     on_host = recomputed.replace("optimizer", "optimizer,activations")
@@ -196,11 +198,11 @@ def test_rungs_come_by_what_they_cost():
         f"{on_host} --batch-size 4",
         f"{on_host} --batch-size 2",
         f"{on_host} --batch-size 2 --base-dtype nf4",
-        f"{on_host} --batch-size 2 --shard fsdp2 8 ranks",
+        f"{on_host} --batch-size 2 --sharding.mode fsdp2 8 ranks",
     ]
-    wide = replace(args, shard="fsdp2", gradient_checkpointing=True, batch_size=4, offload="engine")
+    wide = change(args, sharding_mode="fsdp2", gradient_checkpointing=True, batch_size=4, offload="engine")
     found = [(ranks, flags) for _, ranks, flags in plan.ladder(wide, 8, ["engine"], ["update"])]
-    assert found[0] == (8, "--unshard none")
+    assert found[0] == (8, "--sharding.unshard none")
     assert found[-1][0] == 16
     assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--decode-batch-size 4"
 
@@ -208,14 +210,14 @@ def test_rungs_come_by_what_they_cost():
 @pytest.mark.parametrize(("batches", "minibatches", "counts"), [(16, 1, [2, 3]), (16, 2, [2, 4]), (3, 1, [3])])
 def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatches, counts):
     _, args = settings("adapters, two updates")
-    args = replace(args, prompts_per_step=batches, group_size=8, batch_size=8, num_minibatches=minibatches)
+    args = change(args, prompts_per_step=batches, group_size=8, batch_size=8, num_minibatches=minibatches)
     assert plan._prompt_counts(args, 1) == counts
 
 
 @pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1))
 def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)
-    args = replace(args, prompts_per_step=16, text_cache_mb=1.0)
+    args = change(args, prompts_per_step=16, text_cache_mb=1.0)
     by_line = plan.measure(app.main, args, 1)
     monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.prompts_per_step])
     whole = plan.measure(app.main, args, 1)
@@ -242,7 +244,7 @@ def test_a_signal_ends_a_plan_at_once(number):
 
 def test_a_plan_keeps_the_encoder_on_the_host():
     app, args = settings("adapters, guidance, recomputation")
-    with_it, without = (plan.measure(app.main, replace(args, offload=which), 1) for which in ("encoder", ""))
+    with_it, without = (plan.measure(app.main, change(args, offload=which), 1) for which in ("encoder", ""))
     folder = open_model(args.model).load(device="cpu", dtype=torch.float32).text_encoder
     freed = sum(tensor.nbytes for tensor in (*folder.parameters(), *folder.buffers()))
     for phase in ("load", "rollout", "update"):
@@ -263,7 +265,7 @@ def test_a_plan_reads_references_below_the_media_root(tmp_path):
 def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):
     app, args = settings("all weights")
     shutil.copytree(args.model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
-    plan.measure(app.main, replace(args, model=str(tmp_path / "model")), 1)
+    plan.measure(app.main, change(args, model=str(tmp_path / "model")), 1)
     assert {path.name for path in tmp_path.iterdir()} == {"eval.txt", "model"}
     assert torch.ones(2).device.index is None
 
@@ -275,4 +277,4 @@ def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):
 def test_settings_that_do_not_fit_are_refused(changes, message):
     app, args = settings("all weights")
     with pytest.raises(ValueError, match=message):
-        app.check_args(replace(args, **changes))
+        app.check_args(change(args, **changes))

@@ -12,6 +12,7 @@ import pytest
 from helpers import sampled
 from omni_rl.run.media import params_of
 from omni_rl.run.world import World
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import recipes
 from omni_rollout.models import open_model
 from omni_train.lora import add_lora
@@ -83,7 +84,7 @@ def test_a_dry_run_of_bagel_asks_for_the_file_of_its_vae_which_is_its_configurat
     (tmp_path / "prompts.txt").write_text("a sign\n" * args.prompts_per_step)
     files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt"}
     with pytest.raises(ValueError, match=r"ae\.safetensors is missing"):
-        module.main(replace(args, **files, shard="none", dry_run=True), World(place()))
+        module.main(change(args, **files, sharding_mode="none", dry_run=True), World(place()))
 
 
 @pytest.mark.parametrize("case", PLANNED)
@@ -94,14 +95,14 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(args.prompts_per_step)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
-    if args.shard == "fsdp2":  # as under torchrun, which it needs
+    if args.sharding.mode == "fsdp2":  # as under torchrun, which it needs
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         torchrun = {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         for name, value in torchrun.items():
             monkeypatch.setenv(name, str(value))
-    args = replace(args, prompts="prompts.jsonl", eval_prompts="prompts.jsonl", dry_run=True)
+    args = change(args, prompts="prompts.jsonl", eval_prompts="prompts.jsonl", dry_run=True)
     module.check_args(args)
     with pytest.raises(SystemExit) as ended:
         module.main(args, World.join(args))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +22,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_rl.report.process import ReportProcess
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.checkpoint.state import train_state
 from omni_train.checkpoint.store import Checkpoint
@@ -33,8 +33,8 @@ STEPS = 4
 KINDS = {  # ranks, settings
     "full": (1, {}),
     "LoRA and average": (1, {"lora_rank": 2, "lora_alpha": 4, "ema_decay": 0.9, "lr": 1e-2}),
-    "ddp": (2, {"shard": "ddp"}),
-    "fsdp2": (2, {"shard": "fsdp2"}),
+    "ddp": (2, {"sharding_mode": "ddp"}),
+    "fsdp2": (2, {"sharding_mode": "fsdp2"}),
 }
 ALONE = {"full", "LoRA and average"}
 
@@ -70,7 +70,7 @@ def in_peace(tmp_path_factory, bright_url):
 
 
 def settings(url, **changes):
-    return replace(lives.TINY, train_steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
+    return change(lives.TINY, train_steps=STEPS, group_size=2, width=32, scorer_url=url, **changes)
 
 
 def assert_ends_well(life):
@@ -148,13 +148,13 @@ def test_kills_change_neither_the_weights_nor_the_metrics(enter, bright_url, in_
 MEDIA = {"eval_prompts": "eval.txt", "eval_num_inference_steps": 2}
 TRAINERS = {  # module, recipe, settings, ranks
     "flowgrpo": ("train_flowgrpo", "tiny-signs", MEDIA, 1),
-    "flowgrpo on 2 ranks": ("train_flowgrpo", "tiny-signs", MEDIA | {"shard": "fsdp2"}, 2),
+    "flowgrpo on 2 ranks": ("train_flowgrpo", "tiny-signs", MEDIA | {"sharding_mode": "fsdp2"}, 2),
     "nft": ("train_nft", "tiny-signs", MEDIA, 1),
     "dpo": ("train_dpo", "tiny-signs", MEDIA, 1),
     "srpo": ("train_srpo", "tiny-signs", MEDIA, 1),
     "distill": ("train_distill", "tiny-signs", MEDIA, 1),
     "gspo": ("train_gspo", "tiny-beeps", {}, 1),
-    "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"shard": "fsdp2"}, 2),
+    "gspo on 2 ranks": ("train_gspo", "tiny-beeps", {"sharding_mode": "fsdp2"}, 2),
     "unigrpo": ("train_unigrpo", "tiny-colors", {"eval_num_inference_steps": 2}, 1),
 }
 
@@ -169,7 +169,7 @@ def small(name, url):
     own = {"group_size": 2} if hasattr(args, "group_size") else {}
     own |= {"scorer_url": url} if hasattr(args, "scorer_url") and "beeps" not in preset else {}
     size = {"prompts_per_step": 2, "batch_size": 2, "train_steps": 2, "eval_every": 2, "save_every": 1}
-    return trainer, replace(args, name="run", **(places | size | own | {"shard": "auto"} | changes)), ranks
+    return trainer, change(args, name="run", **(places | size | own | {"sharding_mode": "auto"} | changes)), ranks
 
 
 def kill_in_first_save(rank):
@@ -329,7 +329,7 @@ def whole(checkpoint):
 @pytest.mark.parametrize("shard", sampled(["ddp", "fsdp2"], 1))
 def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
     home = enter("home")
-    assert_ends_well(lives.train(home, settings(bright_url, shard=shard), ranks=2))
+    assert_ends_well(lives.train(home, settings(bright_url, sharding_mode=shard), ranks=2))
 
     def only_load(rank):
         def save(run):
@@ -338,11 +338,11 @@ def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
 
         lives.app.Loop = save
 
-    assert_ends_well(lives.train(home, settings(bright_url, shard="auto"), before=only_load))
+    assert_ends_well(lives.train(home, settings(bright_url, sharding_mode="auto"), before=only_load))
     saved, loaded = whole(home / f"runs/run/checkpoints/step-{STEPS:08}"), load_file(home / "loaded")
     assert loaded.keys() == {name for name in saved if not name.startswith("rng/")}
     assert all(torch.equal(loaded[name], saved[name]) for name in loaded)
-    assert_ends_well(lives.train(home, replace(settings(bright_url), train_steps=STEPS + 1)))
+    assert_ends_well(lives.train(home, change(settings(bright_url), train_steps=STEPS + 1)))
     assert [line["step"] for line in lines(home)] == list(range(STEPS + 2))
     assert lines(home)[-1]["policy/first_ratio_max_dev"] == 0
 
@@ -350,7 +350,7 @@ def test_a_checkpoint_of_two_ranks_opens_on_one(enter, bright_url, shard):
 def test_the_program_prints_a_command_that_continues(enter, bright_url):
     """As a user has it: a program in a shell, Ctrl-C, and a command to paste into the shell."""
     home = enter("home")
-    (home / "tiny run.toml").write_text(to_toml(replace(settings(bright_url), train_steps=200)))
+    (home / "tiny run.toml").write_text(to_toml(change(settings(bright_url), train_steps=200)))
     command = [sys.executable, str(REPO / "apps/train_flowgrpo.py"), "--config", "tiny run.toml", "--no-lr-decay"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         first = process.stdout.readline()

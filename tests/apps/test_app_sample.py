@@ -10,6 +10,7 @@ from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
 from omni_rl.media.images import read_picture
 from omni_rl.media.write import contact_sheet
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -33,7 +34,7 @@ def draw(args):
 
 def sheet(tmp_path, args=ARGS, **changes):
     out = tmp_path / "sheets" / "sheet.png"
-    draw(replace(args, out=str(out), **changes))
+    draw(change(args, out=str(out), **changes))
     return np.asarray(Image.open(out))
 
 
@@ -163,7 +164,7 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
     )
     for args, changes, words in refused:
         with pytest.raises(ValueError, match=f"^{words}"):
-            draw(replace(args, **changes))
+            draw(change(args, **changes))
 
 
 def test_several_ranks_are_refused(monkeypatch):

@@ -4,7 +4,6 @@ import socket
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from apps.app_lives import TINY
 from helpers import sampled
 from omni_reward.testing import serving
 from omni_rl.run.world import World
+from omni_rl.settings.fields import change
 from trainer_runs import train
 
 import train_flowgrpo as app
@@ -43,7 +43,7 @@ def server(tmp_path, monkeypatch):
 
 def settings(server, **changes):
     """Of a run with two requests a step, and checkpoints only where a test wants them."""
-    return replace(TINY, batch_size=4, scorer_url=server.url, **changes)
+    return change(TINY, batch_size=4, scorer_url=server.url, **changes)
 
 
 def lose_at(monkeypatch, process, step, then=lambda: None):
@@ -94,5 +94,5 @@ def test_a_scorer_gone_for_good_ends_the_run_with_a_checkpoint_and_an_error(serv
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
     server()
-    lines = train(app, replace(args, scorer_timeout_s=60.0))
+    lines = train(app, change(args, scorer_timeout_s=60.0))
     assert [line["step"] for line in lines] == list(range(5))

@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from omni_rl.flow.scoring import TrainBatch, keep_samples, select
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rollout import Params, Prompt, Trajectory, replay
 from trainer_runs import (
     assert_same_gradients,
@@ -181,7 +182,7 @@ def test_weights_multiply_and_tempflow_s_are_the_noise_of_the_step():
     torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), first)
     batch = TrainBatch.of(batch.trajectory, batch.advantages, second)
     torch.testing.assert_close(app.step_weights(TINY, batch, 0, std, first), torch.tensor([2.0, 1.5]))
-    tempflow = replace(TINY, step_weights="tempflow")
+    tempflow = change(TINY, step_weights="tempflow")
     torch.testing.assert_close(app.step_weights(tempflow, batch, 0, std, None), torch.tensor([0.9, 2.7]))
 
 
@@ -205,12 +206,12 @@ def test_training_on_some_is_training_on_all_with_the_others_advantages_zero():
 
 @pytest.mark.timeout(600)
 def test_best_and_worst_of_n_is_the_same_on_two_ranks_and_trains_fewer_samples(in_tmp, bright_url):
-    args = replace(
+    args = change(
         TINY, scorer_url=bright_url, best_worst_n=2, train_steps=1, eval_every=1, same_start_noise=True, window_low=1,
         old_log_prob="auto", ratio_tolerance=None,
     )  # fmt: skip
-    single = train(app, replace(args, name="single"))[1]
-    double = train_on_ranks(app, replace(args, name="double"))[1]
+    single = train(app, change(args, name="single"))[1]
+    double = train_on_ranks(app, change(args, name="double"))[1]
     assert single["reward/trained_ratio"] == double["reward/trained_ratio"] == 0.25
     # Two batches of 4 of a group: 1 sample till the window, 4 of each in its one step and in the last. Then 4 once.
     assert single["perf/forwards"] == 2 * (1 + 2 * (4 + 4)) + 4
@@ -221,12 +222,12 @@ def test_best_and_worst_of_n_is_the_same_on_two_ranks_and_trains_fewer_samples(i
 
 def test_forwards_are_counted_with_and_without_the_short_cuts(in_tmp, bright_url):
     """Rollout plus update: 16 samples, 3 steps, 1 of them trained; guidance doubles, a short cut saves."""
-    args = replace(
+    args = change(
         TINY, scorer_url=bright_url, train_steps=1, eval_every=1, window_high=1, num_inference_steps=5,
         old_log_prob="auto", ratio_tolerance=None,
     )  # fmt: skip
     forwards = {
-        name: train(app, replace(args, name=name, **changes))[1]["perf/forwards"]
+        name: train(app, change(args, name=name, **changes))[1]["perf/forwards"]
         for name, changes in {
             "plain": {},
             "guided": {"true_cfg_scale": 2.0},
@@ -239,7 +240,7 @@ def test_forwards_are_counted_with_and_without_the_short_cuts(in_tmp, bright_url
 
 def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than_updates():
     """A batch of 16 with two kept steps: the two updates have a step of all samples each, at the batch's own shape."""
-    run = lone_run(replace(TINY, batch_size=16, num_minibatches=2, old_log_prob="rollout", ratio_tolerance=0.0))
+    run = lone_run(change(TINY, batch_size=16, num_minibatches=2, old_log_prob="rollout", ratio_tolerance=0.0))
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 16)
@@ -277,9 +278,9 @@ def test_every_step_of_every_sample_is_in_one_update_and_the_updates_are_equal(c
 
 def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
     """Old log-probs are the rollout's also where samples may be left out, as long as none was."""
-    args = replace(TINY, scorer_url=bright_url, train_steps=1, eval_every=1, old_log_prob="auto", ratio_tolerance=None)
+    args = change(TINY, scorer_url=bright_url, train_steps=1, eval_every=1, old_log_prob="auto", ratio_tolerance=None)
     forwards = {
-        name: train(app, replace(args, name=name, **changes))[1]["perf/forwards"]
+        name: train(app, change(args, name=name, **changes))[1]["perf/forwards"]
         for name, changes in {
             "one": {},
             "two of whole batches": {"num_minibatches": 2},
@@ -311,4 +312,4 @@ def test_no_forward_is_added_by_more_updates(in_tmp, bright_url):
 )
 def test_settings_that_do_not_fit_are_refused(in_tmp, changes, message):
     with pytest.raises(ValueError, match=message):
-        app.check_args(replace(TINY, scorer_url="http://127.0.0.1:1", **changes))
+        app.check_args(change(TINY, scorer_url="http://127.0.0.1:1", **changes))

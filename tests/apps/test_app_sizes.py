@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_rows import ROWS
 from omni_rl.flow.sampling import fill_batches
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.models.qwen_image_edit import QwenImageEditPlus
 from PIL import Image
@@ -62,7 +63,7 @@ def edits(here):
 def settings(app, model, url, **changes):
     """Small settings of a trainer on the prompts of several sizes."""
     files = {"prompts": "sizes.jsonl", "eval_prompts": "held-out.jsonl", "model": str(ROWS[model].checkpoint())}
-    return replace(tiny(recipe(app, "tiny-signs"), **(SMALL | {"scorer_url": url})), **(files | changes))
+    return change(tiny(recipe(app, "tiny-signs"), **(SMALL | {"scorer_url": url})), **(files | changes))
 
 
 def assert_alike(one, two):
@@ -78,8 +79,8 @@ def assert_alike(one, two):
 def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio_is_one(here, bright_url, model):
     """With two batches a minibatch, of which each rank has one, and they are of different sizes."""
     args = settings(train_flowgrpo, model, bright_url, **FLOWGRPO, num_minibatches=2)
-    one = train(train_flowgrpo, replace(args, name="one"), report=True)
-    two = train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2"))
+    one = train(train_flowgrpo, change(args, name="one"), report=True)
+    two = train_on_ranks(train_flowgrpo, change(args, name="two", sharding_mode="fsdp2"))
     assert_alike(one, two)
     assert {line["policy/first_ratio_max_dev"] for line in (*one[1:], *two[1:])} == {0.0}
     rows = json.loads((here / "runs" / "one" / "eval" / "000001" / "rows.json").read_text())
@@ -96,8 +97,8 @@ def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio
 def test_kept_samples_of_several_sizes_are_packed_alike_on_one_rank_and_two(here, bright_url):
     """Half of each group of eight, which came in two batches; on two ranks each of its own groups."""
     args = settings(train_flowgrpo, "sd35-medium", bright_url, **FLOWGRPO, group_size=8, best_worst_n=4)
-    one = train(train_flowgrpo, replace(args, name="one"))
-    two = train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2"))
+    one = train(train_flowgrpo, change(args, name="one"))
+    two = train_on_ranks(train_flowgrpo, change(args, name="two", sharding_mode="fsdp2"))
     assert_alike(one, two)
     assert all(0 <= line["policy/first_ratio_max_dev"] <= 1e-5 for line in (*one[1:], *two[1:]))
 
@@ -107,7 +108,9 @@ def test_kept_samples_of_several_sizes_are_packed_alike_on_one_rank_and_two(here
 def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app):
     app, changes = (train_nft, {"train_levels": 2}) if app == "nft" else (train_dpo, {})
     args = settings(app, "sd35-medium", bright_url, **changes)
-    assert_alike(train(app, replace(args, name="one")), train_on_ranks(app, replace(args, name="two", shard="fsdp2")))
+    assert_alike(
+        train(app, change(args, name="one")), train_on_ranks(app, change(args, name="two", sharding_mode="fsdp2"))
+    )
 
 
 @pytest.mark.timeout(600)
@@ -118,10 +121,12 @@ def test_pairs_of_several_sizes_are_trained_on_alike_on_one_rank_and_two(here, b
     flags |= {"scorer-url": bright_url, "model": model}
     words = [word for name, value in flags.items() for word in (f"--{name}", value)]
     build_preferences.build(build_preferences.parse(words))
-    args = settings(train_dpo, "sd35-medium", bright_url, preferences="pairs/pairs.jsonl", group_size=2, shard="auto")
-    one = train(train_dpo, replace(args, name="one"))
+    args = settings(
+        train_dpo, "sd35-medium", bright_url, preferences="pairs/pairs.jsonl", group_size=2, sharding_mode="auto"
+    )
+    one = train(train_dpo, change(args, name="one"))
     assert one[1]["policy/pairs"] == 4
-    assert_alike(one, train_on_ranks(train_dpo, replace(args, name="two", shard="fsdp2")))
+    assert_alike(one, train_on_ranks(train_dpo, change(args, name="two", sharding_mode="fsdp2")))
     picture = next((here / "pairs" / "samples").glob("*win.png"))
     Image.new("RGB", (16, 16)).save(picture)
     with pytest.raises(
@@ -135,15 +140,15 @@ def test_references_of_several_sizes_and_numbers_are_trained_on_alike_on_one_ran
     """Two prompts of one number and sizes of references, and of other sizes of their own."""
     changes = FLOWGRPO | {"group_size": 8, "best_worst_n": 4, "guidance": "image_area=4096"}
     args = settings(train_flowgrpo, "qwen-image-edit-plus", bright_url, **changes)
-    one = train(train_flowgrpo, replace(args, name="one"))
-    assert_alike(one, train_on_ranks(train_flowgrpo, replace(args, name="two", shard="fsdp2")))
+    one = train(train_flowgrpo, change(args, name="one"))
+    assert_alike(one, train_on_ranks(train_flowgrpo, change(args, name="two", sharding_mode="fsdp2")))
     assert all(0 <= line["policy/first_ratio_max_dev"] <= 1e-5 for line in one[1:])
     lines = (json.loads(line) for line in (edits / "sizes.jsonl").read_text().splitlines())
     (edits / "alike.jsonl").write_text("\n".join(json.dumps(line | {"height": 32, "width": 96}) for line in lines))
     with pytest.raises(
         ValueError, match=r'\(height, width\) of "images" must be those of the first prompt, \[\(40, 72\)\]'
     ):
-        train_flowgrpo.check_args(replace(args, prompts="alike.jsonl", batch_size=16))
+        train_flowgrpo.check_args(change(args, prompts="alike.jsonl", batch_size=16))
 
 
 @pytest.mark.timeout(600)
@@ -158,11 +163,11 @@ def test_pairs_of_several_sizes_of_references_share_the_encoded_texts_of_a_folde
     (edits / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     changes = {"preferences": "pairs.jsonl", "group_size": 2, "guidance": "image_area=4096", "text_cache": "texts"}
     args = settings(train_dpo, "qwen-image-edit-plus", bright_url, **changes)
-    one = train(train_dpo, replace(args, name="one"))
+    one = train(train_dpo, change(args, name="one"))
     assert one[1]["policy/pairs"] == 4
     assert len(list((edits / "texts").rglob("*.safetensors"))) == 4 + 3  # of the pairs, and of the evaluation
     monkeypatch.setattr(QwenImageEditPlus, "encode", lambda *_, **__: pytest.fail("encoded a text again"))
-    assert_alike(one, train_on_ranks(train_dpo, replace(args, name="two", shard="fsdp2")))
+    assert_alike(one, train_on_ranks(train_dpo, change(args, name="two", sharding_mode="fsdp2")))
 
 
 def test_a_sample_is_the_one_that_a_run_of_its_size_draws(here, bright_url):
@@ -213,7 +218,7 @@ def test_an_evaluation_draws_full_batches_of_one_size_and_every_prompt_under_its
 def test_a_sheet_has_pictures_of_the_sizes_that_its_prompts_say(here):
     model = str(ROWS["qwen-image"].checkpoint())
     args = sample.Args(model=model, prompts="sizes.jsonl", num_images=4, height=32, width=96)
-    args = replace(args, num_inference_steps=2, batch_size=2)
+    args = change(args, num_inference_steps=2, batch_size=2)
     sample.main(args)
     cell = 96 * 2 + 4  # of the widest, enlarged
     sheet = np.asarray(Image.open("sheet.png"))

@@ -7,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_reward.testing import serving_here
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
 from trainer_runs import train, train_on_ranks, write_eval_prompts
@@ -29,7 +29,7 @@ def home(tmp_path, monkeypatch):
 
 
 def settings(url, **changes):
-    return replace(lives.TINY, group_size=2, width=32, **({"train_steps": 1, "scorer_url": url} | changes))
+    return change(lives.TINY, group_size=2, width=32, **({"train_steps": 1, "scorer_url": url} | changes))
 
 
 @pytest.mark.parametrize("ranks", sampled([1, 2], 1))

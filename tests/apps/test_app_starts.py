@@ -9,6 +9,7 @@ from omni_rl.flow.sampling import evaluate
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.media import MEDIA
 from omni_rl.run.run import Run
+from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train
 
 import train_dpo
@@ -25,18 +26,18 @@ LORA = {"lora_rank": 4, "lora_alpha": 8}
 def test_the_reference_is_the_policy_that_training_starts_from(here, bright_url, trained):
     """Also where that is another run's: the first pairs have no margin, and the first steps no KL."""
     trained = LORA if trained == "lora" else {}
-    train(app, replace(TINY, scorer_url=bright_url, name="first", **trained))
+    train(app, change(TINY, scorer_url=bright_url, name="first", **trained))
     start = {"scorer_url": bright_url, "init_weights": "runs/first/weights", "train_steps": 1, "eval_every": 1}
     pairs = tiny(recipe(train_dpo, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4)
     assert train(train_dpo, replace(pairs, name="pairs", **start, **trained))[1]["policy/margin"] == 0.0
-    assert train(app, replace(TINY, name="kl", kl_coef=0.1, **start, **trained))[1]["policy/kl"] == 0.0
+    assert train(app, change(TINY, name="kl", kl_coef=0.1, **start, **trained))[1]["policy/kl"] == 0.0
 
 
 def test_weights_that_changed_since_the_run_began_are_noticed(here, bright_url):
-    train(app, replace(TINY, scorer_url=bright_url, name="first", **LORA))
-    args = replace(TINY, scorer_url=bright_url, name="second", init_weights="runs/first/weights", save_every=1, **LORA)
-    train(app, replace(args, train_steps=1))
-    train(app, replace(TINY, scorer_url=bright_url, name="first", train_steps=4, **LORA))
+    train(app, change(TINY, scorer_url=bright_url, name="first", **LORA))
+    args = change(TINY, scorer_url=bright_url, name="second", init_weights="runs/first/weights", save_every=1, **LORA)
+    train(app, change(args, train_steps=1))
+    train(app, change(TINY, scorer_url=bright_url, name="first", train_steps=4, **LORA))
     with pytest.raises(ValueError, match="weights_digest"):
         train(app, args)
 
@@ -50,15 +51,15 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
             raise RewardError("the scorer is gone")
         return evaluate(run, done)
 
-    unbroken = train(app, replace(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
+    unbroken = train(app, change(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
     monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
-        train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
+        train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
     assert [path.name for path in sorted((here / "runs/broken/checkpoints").iterdir())][-1] == "step-00000001"
     monkeypatch.undo()
     monkeypatch.chdir(here)
-    resumed = train(app, replace(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
+    resumed = train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     for line, other in zip(unbroken, resumed, strict=True):
         assert line.get("policy/loss") == other.get("policy/loss")
         assert line.get("eval/reward") == other.get("eval/reward")
@@ -71,5 +72,5 @@ def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright
     monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
     for _ in range(2):
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
-            train(app, replace(TINY, scorer_url=bright_url))
+            train(app, change(TINY, scorer_url=bright_url))
     assert not list((here / "runs").glob("*/checkpoints/*"))

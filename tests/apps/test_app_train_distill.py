@@ -10,6 +10,7 @@ import torch
 from diffusers import QwenImageTransformer2DModel
 from helpers import CHECKPOINT, sampled
 from omni_rl.run.world import World
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_train.dist import init_distributed
@@ -49,7 +50,7 @@ def drawn(run, args):
 @pytest.mark.parametrize("algo", sorted(app.ALGOS))
 def test_a_student_that_is_its_teacher_has_nothing_to_learn(here, algo):
     """Teacher and student are one function at one shape: the loss is 0 to the last bit, and so is its gradient."""
-    lines = train(app, replace(TINY, algo=algo, teacher_substeps=1, **LORA))
+    lines = train(app, change(TINY, algo=algo, teacher_substeps=1, **LORA))
     assert [line["policy/loss"] for line in lines[1:]] == [0.0, 0.0]
     assert [line["policy/grad_norm"] for line in lines[1:]] == [0.0, 0.0]
     assert "eval/reward" not in lines[-1]
@@ -66,7 +67,7 @@ def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
         yield None
 
     for n in (1, 3, 50):
-        args = replace(TINY, teacher_substeps=n)
+        args = change(TINY, teacher_substeps=n)
         run = SimpleNamespace(args=args, model=model, policy=SimpleNamespace(reference=reference))
         at = app.Latents(
             x, x, torch.full((3,), 0.9), torch.full((3,), 0.4), SimpleNamespace(guidance={}, guidance_scale=1)
@@ -78,7 +79,7 @@ def test_a_teacher_ends_where_many_short_steps_of_its_own_end():
 
 @pytest.mark.parametrize("algo", sorted(app.ALGOS))
 def test_each_trained_step_begins_where_the_one_before_ended(algo):
-    args = replace(TINY, algo=algo)
+    args = change(TINY, algo=algo)
     run = lone_run(args)
     batch, at = drawn(run, args)
     assert torch.equal(at.sigma, batch.sigmas[:1].expand(2))
@@ -96,7 +97,7 @@ def test_each_trained_step_begins_where_the_one_before_ended(algo):
 
 def test_a_guided_teacher_wants_what_guidance_gives():
     """The student has no negative prompt, so the teacher's is encoded for it."""
-    args = replace(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0)
+    args = change(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0)
     run = lone_run(args)
     run.policy.reference = lambda: pretend(run.policy.net)
     batch, at = drawn(run, args)
@@ -121,13 +122,13 @@ def test_a_sleeping_engine_is_not_asked_what_a_guided_teacher_sees(here, monkeyp
     monkeypatch.setattr(DiffusersEngine, "sleep", lambda engine: asleep.append(True))
     monkeypatch.setattr(DiffusersEngine, "wake", lambda engine: asleep.clear())
     monkeypatch.setattr(DiffusersEngine, "condition", awake)
-    args = replace(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0, offload="engine", train_steps=1)
+    args = change(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0, offload="engine", train_steps=1)
     assert train(app, args)[-1]["policy/loss"] > 0
 
 
 def test_guidance_that_the_teachers_do_not_have_is_refused_before_weights_are_read(here):
     with pytest.raises(ValueError, match=r"--teacher-guidance-scale.*guidance_scale must be 1 for a QwenImagePipeline"):
-        train(app, replace(TINY, teacher_guidance_scale=3.0, train_steps=1))
+        train(app, change(TINY, teacher_guidance_scale=3.0, train_steps=1))
 
 
 @contextmanager
@@ -155,7 +156,7 @@ def test_a_student_comes_nearer_to_its_teachers(here, kind):
     teachers = ",".join(
         f"{name}={write_teacher(here / name, seed, **lora)}" for seed, name in enumerate(("one", "two"))
     )
-    args = replace(TINY, teachers=teachers, teacher_substeps=2, train_steps=5, eval_every=5, lr=3e-3, **lora)
+    args = change(TINY, teachers=teachers, teacher_substeps=2, train_steps=5, eval_every=5, lr=3e-3, **lora)
     losses = [line["policy/loss"] for line in train(app, args)[1:]]
     assert sum(losses[-2:]) < 0.9 * sum(losses[:2])
 
@@ -165,21 +166,21 @@ def test_a_plan_counts_the_weights_of_teachers(here, capsys):
     teacher = write_teacher(here / "one", 0)
     for teachers in ("", f"one={teacher},two={teacher}"):
         with pytest.raises(SystemExit):
-            app.main(replace(TINY, teachers=teachers, dry_run=True), World.join(TINY))
+            app.main(change(TINY, teachers=teachers, dry_run=True), World.join(TINY))
         frozen.append(float(re.search(r"per rank: (\d+) MB frozen", capsys.readouterr().out)[1]))
     assert frozen[1] == pytest.approx(2 * frozen[0], abs=1)  # without teachers it is the model before training
 
 
 def test_another_teacher_under_the_same_name_is_no_continuation(here):
-    args = replace(TINY, teachers=f"one={write_teacher(here / 'one', 0)}", train_steps=1)
+    args = change(TINY, teachers=f"one={write_teacher(here / 'one', 0)}", train_steps=1)
     train(app, args)
     write_teacher(here / "one", 1)
     with pytest.raises(ValueError, match="teachers_digest"):
-        train(app, replace(args, train_steps=2))
+        train(app, change(args, train_steps=2))
 
 
 @pytest.mark.parametrize("teacher", ['"one"', '["one"]'])
 def test_a_prompt_that_names_no_teacher_of_the_run_is_refused(here, teacher):
     (here / "prompts.jsonl").write_text(f'{{"prompt": "a", "teacher": {teacher}}}\n' * 4)
     with pytest.raises(ValueError, match=r'--prompts: "teacher" must be one of --teachers, got .*one'):
-        app.check_args(replace(TINY, prompts="prompts.jsonl"))
+        app.check_args(change(TINY, prompts="prompts.jsonl"))

@@ -13,6 +13,7 @@ from omni_reward import Score
 from omni_rl.flow.sampling import deal
 from omni_rl.media import preferences
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_sched import step_noise
@@ -108,7 +109,7 @@ def test_best_and_worst_are_a_pair_and_no_score_is_in_none():
     assert torch.equal(pairs.lose, x0[[3, 4]])
     assert step.metrics["reward/mean"] == pytest.approx(0.5)
     assert step.metrics["reward/abstained_ratio"] == 0.25
-    _, x0, pairs, step = choose(replace(TINY, batch_size=2), [0.4] * 4 + [None, 0.0, 1.0, None])
+    _, x0, pairs, step = choose(change(TINY, batch_size=2), [0.4] * 4 + [None, 0.0, 1.0, None])
     assert pairs.places == [1]  # four alike teach nothing
     assert torch.equal(pairs.win, x0[6:7])
     assert step.metrics["reward/zero_variance_ratio"] == 0.5
@@ -127,7 +128,7 @@ def test_a_step_without_pairs_leaves_the_weights_alone():
 
 def test_gradients_are_one_pass_over_all_pairs_and_levels():
     """Three pairs, in batches of two that are filled up, of a policy that has moved away from its reference."""
-    args = replace(TINY, prompts_per_step=3, group_size=4, dpo_beta=50.0)
+    args = change(TINY, prompts_per_step=3, group_size=4, dpo_beta=50.0)
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.9, 0.8, 0.7, 0.6, 0.1, 0.9, 0.5, 0.5])
     torch.manual_seed(0)
     with torch.no_grad():
@@ -158,19 +159,19 @@ def test_gradients_are_one_pass_over_all_pairs_and_levels():
 
 
 def test_the_loss_is_without_the_guidance_that_the_samples_were_drawn_with():
-    run = lone_run(replace(TINY, true_cfg_scale=3.0))
+    run = lone_run(change(TINY, true_cfg_scale=3.0))
     assert run.model.is_guided(run.base_params)
     assert not run.model.is_guided(run.model.unguided(run.base_params))
 
 
 def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():
     """Four prompts in two updates: two pairs in the first, one in the second, whose other group is a tie."""
-    args = replace(TINY, prompts_per_step=4, num_minibatches=2, levels_per_pair=1, group_size=2)
+    args = change(TINY, prompts_per_step=4, num_minibatches=2, levels_per_pair=1, group_size=2)
     run, _, pairs, _ = choose(args, [0.1, 0.2, 0.3, 0.0, 0.5, 0.5, 0.9, 0.8])
     kept = keep_gradients(run)
     app.update(run, Step(0), [pairs])
     assert len(kept) == 2
-    run.args = replace(args, num_minibatches=1)
+    run.args = change(args, num_minibatches=1)
     for gradients, rows in zip(kept[:2], ([0, 1], [2]), strict=True):
         chosen = replace(
             pairs,
@@ -189,9 +190,9 @@ def test_each_update_has_its_own_prompts_and_is_the_mean_over_their_pairs():
 def test_a_rank_without_pairs_keeps_step_with_the_others(here, bright_url):
     """Offline, one pair a step: the second rank has none."""
     write_pairs(here, 3)
-    args = replace(TINY, preferences="pairs.jsonl", prompts_per_step=1, group_size=2, levels_per_pair=1, lr=1e-3)
-    single = train(app, replace(args, name="single"))
-    double = train_on_ranks(app, replace(args, name="double", shard="fsdp2"))
+    args = change(TINY, preferences="pairs.jsonl", prompts_per_step=1, group_size=2, levels_per_pair=1, lr=1e-3)
+    single = train(app, change(args, name="single"))
+    double = train_on_ranks(app, change(args, name="double", sharding_mode="fsdp2"))
     for key in ("policy/grad_norm", "policy/loss", "policy/margin", "policy/pairs"):
         assert double[2][key] == pytest.approx(single[2][key], rel=1e-3, abs=1e-6), key
 
@@ -213,10 +214,10 @@ def write_pairs(folder, count, *, size=(16, 4, 12)):
 @pytest.mark.parametrize("kind", sampled(["lora", "full"], 1))
 def test_offline_training_lowers_the_loss_of_a_fixed_set(here, pairs_file, kind):
     lora = LORA | {"lr": 3e-3} if kind == "lora" else {"lr": 1e-4}
-    args = replace(
+    args = change(
         recipe(app, "tiny-signs-offline"), model=str(CHECKPOINT), prompts=str(PROMPTS / "train.txt"),
         eval_prompts="eval.txt", prompts_per_step=6, preferences=str(pairs_file), levels_per_pair=4,
-        eval_num_inference_steps=2, train_steps=10, eval_every=10, shard="auto", **lora,
+        eval_num_inference_steps=2, train_steps=10, eval_every=10, sharding_mode="auto", **lora,
     )  # fmt: skip
     lines = train(app, args, report=True)
     assert lines[1]["policy/loss"] == pytest.approx(0.6931, abs=1e-3)
@@ -270,7 +271,7 @@ def test_a_mistake_in_a_preference_file_is_named_before_the_model_is_loaded(here
     def fault(**sides):
         (here / "pairs.jsonl").write_text(json.dumps({"prompt": "x", "win": "w.safetensors"} | sides) + "\n")
         with pytest.raises(ValueError, match=r"^--preferences: pairs.jsonl, pair 1, ") as caught:
-            train(app, replace(TINY, preferences="pairs.jsonl", group_size=2, prompts_per_step=1))
+            train(app, change(TINY, preferences="pairs.jsonl", group_size=2, prompts_per_step=1))
         assert not (here / "runs").exists()
         return str(caught.value)
 

@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from omni_rl.flow.scoring import TrainBatch, advantages_of, gather_rewards, grou
 from omni_rl.run import loop
 from omni_rl.run.run import Step
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_rollout import Prompt, Samples, replay
 from omni_train.files import load_metrics, read_jsonl
@@ -52,13 +52,13 @@ def in_tmp(tmp_path, monkeypatch):
 
 
 def train(bright_url, **changes):
-    return train_with(app, replace(TINY, scorer_url=bright_url, **changes))
+    return train_with(app, change(TINY, scorer_url=bright_url, **changes))
 
 
 def command_line(folder, name, flags):
     """The flags of a run of that name, whose other settings are in a file."""
     config = folder / f"{name}.toml"
-    config.write_text(to_toml(replace(TINY, name=name, batch_size=2)))
+    config.write_text(to_toml(change(TINY, name=name, batch_size=2)))
     return ["--config", str(config), *flags]
 
 
@@ -81,8 +81,8 @@ def fork(folder, flags, ranks, name):
 def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp, ocr_flags):
     runs = {
         "single": fork(in_tmp, ocr_flags, 1, "single"),
-        "fsdp2": launch(in_tmp, [*ocr_flags, "--shard", "fsdp2"], 2, "fsdp2"),
-        "ddp": fork(in_tmp, [*ocr_flags, "--shard", "ddp"], 2, "ddp"),
+        "fsdp2": launch(in_tmp, [*ocr_flags, "--sharding.mode", "fsdp2"], 2, "fsdp2"),
+        "ddp": fork(in_tmp, [*ocr_flags, "--sharding.mode", "ddp"], 2, "ddp"),
     }
     for name, lines in runs.items():
         assert [line["step"] for line in lines] == [0, 1, 2]
@@ -97,7 +97,7 @@ def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp
 
 
 def test_trajectories_do_not_depend_on_the_number_of_ranks():
-    args = replace(TINY, batch_size=2)
+    args = change(TINY, batch_size=2)
     run = lone_run(args)
     params = app.params_at(run, Step(3))
     alone, _ = rollout(run, params, number=3)
@@ -111,7 +111,7 @@ def test_trajectories_do_not_depend_on_the_number_of_ranks():
 
 
 def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
-    run, events = lone_run(replace(TINY, batch_size=2)), []
+    run, events = lone_run(change(TINY, batch_size=2)), []
     generate = run.engine.generate
     run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
     run.scorer.submit = lambda media, prompts, meta, references: events.append("submit")
@@ -120,7 +120,7 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
 
 
 def test_the_next_batch_is_prepared_before_the_host_waits_for_this_one(monkeypatch):
-    run, events = lone_run(replace(TINY, batch_size=2)), []
+    run, events = lone_run(change(TINY, batch_size=2)), []
     monkeypatch.setattr(run.engine, "prepare", lambda prompts, params: events.append(prompts[0].index))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: events.append("wait") or tensor)
     draw(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)), graded=False)
@@ -164,13 +164,16 @@ def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
 @pytest.mark.timeout(1400)
 @pytest.mark.parametrize(
     "settings",
-    [{"shard": "fsdp2"}, {"shard": "ddp", "lora_rank": 4, "lora_alpha": 8, "kl_coef": 0.1, "num_minibatches": 2}],
+    [
+        {"sharding_mode": "fsdp2"},
+        {"sharding_mode": "ddp", "lora_rank": 4, "lora_alpha": 8, "kl_coef": 0.1, "num_minibatches": 2},
+    ],
     ids=["fsdp2", "ddp"],
 )
 def test_compiled_blocks_keep_the_ratio_at_one_on_two_ranks(in_tmp, bright_url, settings):
     """All weights, or LoRA with a reference and two updates; with guidance, in bfloat16."""
-    args = replace(TINY, scorer_url=bright_url, batch_size=2, true_cfg_scale=3.0, dtype="bfloat16", **settings)
-    lines = train_on_ranks(app, replace(args, compile=True))
+    args = change(TINY, scorer_url=bright_url, batch_size=2, true_cfg_scale=3.0, dtype="bfloat16", **settings)
+    lines = train_on_ranks(app, change(args, compile=True))
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
 
 
@@ -223,7 +226,7 @@ def test_what_fills_up_the_evaluation_is_not_counted(in_tmp, bright_url):
 
 def test_gradients_are_the_mean_over_all_samples_and_kept_steps():
     """What reaches the optimizer equals one autograd pass over everything at once."""
-    run = lone_run(replace(TINY, batch_size=2))
+    run = lone_run(change(TINY, batch_size=2))
     kept = keep_gradients(run)
     batches, _ = rollout(run, app.params_at(run, Step(0)))
     advantages = torch.linspace(-1, 1, 8).view(4, 2)
@@ -258,7 +261,7 @@ def kept(args, scores):
 
 
 def test_samples_without_a_score_take_no_part():
-    args = replace(TINY, prompts_per_step=2, group_size=2, batch_size=4)
+    args = change(TINY, prompts_per_step=2, group_size=2, batch_size=4)
     scores = [Score(0.5), Score(None, abstained="unreadable"), Score(0.0), Score(1.0)]
     [batch], step = grade(args, scores)
     advantages = batch.advantages
@@ -273,7 +276,7 @@ def test_samples_without_a_score_take_no_part():
     broken = [Score(None, abstained="broken")] * 4
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
         grade(args, broken)
-    args = replace(args, on_failure="mask")
+    args = change(args, on_failure="mask")
     [batch], step = grade(args, broken)
     assert batch.advantages.tolist() == [0.0] * 4
     assert not step.has_signal
@@ -313,7 +316,7 @@ def test_a_group_is_left_out_whole_when_the_client_says_so():
 
 def test_parts_of_the_score_are_normalized_one_by_one():
     """A part in hundreds and one in hundredths count alike."""
-    args = replace(TINY, reward_parts="kB=-1,match=1", group_size=4, prompts_per_step=1, batch_size=4, adv_std="group")
+    args = change(TINY, reward_parts="kB=-1,match=1", group_size=4, prompts_per_step=1, batch_size=4, adv_std="group")
     scores = [Score(0.0, parts={"kB": 100.0 * i, "match": 0.01 * j}) for i, j in ((0, 0), (1, 1), (2, 2), (3, 4))]
     one_by_one = [
         group_advantages(torch.tensor(x), torch.zeros(4, dtype=torch.long), std="group")
@@ -322,7 +325,7 @@ def test_parts_of_the_score_are_normalized_one_by_one():
     [batch], _ = grade(args, scores)
     torch.testing.assert_close(batch.advantages, one_by_one[1] - one_by_one[0])
     with pytest.raises(RuntimeError, match=r"must name a part 'sharp' in its scores, it names \['kB', 'match'\]"):
-        grade(replace(args, reward_parts="kB=1,sharp=1"), scores)
+        grade(change(args, reward_parts="kB=1,sharp=1"), scores)
 
 
 def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):

@@ -22,6 +22,7 @@ from omni_rl.run.run import Step
 from omni_rl.run.start import Needs
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import TokenEvalSet
+from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_train.files import load_metrics
@@ -62,7 +63,7 @@ def here(tmp_path, monkeypatch):
 
 
 def tiny(kind="qwen3", /, **changes):
-    return replace(TINY, **({"model": checkpoint(kind)} | changes))
+    return change(TINY, **({"model": checkpoint(kind)} | changes))
 
 
 def alone(args):
@@ -84,9 +85,9 @@ def test_every_algorithm_trains_and_its_ratio_is_one_before_the_first_update(alg
 def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(here):
     """The thinker with pictures, sound and video in its prompts, and a report that shows them with the answers."""
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", eval_prompts="eval-seen.jsonl", lora_rank=2, lora_alpha=4)
-    args = replace(args, prompts_per_step=4, batch_size=8, lr=1e-2, tokens_per_batch=120)
-    plain = train(app, replace(args, name="plain"), report=True)
-    again = train(app, replace(args, name="again", gradient_checkpointing=True))
+    args = change(args, prompts_per_step=4, batch_size=8, lr=1e-2, tokens_per_batch=120)
+    plain = train(app, change(args, name="plain"), report=True)
+    again = train(app, change(args, name="again", gradient_checkpointing=True))
     assert unclocked(plain) == unclocked(again)
     rows = json.loads(Path("runs/plain/eval/000002/rows.json").read_text())[:4]  # others fill up
     assert [bool(row.get("sound")) for row in rows] == [False, False, True, False]
@@ -99,7 +100,7 @@ def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(
 
 def test_media_are_given_in_the_type_that_the_model_computes_in(here):
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", prompts_per_step=4, train_steps=1, lora_rank=2)
-    lines = train(app, replace(args, dtype="bfloat16", base_dtype="nf4", gradient_checkpointing=True))
+    lines = train(app, change(args, dtype="bfloat16", base_dtype="nf4", gradient_checkpointing=True))
     assert lines[1]["policy/first_ratio_max_dev"] == 0
     assert 0 < lines[1]["policy/rollout_gap"] < 0.5
 
@@ -109,10 +110,12 @@ def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, here, monk
     """Logits are made for three tokens at a time, and once more in the backward pass."""
     monkeypatch.setattr("omni_rollout.tokens.MAX_LOGITS", 3 * 266)
     args = tiny("qwen3-omni", lora_rank=lora_rank, algo="dapo", batch_size=2, num_minibatches=2, rounds=2)
-    args = replace(args, train_steps=1, eval_every=1)
-    alone = train(app, replace(args, name="alone"))
+    args = change(args, train_steps=1, eval_every=1)
+    alone = train(app, change(args, name="alone"))
     for mode in ("ddp", "fsdp2"):
-        together = train_on_ranks(app, replace(args, name=mode, shard=mode, unshard="none" if lora_rank else "auto"))
+        together = train_on_ranks(
+            app, change(args, name=mode, sharding_mode=mode, sharding_unshard="none" if lora_rank else "auto")
+        )
         for line, other in zip(alone, together, strict=True):
             policy = ("grad_norm", "loss", "entropy", "tokens_mean", "ratio_mean", "approx_kl", "clip_fraction")
             names = {"reward/mean", "eval/reward", "answer/tokens_mean", *(f"policy/{name}" for name in policy)}
@@ -143,7 +146,7 @@ def test_full_weights_open_in_transformers_as_the_thinker_and_as_the_whole_model
     assert all(torch.equal(found[0][name], found[1][name]) for name in base)
     assert any("experts" in name for name in moved)
     assert not any(name.startswith(("visual", "audio_tower")) for name in moved)
-    next_args = replace(args, name="next", model="runs/run/weights", lora_rank=2, train_steps=1, eval_every=1)
+    next_args = change(args, name="next", model="runs/run/weights", lora_rank=2, train_steps=1, eval_every=1)
     lines = train(app, next_args)
     assert all(name.startswith("base_model.model.thinker.model.layers.") for name in exported("next"))
     assert len(PeftModel.from_pretrained(net, "runs/next/weights").peft_config["default"].target_modules) == 8
@@ -157,7 +160,7 @@ def test_an_adapter_opens_in_transformers_and_begins_another_run(here):
 
     args = tiny(lora_rank=2, lora_alpha=8, lr=1e-2)
     lines = train(app, args)
-    other = train(app, replace(args, name="next", init_weights="runs/run/weights", train_steps=0))
+    other = train(app, change(args, name="next", init_weights="runs/run/weights", train_steps=0))
     assert other[0]["eval/reward"] == lines[-1]["eval/reward"]
     base = Qwen3ForCausalLM.from_pretrained(args.model)
     ids = torch.arange(8)[None]
@@ -180,7 +183,7 @@ def answers(lengths, first=0):
 
 
 def test_batches_hold_the_kept_answers_once_within_their_bounds():
-    run = alone(replace(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24))
+    run = alone(change(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24))
     keep = torch.tensor([True, True, False, True, True, True])
     minibatches = pack(run, [answers([2, 8, 1]), answers([5, 4, 3], first=3)], torch.arange(6.0), keep, mean="token")
     rows = [[batch.trajectory.indices.tolist() for batch in batches] for batches in minibatches]
@@ -204,7 +207,7 @@ def test_an_answer_that_only_fills_up_is_in_no_metric():
 
 def test_a_forward_with_its_padding_is_within_its_bound():
     """A long prompt with a short answer and a short one with a long answer pad each other."""
-    run = alone(replace(TINY, batch_size=4, tokens_per_batch=36))
+    run = alone(change(TINY, batch_size=4, tokens_per_batch=36))
     drawn = replace(answers([2, 2, 9]), encoded=tuple({"input_ids": torch.arange(n)} for n in (9, 9, 2)))
     [batches] = pack(run, [drawn], torch.zeros(3), torch.ones(3, dtype=torch.bool), mean="token")
     assert [batch.trajectory.indices.tolist() for batch in batches] == [[0, 1], [2]]
@@ -212,7 +215,7 @@ def test_a_forward_with_its_padding_is_within_its_bound():
 
 def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
     """Four groups of two answers of at most 8 tokens, the first of which score alike; the last is one too many."""
-    args = replace(TINY, algo="dapo", group_size=2, max_new_tokens=8, overlong_tokens=4, mask_truncated=True)
+    args = change(TINY, algo="dapo", group_size=2, max_new_tokens=8, overlong_tokens=4, mask_truncated=True)
     run, step = alone(app.settle(args)), Step(0)
     drawn = replace(answers([1, 2, 6, 4, 8, 3, 1, 1]), ended=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool))
     rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0])
@@ -227,7 +230,7 @@ def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
 
 def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_group(monkeypatch):
     """Whole groups are counted and kept: the first two, one of which has a sample without a score."""
-    args = replace(TINY, algo="dapo", prompts_per_step=2, group_size=4, overlong_tokens=0, rounds=2)
+    args = change(TINY, algo="dapo", prompts_per_step=2, group_size=4, overlong_tokens=0, rounds=2)
     run, step = alone(app.settle(args)), Step(0)
     rewards = torch.tensor([1.0, 0, torch.nan, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1])
     records, asked = [PromptRecord(i, f"say {i}") for i in range(2)], []
@@ -294,9 +297,9 @@ def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
 
     args = tiny(train_steps=1, eval_every=1, score_batch_size=3)
     with serving_here(Scorer(score, media=("text",)), name="letters") as url:
-        local = train(app, replace(args, name="local"))
-        served = train(app, replace(args, name="served", reward="", scorer_url=url))
-        both = train(app, replace(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url), report=True)
+        local = train(app, change(args, name="local"))
+        served = train(app, change(args, name="served", reward="", scorer_url=url))
+        both = train(app, change(args, name="both", reward="0.5*scorer + 0.5*regex", scorer_url=url), report=True)
     assert unclocked(served) == unclocked(local) == unclocked(both)
     assert max(sizes) == 3
     assert sizes[0] == 1
@@ -315,7 +318,7 @@ def test_a_server_sees_the_images_of_a_prompt(here):
     line = {"prompt": "x", "pattern": "a"}
     Path("pictures.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(line | {'images': 'picture.png'})}\n")
     with serving_here(Scorer(score, media=("text",), references=True)) as url:
-        train(app, replace(args, scorer_url=url))
+        train(app, change(args, scorer_url=url))
     assert seen == [("a", 1), ("a", 0), ("a", 1), ("a", 0), ("a", 1)]  # the canary; two prompts fill a batch of four
 
 
@@ -369,15 +372,15 @@ def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
     monkeypatch.setattr(texts, "MAX_GATHERED", 1.0)
-    with pytest.raises(ValueError, match=r"--shard fsdp2 would gather .* for every token"):
-        app.main(tiny(shard="fsdp2", unshard="none", dry_run=True), World(place()))
+    with pytest.raises(ValueError, match=r"--sharding.mode fsdp2 would gather .* for every token"):
+        app.main(tiny(sharding_mode="fsdp2", sharding_unshard="none", dry_run=True), World(place()))
 
 
 def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
     """Neither by its advantage nor by the KL: with no other answer there is no optimizer step."""
     Path("length.py").write_text("def rule(answer, line):\n    return len(answer)\n")
     args = tiny(mask_truncated=True, kl_coef=1.0, max_new_tokens=1, reward="python:length.py:rule", train_steps=1)
-    masked = train(app, replace(args, eval_every=1))
+    masked = train(app, change(args, eval_every=1))
     assert masked[1]["answer/truncated_ratio"] > 0
     assert masked[1]["reward/trained_ratio"] <= 1 - masked[1]["answer/truncated_ratio"]
 
@@ -471,5 +474,5 @@ def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
 def test_the_shipped_thinker_learns_to_say_what_it_hears(preset, here):
     args = recipe(app, preset)
     places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
-    lines = train(app, replace(args, **places))
+    lines = train(app, change(args, **places))
     assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.2

@@ -1,7 +1,5 @@
 """The trainer of DiffusionNFT and AWM: gradients, the old policy, ranks, learning, resuming, its command line."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers import sampled
@@ -9,6 +7,7 @@ from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
 from omni_rl.flow.scoring import TrainBatch
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_rollout import Trajectory
 from omni_sched import step_noise
 from omni_train.lora import adapter, adapter_params
@@ -46,7 +45,7 @@ def whole(points):
 
 
 def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here):
-    run = lone_run(replace(TINY, sample_with="policy"))
+    run = lone_run(change(TINY, sample_with="policy"))
     graded, points = points_of(run)
     kept = keep_gradients(run)
     app.update(run, Step(0), graded)
@@ -62,7 +61,7 @@ def test_gradients_of_nft_are_one_pass_over_all_samples_and_levels(here):
 
 
 def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
-    run = lone_run(replace(TINY, sample_with="policy", algo="awm"))
+    run = lone_run(change(TINY, sample_with="policy", algo="awm"))
     graded, points = points_of(run)
     kept = keep_gradients(run)
     app.update(run, Step(0), graded)
@@ -74,7 +73,7 @@ def test_gradients_of_awm_are_one_pass_over_all_samples_and_levels(here):
 
 
 def test_each_stratum_of_the_schedule_gives_one_level(here):
-    args = replace(TINY, num_inference_steps=6, train_levels=2, train_low=1, train_high=5)
+    args = change(TINY, num_inference_steps=6, train_levels=2, train_low=1, train_high=5)
     run = lone_run(args)
     (batch, other), _ = rollout(run, run.base_params)
     ones = torch.ones(4)
@@ -83,7 +82,7 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
         assert all(sigma in strata for sigma in at.sigma)
         level = at.sigma.view(-1, 1, 1, 1)
         torch.testing.assert_close(at.x_t, (1 - level) * batch.x0 + level * at.noise)
-    run.args = replace(args, train_levels=4)
+    run.args = change(args, train_levels=4)
     all_levels = app.noise_afresh(run, Step(0), TrainBatch.of(other, ones))
     assert [at.sigma.tolist() for at in all_levels] == [[sigma.item()] * 4 for sigma in batch.sigmas[1:5]]
     noises = torch.stack([at.noise for at in all_levels])
@@ -94,7 +93,7 @@ def test_each_stratum_of_the_schedule_gives_one_level(here):
 
 
 def test_samples_without_a_score_take_no_part(here):
-    run = lone_run(replace(TINY, group_size=2))
+    run = lone_run(change(TINY, group_size=2))
     batches, prompts = rollout(run, run.base_params)
     scores = [Score(0.5), Score(0.25), Score(0.0), Score(1.0)]
 
@@ -117,7 +116,7 @@ def test_samples_without_a_score_take_no_part(here):
 @pytest.mark.parametrize("kind", sampled(["lora", "full"], 1))
 def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_url, monkeypatch, kind):
     lora = LORA if kind == "lora" else {}
-    args = replace(
+    args = change(
         TINY, scorer_url=bright_url, lr=1e-2, train_steps=4, eval_every=4, old_schedule="linear", num_minibatches=2,
         old_every=2, old_decay_max=0.005, **lora,
     )  # fmt: skip
@@ -161,7 +160,7 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
 
 def test_awm_starts_at_ratio_one_with_either_sampler_and_holds_to_both_policies(here, bright_url):
     for sample_with in ("old", "policy"):
-        args = replace(
+        args = change(
             TINY, scorer_url=bright_url, name=sample_with, algo="awm", sample_with=sample_with, lr=1e-2,
             kl_coef=0.1, old_kl_coef=0.1, old_schedule="linear", **LORA,
         )  # fmt: skip

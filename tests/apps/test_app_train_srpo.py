@@ -3,7 +3,6 @@
 import json
 import random
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from helpers import REPO
 from omni_rl.flow import direct_rewards
 from omni_rl.run.run import Step
+from omni_rl.settings.fields import change
 from omni_sched import step_noise
 from trainer_runs import (
     assert_same_gradients,
@@ -141,7 +141,7 @@ def test_clip_s_own_code_never_runs_and_nobody_is_asked(clip_folder, tmp_path, m
 
 
 def test_both_steps_end_at_one_level_and_stay_in_the_range():
-    args = replace(TINY, level_low=0.3, level_high=0.9, level_step=0.2)
+    args = change(TINY, level_low=0.3, level_high=0.9, level_step=0.2)
     seeds = list(range(200))
     batch = SimpleNamespace(prompts=[SimpleNamespace(seed=seed) for seed in seeds], x0=torch.zeros(200, 1))
     run = SimpleNamespace(args=args, model=SimpleNamespace(boundary=0.0))
@@ -162,7 +162,7 @@ def test_both_steps_end_at_one_level_and_stay_in_the_range():
 
 
 def test_gradients_are_one_pass_over_all_samples_and_both_steps():
-    args, step = replace(TINY, positive_words="Clear, Sharp", threshold=5.0), Step(1)
+    args, step = change(TINY, positive_words="Clear, Sharp", threshold=5.0), Step(1)
     run, reward = lone_run(args), direct_rewards.load_sign_reader(READER, CPU)
     batches, _ = rollout(run, run.base_params, number=1)
     kept = keep_gradients(run)
@@ -189,7 +189,7 @@ def test_gradients_are_one_pass_over_all_samples_and_both_steps():
 
 
 def test_a_sample_past_the_threshold_has_no_gradient():
-    run, reward = lone_run(replace(TINY, threshold=-5.0)), direct_rewards.load_sign_reader(READER, CPU)
+    run, reward = lone_run(change(TINY, threshold=-5.0)), direct_rewards.load_sign_reader(READER, CPU)
     batches, _ = rollout(run, run.base_params)
     kept = keep_gradients(run)
     assert app.update(run, Step(0), reward, batches)["policy/denoising_active_fraction"] == 0.0
@@ -197,7 +197,7 @@ def test_a_sample_past_the_threshold_has_no_gradient():
 
 
 def test_clip_s_reward_trains_with_lora_and_guidance(here, clip_folder):
-    args = replace(
+    args = change(
         TINY, name="clip", reward="clip", reward_model=str(clip_folder), width=64, lora_rank=4, batch_size=2,
         prompts_per_step=2, true_cfg_scale=2.0, threshold=100.0,
     )  # fmt: skip

@@ -1,7 +1,6 @@
 """The trainer of thoughts and pictures: both ratios, both gradients, ranks, resuming, exports, the report, mistakes."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import build_tiny_models
@@ -16,6 +15,7 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import ThoughtScorer
 from omni_rl.run.run import Run
+from omni_rl.settings.fields import change
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from safetensors.torch import load_file
@@ -38,7 +38,7 @@ def tiny(tmp_path, monkeypatch, bright_url):
         lines = [{"prompt": f"a sign {i}" + " that is red" * i, "pattern": "[a-m]"} for i in range(count)]
         Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = build_tiny_models.tiny_checkpoint("bagel", REPO / ".pytest_cache" / "tiny-models")
-    return lambda **changes: replace(TINY, **({"model": str(model), "scorer_url": bright_url} | changes))
+    return lambda **changes: change(TINY, **({"model": str(model), "scorer_url": bright_url} | changes))
 
 
 def test_both_ratios_are_one_before_the_first_update_and_both_parts_move(tiny):
@@ -74,9 +74,11 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
 @pytest.mark.parametrize("lora_rank", sampled([0, 2], 1))
 def test_ranks_train_as_one_however_the_weights_are_spread(lora_rank, tiny):
     args = tiny(lora_rank=lora_rank, batch_size=1, num_minibatches=2, train_steps=1, eval_every=1)
-    alone = train(app, replace(args, name="alone", num_minibatches=2))
+    alone = train(app, change(args, name="alone", num_minibatches=2))
     for mode in ("ddp", "fsdp2"):
-        together = train_on_ranks(app, replace(args, name=mode, shard=mode, unshard="none" if lora_rank else "auto"))
+        together = train_on_ranks(
+            app, change(args, name=mode, sharding_mode=mode, sharding_unshard="none" if lora_rank else "auto")
+        )
         for line, other in zip(alone, together, strict=True):
             for name in {"reward/mean", "eval/reward", "thought/tokens_mean", "policy/grad_norm"} & line.keys():
                 assert other[name] == pytest.approx(line[name], rel=2e-3), name
@@ -145,6 +147,6 @@ def test_the_shipped_model_learns_to_think_of_a_color_and_to_draw_it(tmp_path, m
     args = recipe(app, "tiny-colors")
     places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
     with serving_here(tiny_colors.color, name="color") as url:
-        lines = train(app, replace(args, scorer_url=url, **places))
+        lines = train(app, change(args, scorer_url=url, **places))
     for part in ("eval/image", "eval/thought"):
         assert lines[-1][part] >= lines[0][part] + 0.15

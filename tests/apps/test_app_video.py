@@ -1,13 +1,12 @@
 """Videos from the sampler to the scorer, the report and the sheets."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.media.videos import video_facts
+from omni_rl.settings.fields import change
 from PIL import Image
 from trainer_runs import recipe, tiny, train, write_eval_prompts
 
@@ -53,7 +52,7 @@ def test_a_scorer_of_images_is_refused_for_videos(here, bright_url):
 
 def test_a_number_of_frames_that_the_model_lacks_is_refused_with_the_nearest(here):
     with pytest.raises(ValueError, match=r"--num_frames must be 4k \+ 1, up to 253, such as 9, got 10"):
-        train(train_flowgrpo, replace(settings(""), num_frames=10, dry_run=True))
+        train(train_flowgrpo, change(settings(""), num_frames=10, dry_run=True))
 
 
 def test_a_sheet_of_videos_has_their_frames_and_they_play_beside_it(here):

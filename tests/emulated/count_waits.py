@@ -26,7 +26,7 @@ from records import record
 
 BATCHES = 2
 SHAPE: dict[str, Any] = record.LORA | {
-    "shard": "ddp", "prompts_per_step": 4, "group_size": 4, "batch_size": 4, "eval_every": 3, "save_every": 3,
+    "sharding_mode": "ddp", "prompts_per_step": 4, "group_size": 4, "batch_size": 4, "eval_every": 3, "save_every": 3,
     "train_steps": 3,
 }  # fmt: skip
 GUIDED: dict[str, Any] = SHAPE | {"true_cfg_scale": 3.0}

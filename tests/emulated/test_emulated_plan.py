@@ -8,6 +8,7 @@ import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
 from helpers import sampled
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from records import record
 
@@ -31,7 +32,7 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     app = importlib.import_module(case.app)
     monkeypatch.chdir(folder)
-    planned = plan.measure(app.main, replace(app.Args(**settings), dry_run=True, device_memory_gb=1.0), 1)
+    planned = plan.measure(app.main, change(app.Args(**settings), dry_run=True, device_memory_gb=1.0), 1)
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
 
 

@@ -45,7 +45,7 @@ def test_no_bit_depends_on_how_long_weights_stay_gathered(unshard, url):
     """Not those of a run that puts an older policy into the place of the weights either; on a CPU all stay gathered."""
     case = record.CASES["nft-full-fsdp2"]
     kept, other = (
-        record.run(replace(case, settings=case.settings | {"unshard": word}), record.REPO, url)
+        record.run(replace(case, settings=case.settings | {"sharding_unshard": word}), record.REPO, url)
         for word in ("all", unshard)
     )
     assert kept == other

@@ -4,7 +4,6 @@ import importlib
 import re
 import shlex
 import tomllib
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from omni_reward.cli import read_options
 from omni_reward.scorers import load_scorer
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import build
+from omni_rl.settings.fields import build, change, flat
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
@@ -38,7 +37,7 @@ def values_of(app: str, name: str) -> dict[str, object]:
     """What a recipe comes to, by the names of the table of published values."""
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    values = FIXED | vars(args if app != "train_gspo" else module.settle(args))
+    values = FIXED | flat(args if app != "train_gspo" else module.settle(args))
     values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
     values |= parse_numbers(values.get("guidance", ""), "guidance")
     sampling = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2")  # the same in evaluations
@@ -116,7 +115,7 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
         del changed["scorer_url"]
     changed = {key: value for key, value in changed.items() if hasattr(args, key)}
     monkeypatch.setenv("RANK", "0")  # as under torchrun, which some recipes need
-    module.check_args(replace(args, **changed))
+    module.check_args(change(args, **changed))
 
 
 @pytest.mark.parametrize(

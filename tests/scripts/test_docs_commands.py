@@ -7,7 +7,6 @@ import importlib
 import re
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from omni_rl.report.serve import LiveServer
 from omni_rl.run.world import World
 from omni_rl.settings import args as settings
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.fields import change
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rl.tools.command import python_words
 from omni_rollout.models import open_model
@@ -147,7 +147,7 @@ def check_sample(words, place):
         )
     args = parse_cli(sample.Args, sample.check_args, words[2:], app="sample")
     if args.model.startswith("checkpoints/"):
-        sample.main(replace(args, num_images=1, num_inference_steps=2))
+        sample.main(change(args, num_images=1, num_inference_steps=2))
         assert Path(args.out or "sheet.png").is_file() or args.out_dir
         assert not args.out_dir or (Path(args.out_dir) / "samples.jsonl").is_file()
 

@@ -10,7 +10,7 @@ from leaderboard import Job
 from leaderboard_page import ENTRIES, blocks, read_rows
 from omni_reward.testing import Server
 from omni_rl.settings.cli import read_settings
-from omni_rl.settings.fields import build
+from omni_rl.settings.fields import build, values_of
 from omni_rl.settings.toml import from_toml, recipes
 
 DOCS = REPO / "docs"
@@ -89,8 +89,8 @@ def test_a_run_has_the_settings_of_its_recipe(entry):
     job = Job(entry, 1, trial=False)
     script, *flags = leaderboard.train_command(job, SERVER)
     args = read_settings(trainer(entry).Args, flags, recipes(Path(script).stem), "")
-    assert {name for name, value in job.settings().items() if getattr(args, name) != value} == set()
-    assert (args.name, args.seed, args.shard) == (f"leaderboard/{entry.name}-1", 1, "none")
+    assert {name for name, value in job.settings().items() if values_of(args)[name] != value} == set()
+    assert (args.name, args.seed, args.sharding.mode) == (f"leaderboard/{entry.name}-1", 1, "none")
     assert (REPO / args.eval_prompts).is_file()
     asked = args.watch_scorer_url if entry is SRPO else args.scorer_url
     assert (asked, args.scorer_token_file) == (SERVER.url, "token")

@@ -33,7 +33,7 @@ def train(tmp_path, monkeypatch, bright_url):
 
 @pytest.mark.parametrize(("ranks", "shard"), [(1, "none"), (2, "ddp"), (2, "fsdp2")])
 def test_both_engines_make_the_same_run(train, ranks, shard):
-    settings = {"ranks": ranks, "shard": "auto" if ranks == 1 else shard}
+    settings = {"ranks": ranks, "sharding_mode": "auto" if ranks == 1 else shard}
     embedded = train(name="embedded", **settings)
     ours = train(name="vllm-omni", engine="vllm-omni", **settings)
     assert embedded[0].keys() == ours[0].keys()

@@ -135,7 +135,7 @@ def start(
     dist, mode = world.dist, sharding(args, world.dist.world_size)
     with same_error(dist):
         inputs = kind.read(args, world, needs)
-        if mode == "fsdp2" and args.unshard == "none":
+        if mode == "fsdp2" and args.sharding.unshard == "none":
             kind.check_gathered(args, inputs.model.empty_net())
         config = flat(without_secrets(args)) | config_of(args, inputs)
     check_alike(dist, flat(args) | config)
@@ -148,7 +148,7 @@ def start(
         scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
         session.name_scorer(args, version)
     session.take(args, dist, mode)
-    inputs.how = how = replace(how, mesh=shard_mesh(dist, args.shard_size) if mode == "fsdp2" else None)
+    inputs.how = how = replace(how, mesh=shard_mesh(dist, args.sharding.size) if mode == "fsdp2" else None)
     with same_error(dist):
         net = open_net(args, kind, inputs)
     model, engine = kind.open_engine(args, world, inputs, net, needs)
@@ -318,7 +318,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     num_nets = 0 if lora_rank else needs.reference + len(inputs.teachers)
     num_frozen = num_weights - num_trained + num_weights * num_nets
     copies = 4 + bool(args.ema_decay) + needs.old_policy  # float32: weight, gradient, two moments, averages
-    share = args.shard_size or num_ranks if mode == "fsdp2" else 1
+    share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
     frozen_mb, trained_mb = (
         number / share / 2**20
         for number in (num_frozen * BYTES.get(args.base_dtype, inputs.how.dtype.itemsize), num_trained * 4 * copies)
@@ -374,7 +374,7 @@ def share_weights(args: RunArgs, dist: Dist, engine: WeightedEngine, net: nn.Mod
 
 def phases_unsharded(args: RunArgs, world: World, net: nn.Module, engine: WeightedEngine) -> tuple[str, ...]:
     """Return the phases in which the sharded net is gathered once; "auto" keeps most of the memory for the rest."""
-    choice = args.unshard
+    choice = args.sharding.unshard
     if choice == "auto":
         size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
         share = max(gather_json(world.dist, size / max(world.free_memory(), 1)))  # the same on every rank

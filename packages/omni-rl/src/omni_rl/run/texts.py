@@ -160,8 +160,9 @@ def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "t
     """Raise ValueError where sharded ranks would gather too much for each token that this engine draws."""
     size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
     rule = (
-        f"--shard fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that --engine {args.engine} "
-        "draws: give --unshard rollout, which gathers them once a step, or --shard ddp with --lora-rank > 0"
+        f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
+        f"--engine {args.engine} samples: give --sharding.unshard rollout, which gathers them once a step, or "
+        "--sharding.mode ddp with --lora-rank > 0"
     )
     require((args.engine != engine or size <= MAX_GATHERED, rule))
 

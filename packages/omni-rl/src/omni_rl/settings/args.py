@@ -23,7 +23,6 @@ from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
     SECRET,
-    Was,
     at_least,
     between,
     check_bounds,
@@ -32,22 +31,13 @@ from omni_rl.settings.fields import (
     marked,
     require,
 )
+from omni_rl.settings.groups import Sharding, Tracking
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
-Shard = Literal["auto", "none", "ddp", "fsdp2"]
-Unshard = Literal["auto", "none", "rollout", "all"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
 OnFailure = Literal["raise", "mask", "mask_group"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
-
-
-@dataclass(frozen=True)
-class Tracking:
-    """Trackers beside the report."""
-
-    to: Annotated[str, Was("track"), MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
-    project: Annotated[str, Was("project"), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
 
 
 @dataclass(frozen=True)
@@ -89,9 +79,7 @@ class RunArgs:
     attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Kernels of attention, by torch's names
     keep_products_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # Memory of products that are not recomputed
     offload: Annotated[str, MAY_CHANGE] = ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
-    shard: Annotated[Shard, MAY_CHANGE] = "auto"  # Spread of the weights; auto is ddp for LoRA, else fsdp2
-    shard_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Ranks that share a copy of the weights in fsdp2; 0 is all
-    unshard: Annotated[Unshard, MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
+    sharding: Sharding = Sharding()  # Spread of the weights over ranks
 
     # Data
     prompts: Annotated[str, REQUIRED] = ""  # File of training prompts, .txt, .jsonl or .parquet
@@ -215,14 +203,15 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
-        (world_size == 1 or mode != "none", f"--shard none does not fit {world_size} ranks"),
-        (args.shard != "fsdp2" or "RANK" in os.environ or is_planned, "--shard fsdp2 needs torchrun, "
+        (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
+        (args.sharding.mode != "fsdp2" or "RANK" in os.environ or is_planned, "--sharding.mode fsdp2 needs torchrun, "
          "and --dry-run without it WORLD_SIZE=N before the command and --device-memory-gb"),
-        (not args.shard_size or (mode == "fsdp2" and world_size % args.shard_size == 0),
-         f"--shard-size must divide the {world_size} ranks of --shard fsdp2, got {args.shard_size}"),
-        (args.unshard in ("auto", "none") or mode == "fsdp2", f"--unshard {args.unshard} needs --shard fsdp2"),
+        (not args.sharding.size or (mode == "fsdp2" and world_size % args.sharding.size == 0),
+         f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {args.sharding.size}"),
+        (args.sharding.unshard in ("auto", "none") or mode == "fsdp2",
+         f"--sharding.unshard {args.sharding.unshard} needs --sharding.mode fsdp2"),
         (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
-         f"--dtype {args.dtype} needs --lora-rank > 0 or --shard fsdp2, which trains float32 weights"),
+         f"--dtype {args.dtype} needs --lora-rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
         (not args.eval_only or not args.profile, "--profile traces a training step, and --eval-only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
@@ -320,9 +309,9 @@ def num_ranks() -> int:
 
 
 def sharding(args: RunArgs, world_size: int) -> Mode:
-    """The spread of the weights that --shard asks for; auto is the simplest one with the least traffic."""
+    """The spread of the weights that --sharding.mode asks for; auto is the simplest one with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
-    return auto if args.shard == "auto" else args.shard
+    return auto if args.sharding.mode == "auto" else args.sharding.mode
 
 
 def num_batches(args: RunArgs, world_size: int, *, num_trained: int = 1) -> int:

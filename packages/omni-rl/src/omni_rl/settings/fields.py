@@ -99,15 +99,15 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
 
 
 def old_names(cls: Any) -> dict[str, str]:
-    """Return the names of settings in groups by those that they had before: correction.low by correction_low.
+    """Return the names of settings in groups by their other names: correction.low by correction_low.
 
-    Another old name than that stands beside the type, as `Was`.
+    A setting with another old name than that, which stands beside its type as `Was`, has both; the old one is last.
     """
     found: dict[str, str] = {}
     for name, own in leaves(cls).items():
         if "." in name:
             was = [note.name for note in notes_of(own.type) if isinstance(note, Was)]
-            found[was[0] if was else name.replace(".", "_")] = name
+            found |= dict.fromkeys([name.replace(".", "_"), *was], name)
     return found
 
 

@@ -58,17 +58,23 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
         ValueError: the text is no TOML, or has an unknown key or table, or a value of another type.
     """
     known, old, values = leaves(cls), old_names(cls), dict[str, Any]()
-    groups = {name.partition(".")[0] for name in old.values()}
-    for key, value in tomllib.loads(text).items():
-        is_group = key in groups and isinstance(value, dict)
-        for name, own in {f"{key}.{rest}": own for rest, own in value.items()}.items() if is_group else [(key, value)]:
-            name = old.get(name, name)
-            if name not in known and isinstance(own, dict):
-                raise ValueError(f"{place}: [{name}] is a table, but only {', '.join(sorted(groups)) or 'eval'} are")
-            if name not in known:
-                raise ValueError(f"{place}: unknown key {name!r}{suggest(name, known)}")
-            kind = kind_of(known[name].type)
-            values[name] = (read_tables if get_origin(kind) is tuple else fitting)(kind, own, f"{place}: {name}")
+    groups = sorted({name.partition(".")[0] for name in old.values()})
+    for key, value in plain(tomllib.loads(text)).items():
+        name, group = old.get(key, key), key.rpartition(".")[0]
+        if group and group not in groups:
+            raise ValueError(f"{place}: [{group}] is a table, but only {', '.join(groups) or 'eval'} are")
+        if name not in known:
+            raise ValueError(f"{place}: unknown key {name!r}{suggest(name, known)}")
+        kind = kind_of(known[name].type)
+        values[name] = (read_tables if get_origin(kind) is tuple else fitting)(kind, value, f"{place}: {name}")
+    return values
+
+
+def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a TOML text by name; those of a table with the table's name, as correction.low."""
+    values: dict[str, Any] = {}
+    for key, value in tables.items():
+        values |= {f"{key}.{name}": own for name, own in value.items()} if isinstance(value, dict) else {key: value}
     return values
 
 
@@ -90,16 +96,16 @@ def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
     )
 
 
-def to_toml(config: Any) -> str:
-    """The dataclass as TOML, one key a line; keys that are None are left out, as they are their own default."""
+def to_toml(config: Any, prefix: str = "") -> str:
+    """Return the dataclass as TOML, one key a line, without keys that are None. prefix: of the names of its tables."""
     groups = {key: value for key, value in vars(config).items() if is_dataclass(value)}
     tables = {key: value for key, value in vars(config).items() if isinstance(value, tuple)}
     others = {key: value for key, value in vars(config).items() if key not in {**groups, **tables}}
     values = {key: value for key, value in others.items() if value is not None}
     text = "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
-    text += "".join(f"\n[{name}]\n{to_toml(group)}" for name, group in groups.items())
+    text += "".join(f"\n[{name}]\n{to_toml(group, f'{name}.')}" for name, group in groups.items())
     for name, rows in tables.items():
-        text += "".join(f"\n[[{name}]]\n{to_toml(row)}" for row in rows)
+        text += "".join(f"\n[[{prefix}{name}]]\n{to_toml(row)}" for row in rows)
     return text.replace("\x7f", "\\u007f")  # JSON escapes what TOML does, but for DEL
 
 

@@ -44,22 +44,23 @@ from omni_rl.media.images import reference_sizes
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
+from omni_rl.settings.fields import change, flag_of, values_of
 
 ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
 DECODED = 4  # pictures that a change has the VAE decode at a time
-FLAGS = {
-    "unshard": "--unshard {}",
-    "decode_batch_size": "--decode-batch-size {}",
-    "offload": "--offload {}",
-    "gradient_checkpointing": "--gradient-checkpointing",
-    "batch_size": "--batch-size {}",
-    "base_dtype": "--base-dtype {}",
-    "shard": "--shard {}",
-    "shard_size": "--shard-size {}",
-}
+CHANGED = (  # settings that a rung changes, in the order of its flags
+    "sharding.unshard",
+    "decode_batch_size",
+    "offload",
+    "gradient_checkpointing",
+    "batch_size",
+    "base_dtype",
+    "sharding.mode",
+    "sharding.size",
+)
 
 
 def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
@@ -105,7 +106,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     still = [part for part in offloads if part != "activations"]
     decode: dict[str, object] = {"decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
-        {"unshard": "none"} if mode == "fsdp2" else {},
+        {"sharding.unshard": "none"} if mode == "fsdp2" else {},
         decode if set(over) == {"decode"} else {},
         decode | {"offload": ",".join(still)},
         {"gradient_checkpointing": True},
@@ -113,17 +114,21 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
         {"base_dtype": "nf4"} if args.lora_rank and mode != "fsdp2" else {},
-        {"base_dtype": "auto", "shard": "fsdp2", "shard_size": 0},
+        {"base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0},
     ]
     for number, changes in enumerate(rungs):
         is_last = number == len(rungs) - 1
-        changed = replace(args, **changes)  # type: ignore[arg-type]
+        changed = change(args, **changes)
         world_size = max(MORE_RANKS, 2 * ranks) if is_last else ranks
         if (changed == args and not is_last) or not _is_divisible(changed, world_size):
             continue
         args = changed
-        pairs = [(text, vars(args)[name], vars(first)[name]) for name, text in FLAGS.items()]
-        flags = [text.format(now) for text, now, before in pairs if now != before]
+        now, before = values_of(args), values_of(first)
+        flags = [
+            flag_of(name) if now[name] is True else f"{flag_of(name)} {now[name]}"
+            for name in CHANGED
+            if now[name] != before[name]
+        ]
         yield args, world_size, " ".join(flags + [f"{world_size} ranks"] * is_last)
 
 
@@ -135,7 +140,7 @@ def measure(
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
     counts = _prompt_counts(args, ranks)
-    bare = replace(args, text_cache="", text_cache_mb=0.0, attention="auto", compile=False)
+    bare = change(args, text_cache="", text_cache_mb=0.0, attention="auto", compile=False)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
         plan = PlannedWorld(dist, args, device, counts, tells, remembers)
         try:
