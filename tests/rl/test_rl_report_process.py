@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,7 @@ def test_the_folder_is_the_one_that_the_functions_write(tmp_path):
     handed.mkdir()
     (handed / "config.toml").write_text((direct / "config.toml").read_text())
     (handed / "versions.jsonl").write_text((direct / "versions.jsonl").read_text())
-    with ReportProcess(handed) as report:
+    with closing(ReportProcess(handed)) as report:
         for line in lines:
             step = line["step"]
             if step % 4 == 0:
@@ -58,7 +59,7 @@ def test_only_what_is_shown_is_copied_to_the_host(tmp_path):
     rows = samples([i / 64 for i in range(64)], group_size=8)
     write_samples(tmp_path, 1, pictures, rows)
     assert Picture.copied == 8  # best and worst of four groups
-    with ReportProcess(tmp_path) as report:
+    with closing(ReportProcess(tmp_path)) as report:
         report.show_samples(1, pictures, rows)
     assert Picture.copied == 16
 
@@ -95,7 +96,7 @@ def test_a_step_does_not_wait_for_a_process_that_stands_still(tmp_path):
 
 
 def test_who_waits_finds_the_images_of_all_evaluations(tmp_path):
-    with ReportProcess(tmp_path) as report:
+    with closing(ReportProcess(tmp_path)) as report:
         report.wait()
         for step in (1, 2):
             report.show_eval(step, images(8), samples([0.5] * 8))
@@ -143,7 +144,7 @@ def test_the_process_ends_with_a_run_that_dies(tmp_path, capfd):
 
 
 def test_the_process_does_not_hear_what_a_terminal_says_to_the_run(tmp_path):
-    with ReportProcess(tmp_path) as report:
+    with closing(ReportProcess(tmp_path)) as report:
         assert os.getsid(report._process.pid) == report._process.pid != os.getsid(0)
 
 
@@ -165,7 +166,7 @@ def test_a_damaged_file_and_a_full_disk_are_said_once_and_stop_nothing(tmp_path,
     (full / "eval").touch()
     (full / "report.html").mkdir()
     for place, wanted in ((folder, 1), (full, 2)):  # once for the page, and once for the images
-        with ReportProcess(place) as report:
+        with closing(ReportProcess(place)) as report:
             for step in (13, 14):
                 if place is full:
                     report.show_eval(2, images(1), samples([0.5]))
@@ -178,7 +179,7 @@ def test_a_damaged_file_and_a_full_disk_are_said_once_and_stop_nothing(tmp_path,
 def test_references_reach_the_process(tmp_path):
     shared, own = (torch.from_numpy(images(1, 8, 12, seed=seed)[0]) for seed in (1, 2))
     rows = [replace(s, references=(shared, own) if s.group else (shared,)) for s in samples([0.1, 0.9, 0.5, 0.4])]
-    with ReportProcess(tmp_path / "process") as report:
+    with closing(ReportProcess(tmp_path / "process")) as report:
         report.show_eval(4, images(4), rows)
         report.show_samples(4, images(4), rows)
     write_eval(tmp_path / "here", 4, images(4), rows)
@@ -189,7 +190,7 @@ def test_references_reach_the_process(tmp_path):
 def test_the_first_reason_of_a_sample_without_a_score_is_said_once(tmp_path, capfd):
     no_word = [replace(row, abstained="no\x1b[2J word at http://user:key@host") for row in samples([None])]
     write_metrics(tmp_path, metrics(3))
-    with ReportProcess(tmp_path) as report:
+    with closing(ReportProcess(tmp_path)) as report:
         report.show_samples(1, images(1), samples([0.5]))
         report.show_eval(2, images(3), [*samples([0.1, 0.2]), *no_word])
         report.show_samples(3, images(1), no_word)

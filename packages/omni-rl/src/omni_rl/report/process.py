@@ -2,7 +2,7 @@
 
     python -m omni_rl.report.process FOLDER TRACKERS PROJECT FD     the command of ReportProcess
 
-A message is JSON, followed by its arrays. The process answers when the tracker is open or could not be opened, and
+A message is JSON and the arrays that it names. The process answers when the tracker is open or could not be opened, and
 after each evaluation that it has written. If the connection ends before the message "end", the run has died: the
 process handles what it was sent, and ends. It has its own session, as signals of Ctrl-C and torchrun are for the run.
 A `multiprocessing.Process` would import the trainer's file, and torch with it.
@@ -17,11 +17,13 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from safetensors.numpy import load, save
 
 from omni_rl.media.write import Media, few_frames
 from omni_rl.report.folder import (
@@ -31,7 +33,6 @@ from omni_rl.report.folder import (
     first_groups,
     host_media,
     host_references,
-    plain,
     write_eval,
     write_samples,
 )
@@ -46,7 +47,8 @@ MAX_SHARE = 0.25  # of the process's time for the page
 WAIT_S = 60.0  # for evaluations that are being written
 MAX_WAITING = 3  # steps whose samples wait to be sent; older ones would soon be deleted anyway
 GROUPS = 4  # groups of a step that are shown
-Message = tuple[dict[str, Any], Sequence[np.ndarray]]  # the first refers to the arrays by index
+Arrays = dict[str, np.ndarray]
+Message = tuple[dict[str, Any], Arrays]
 
 
 class ReportProcess:
@@ -70,36 +72,36 @@ class ReportProcess:
         self._folder = folder
         self._waiting: deque[Message] = deque()
         self._change = threading.Condition()
-        self._is_lost = self._has_warned = False
+        self._has_warned = False
         self._due = 0  # evaluations that may not be on the disk yet
         self._connection, theirs = Pipe()
         with theirs:
             fd = theirs.fileno()
             words = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
             self._process = subprocess.Popen(words, stdout=2, pass_fds=[fd], start_new_session=True)
-        if track != "none" and (answer := self._answer()):
-            raise ValueError(f"track must be a tracker that opens, got {track}: {answer}")
+        if track != "none" and (error := self._answer()):
+            raise ValueError(f"track must be a tracker that opens, got {track}: {error}")
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
 
     def __call__(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        self._put({"kind": "log", "step": step, "metrics": dict(metrics)})
+        self._put("log", step, metrics=dict(metrics))
 
     def show_eval(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Send the samples of an evaluation, of which `omni_rl.report.write_eval` writes some."""
         self._warn_of_abstention(f"the evaluation after step {step}", samples)
-        shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
+        sent = range(min(MAX_SHEET, len(samples)))
         self._due += 1
-        self._put(*_about("eval", step, samples[:MAX_SHEET], shown))
+        self._put_samples("eval", step, samples, sent, host_media(media, samples, sent))
 
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Send the samples of a step that `omni_rl.report.write_samples` writes."""
         self._warn_of_abstention(f"step {step}", samples)
         groups = first_groups(samples, GROUPS).values()
+        shown = [i for indices in groups for i in best_and_worst(samples, indices)]
         sent = [i for indices in groups for i in indices]
-        shown = host_media(media, samples, [i for indices in groups for i in best_and_worst(samples, indices)])
-        self._put(*_about("samples", step, [samples[i] for i in sent], {sent.index(i): shown[i] for i in shown}))
+        self._put_samples("samples", step, samples, sent, host_media(media, samples, shown))
 
     def wait(self) -> None:
         """Wait until the samples of all evaluations are on the disk or the process has ended, at most `WAIT_S`."""
@@ -114,17 +116,11 @@ class ReportProcess:
 
     def close(self) -> None:
         """Wait until everything is written and the process has ended."""
-        self._put({"kind": "end"})
+        self._put("end")
         self._thread.join()
         if self._process.wait():
             self._warn_of_loss()
         self._connection.close()  # not before: the end of the connection means that the run has died
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _answer(self) -> str:
         """Return the next answer of the process: empty without an error."""
@@ -133,11 +129,25 @@ class ReportProcess:
         except (EOFError, OSError):
             return "the process has ended"
 
-    def _put(self, about: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
+    def _put_samples(
+        self, kind: str, step: int, samples: Sequence[Sample], sent: Sequence[int], shown: Mapping[int, Media]
+    ) -> None:
+        """Send the samples at `sent`: rows, which name the arrays of their media and references."""
+        rows, arrays = [], Arrays()
+        for row, i in enumerate(sent):
+            media, rates = shown.get(i, {}), samples[i].rates
+            if "video" in media:
+                media, rates = few_frames(media, rates)
+            names = {name: f"{row} {name}" for name in media}
+            references = enumerate(host_references(samples[i]) if media else ())
+            others = {f"{row} reference {n}": image for n, image in references}
+            rows.append(vars(samples[i]) | {"rates": rates, "media": names, "references": list(others)})
+            arrays |= {names[name]: array for name, array in media.items()} | others
+        self._put(kind, step, arrays, samples=rows)
+
+    def _put(self, kind: str, step: int = 0, arrays: Arrays | None = None, **content: object) -> None:
         with self._change:
-            if self._is_lost:
-                return
-            self._waiting.append((about, arrays))
+            self._waiting.append(({"kind": kind, "step": step, **content}, arrays or {}))
             samples = [i for i, (waiting, _) in enumerate(self._waiting) if waiting["kind"] == "samples"]
             if len(samples) > MAX_WAITING:
                 del self._waiting[samples[0]]
@@ -148,13 +158,13 @@ class ReportProcess:
         while kind != "end":
             with self._change:
                 self._change.wait_for(lambda: self._waiting)
-                about, arrays = self._waiting.popleft()
+                message, arrays = self._waiting.popleft()
             try:
-                _send(self._connection, about, arrays)
+                self._connection.send_bytes(json.dumps(message, default=str).encode())
+                self._connection.send_bytes(save(arrays))
             except OSError:
                 self._warn_of_loss()
-                return
-            kind = about["kind"]
+            kind = message["kind"]
 
     def _warn_of_abstention(self, place: str, samples: Sequence[Sample]) -> None:
         """Print once in a run why a sample has no score; the page has the reason of each that it shows."""
@@ -164,116 +174,14 @@ class ReportProcess:
             _warn(f"{len(reasons)} of {len(samples)} samples of {place} have no score; first: {printable(reasons[0])}")
 
     def _warn_of_loss(self) -> None:
-        """Print once that the process has ended, and drop what waits for it."""
-        with self._change:
-            self._waiting.clear()
-            if not self._is_lost:
-                self._is_lost, code = True, self._process.wait()
-                ended = f"the process that writes the report of {self._folder} has ended (exit code {code})"
-                remedy = f"to write the rest again: python -m omni_rl.report {self._folder}"
-                _warn(f"{ended}: training continues without new images; {remedy}")
-
-
-def _about(kind: str, step: int, samples: Sequence[Sample], shown: Mapping[int, Media]) -> Message:
-    """Return a message: rows with the indices of their media's and references' arrays, and each array once."""
-    sent: dict[tuple[int, ...], tuple[int, np.ndarray]] = {}  # memory of an array -> its index, and itself
-
-    def number(array: np.ndarray) -> int:
-        return sent.setdefault((array.ctypes.data, *array.shape, *array.strides), (len(sent), array))[0]
-
-    rows = []
-    for i, sample in enumerate(samples):
-        own, rates = shown.get(i, {}), sample.rates
-        own, rates = few_frames(own, rates) if "video" in own else (own, rates)
-        details = {str(name): plain(value) for name, value in sample.details.items()}
-        references = [number(array) for array in host_references(sample)] if own else []
-        media = {kind: number(array) for kind, array in own.items()}
-        rows.append(vars(sample) | {"details": details, "references": references, "media": media, "rates": rates})
-    return {"kind": kind, "step": step, "samples": rows}, [array for _, array in sent.values()]
-
-
-def _send(connection: Connection, about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-    forms = [(str(array.dtype), array.shape) for array in arrays]
-    connection.send_bytes(json.dumps(about | {"arrays": forms}, default=str).encode())
-    for array in arrays:
-        connection.send_bytes(np.ascontiguousarray(array).data.cast("B"))
-
-
-def _receive(connection: Connection) -> Message:
-    about = json.loads(connection.recv_bytes())
-    forms = about.pop("arrays")
-    return about, [np.frombuffer(connection.recv_bytes(), dtype).reshape(shape) for dtype, shape in forms]
-
-
-class _Pages:
-    """The files and trackers that the process feeds; it prints each distinct error once, and goes on."""
-
-    def __init__(self, folder: Path, sinks: Sequence[Sink]) -> None:
-        self._folder, self._sinks = folder, sinks
-        self._printed: set[str] = set()
-
-    def take(self, about: dict[str, Any], arrays: Sequence[np.ndarray]) -> None:
-        """Write the samples of a message, or log its metrics."""
-        kind, step = about["kind"], about["step"]
-        if kind == "log":
-            for sink in self._sinks:
-                with self._guarded("the tracker failed"):
-                    sink(step, about["metrics"])
-            return
-        write = write_eval if kind == "eval" else write_samples
-        with self._guarded(f"the samples of step {step} could not be written"):
-            rows = [row | {"references": [arrays[i] for i in row["references"]]} for row in about["samples"]]
-            media = {i: {kind: arrays[n] for kind, n in row.pop("media").items()} for i, row in enumerate(rows)}
-            write(self._folder, step, media, [Sample(**row) for row in rows])
-
-    def write(self) -> None:
-        """Write the page."""
-        with self._guarded(f"the report of {self._folder} could not be written"):
-            write_report(self._folder)
-
-    def close(self) -> None:
-        """Write the page a last time, and close the trackers."""
-        self.write()
-        for sink in self._sinks:
-            with self._guarded("the tracker failed"):
-                sink.close()
-
-    @contextmanager
-    def _guarded(self, what: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as exc:  # of any library
-            text = f"{what}: {exc if isinstance(exc, OSError | ValueError) else f'{type(exc).__name__}: {exc}'}"
-            if text not in self._printed:
-                self._printed.add(text)
-                _warn(text)
-
-
-def _warn(text: str) -> None:
-    print(f"WARNING: {text}", file=sys.stderr, flush=True)
-
-
-def _follow(connection: Connection, pages: _Pages) -> None:
-    """Handle messages until the last one, and write the page in between."""
-    is_stale, due = False, 0.0
-    while True:
-        now = time.monotonic()
-        if is_stale and now >= due:
-            pages.write()
-            is_stale, end = False, time.monotonic()
-            due = end + (end - now) * (1 / MAX_SHARE - 1)
-        elif connection.poll(due - now if is_stale else None):
-            about, arrays = _receive(connection)
-            if about["kind"] == "end":
-                return
-            pages.take(about, arrays)
-            if about["kind"] == "eval":
-                connection.send_bytes(b"")
-            is_stale = is_stale or about["kind"] == "log"  # samples come before the line of their step
+        """Print once that the process has ended."""
+        ended = f"the process that writes the report of {self._folder} has ended (exit code {self._process.wait()})"
+        remedy = f"to write the rest again: python -m omni_rl.report {self._folder}"
+        _warn_once(f"{ended}: training continues without new images; {remedy}")
 
 
 def main(folder: str, track: str, project: str, fd: str) -> None:
-    """Open the tracker, and follow the run to its end."""
+    """Open the trackers, and follow the run to its end."""
     os.nice(5)  # training comes first
     connection = Connection(int(fd))
     try:
@@ -283,12 +191,68 @@ def main(folder: str, track: str, project: str, fd: str) -> None:
         return
     if track != "none":
         connection.send_bytes(b"")
-    pages = _Pages(Path(folder), sinks)
     try:
-        _follow(connection, pages)
+        _follow(connection, Path(folder), sinks)
     except (EOFError, OSError):  # the run has died; its trackers see that it did not finish
         os._exit(0)
-    pages.close()
+    _write_page(Path(folder))
+    for sink in sinks:
+        with _guarded("the tracker failed"):
+            sink.close()
+
+
+def _follow(connection: Connection, folder: Path, sinks: Sequence[Sink]) -> None:
+    """Handle messages until the last one, and write the page in between."""
+    is_stale, due = False, 0.0
+    while True:
+        now = time.monotonic()
+        if is_stale and now >= due:
+            _write_page(folder)
+            is_stale, end = False, time.monotonic()
+            due = end + (end - now) * (1 / MAX_SHARE - 1)
+        elif connection.poll(due - now if is_stale else None):
+            message, arrays = json.loads(connection.recv_bytes()), load(connection.recv_bytes())
+            kind, step = message["kind"], message["step"]
+            if kind == "end":
+                return
+            if kind == "log":
+                is_stale = True  # samples come before the line of their step
+                for sink in sinks:
+                    with _guarded("the tracker failed"):
+                        sink(step, message["metrics"])
+            else:
+                with _guarded(f"the samples of step {step} could not be written"):
+                    _write_images(folder, step, kind, message["samples"], arrays)
+            if kind == "eval":
+                connection.send_bytes(b"")
+
+
+def _write_images(folder: Path, step: int, kind: str, rows: Sequence[dict[str, Any]], arrays: Arrays) -> None:
+    media = {i: {name: arrays[key] for name, key in row.pop("media").items()} for i, row in enumerate(rows)}
+    samples = [Sample(**row | {"references": [arrays[key] for key in row["references"]]}) for row in rows]
+    write = write_eval if kind == "eval" else write_samples
+    write(folder, step, media, samples)
+
+
+def _write_page(folder: Path) -> None:
+    with _guarded(f"the report of {folder} could not be written"):
+        write_report(folder)
+
+
+@contextmanager
+def _guarded(what: str) -> Iterator[None]:
+    """Print an error in the block, each distinct one once, and go on."""
+    try:
+        yield
+    except Exception as exc:  # of any library
+        _warn_once(f"{what}: {exc if isinstance(exc, OSError | ValueError) else f'{type(exc).__name__}: {exc}'}")
+
+
+def _warn(text: str) -> None:
+    print(f"WARNING: {text}", file=sys.stderr, flush=True)
+
+
+_warn_once = cache(_warn)
 
 
 if __name__ == "__main__":
