@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import uvicorn
-from omni_reward.server import create_app
+from omni_reward.server import Limits, create_app
 from omni_reward.wire import ScoreFn
 from reward.reward_helpers import Misbehaving
 
@@ -24,11 +24,12 @@ def stopping() -> Iterator[list[threading.Thread]]:
 
 @pytest.fixture
 def serve(stopping: list[threading.Thread]) -> Iterator[Callable[..., str]]:
-    """Function of a score function and create_app's options that serves it for real and returns the URL."""
+    """Function of a score function and create_app's options or limits, which serves it and returns the URL."""
     with contextlib.ExitStack() as stack:
 
         def start(score_fn: ScoreFn, *, http: str | type[asyncio.Protocol] = "auto", **options: object) -> str:
-            app = create_app(score_fn, **{"name": "test", **options})
+            limits = Limits(**{name: options.pop(name) for name in Limits.__annotations__ if name in options})
+            app = create_app(score_fn, limits=limits, **{"name": "test", **options})
             sock = socket.create_server(("127.0.0.1", 0))
             server = uvicorn.Server(uvicorn.Config(app, http=http, log_config=None, access_log=False))
             thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -86,7 +86,7 @@ def test_waiting_requests_are_put_together_up_to_the_batch_size() -> None:
     outcomes, recorder = run(8, requests)
     assert outcomes == [[10.0 * i, 10.0 * i + 1, 10.0 * i + 2] for i in range(5)]
     # All five were queued before the worker took the first call.
-    assert recorder.calls == [[0, 1, 2, 10, 11, 12, 20, 21], [22, 30, 31, 32, 40, 41, 42]]
+    assert recorder.calls == [[0, 1, 2, 10, 11, 12], [20, 21, 22, 30, 31, 32], [40, 41, 42]]
 
 
 def test_a_long_request_is_cut() -> None:

@@ -240,7 +240,7 @@ def test_errors_of_the_server_carry_status_and_code(misbehave: Callable[..., str
 
 
 def test_a_body_beyond_the_server_s_cap_is_413_not_a_broken_pipe(serve: Callable[..., str]) -> None:
-    url = serve(lambda media, prompts, meta: [1.0], max_body_mb=1)
+    url = serve(lambda media, prompts, meta: [1.0], max_body_bytes=1 * 2**20)
     with RewardClient(url) as client:
         exc = client.submit({"image": np.zeros((1, 4096, 1024, 3), np.uint8)}, ["a"]).exception(10)
     assert isinstance(exc, RewardHTTPError)

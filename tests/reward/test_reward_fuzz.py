@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from omni_reward.media import MAX_REFERENCES, References, ScoreRequest
-from omni_reward.server import create_app
+from omni_reward.server import Limits, create_app
 from omni_reward.wire import Scorer, encode_request
 
 NUM_BODIES = 10_000
@@ -139,7 +139,7 @@ async def post(app: Any, body: bytes) -> tuple[int, bytes]:
 async def fuzz() -> tuple[Counter[int], int]:
     """How often each status came back, and how many blocks of memory came to stay after the warm-up."""
     scorer = Scorer(strict, media=("video", "audio"), batch_size=4, references=True)
-    app = create_app(scorer, name="strict", max_batch=4)
+    app = create_app(scorer, name="strict", limits=Limits(max_batch=4))
     rng = random.Random(0)
     statuses: Counter[int] = Counter()
     num_warm = 0

@@ -95,7 +95,7 @@ def test_bytes_that_wait_are_bounded_and_given_back(serve: Callable[..., str]) -
         assert go_on.wait(10)
         return [1.0]
 
-    url = serve(slow, max_body_mb=1, max_waiting_mb=1)
+    url = serve(slow, max_body_bytes=1 * 2**20, max_waiting_bytes=1 * 2**20)
     large = {"image": np.zeros((1, 450, 450, 3), np.uint8)}  # 0.6 MB, so there is no room for two
     replies = []
     first = threading.Thread(

@@ -115,7 +115,8 @@ def test_pictures_stay_within_their_budget(tmp_path, monkeypatch):
     write_metrics(tmp_path / "run", metrics(80))
     for step in range(0, 81, 4):
         write_eval(tmp_path / "run", step, images(16, seed=step), samples([0.5] * 16))
-    write_samples(tmp_path / "run", 80, images(40), samples([0.0, 1.0] * 20, group_size=2), groups=20)
+    monkeypatch.setattr("omni_rl.report.folder.MAX_GROUPS", 20)
+    write_samples(tmp_path / "run", 80, images(40), samples([0.0, 1.0] * 20, group_size=2))
     data = run_data(tmp_path / "run")
     size = sum(len(picture["src"]) for e in data["evals"] for picture in e["pictures"])
     assert 300_000 < size <= 420_000

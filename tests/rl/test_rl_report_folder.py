@@ -12,6 +12,7 @@ import pytest
 import torch
 from omni_rl.media.write import encode
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
+from omni_rl.report import folder as folder_module
 from omni_rl.report.data import evaluations
 from omni_rl.report.folder import command_line, read_lines, step_folders
 from PIL import Image
@@ -35,9 +36,10 @@ def test_a_small_picture_keeps_every_bit():
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
-def test_an_evaluation_keeps_its_first_pictures_with_what_is_known_of_them(tmp_path, convert):
+def test_an_evaluation_keeps_its_first_images_with_what_is_known_of_them(tmp_path, convert, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_IMAGES", 3)
     pictures = images(5)
-    write_eval(tmp_path, 80, convert(pictures), samples([0.0, 0.25, None, 0.75, 1.0]), limit=3)
+    write_eval(tmp_path, 80, convert(pictures), samples([0.0, 0.25, None, 0.75, 1.0]))
     folder = tmp_path / "eval" / "000080"
     rows = rows_of(folder)
     assert [row["reward"] for row in rows] == [0.0, 0.25, None]
@@ -48,9 +50,10 @@ def test_an_evaluation_keeps_its_first_pictures_with_what_is_known_of_them(tmp_p
         np.testing.assert_array_equal(decoded((folder / row["file"]).read_bytes()), picture)
 
 
-def test_of_many_evaluations_the_first_and_the_last_stay_and_others_evenly_between(tmp_path):
+def test_of_many_evaluations_the_first_and_the_last_stay_and_others_evenly_between(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_EVALS", 6)
     for step in range(0, 110, 10):
-        write_eval(tmp_path, step, images(1), samples([0.5]), keep=6)
+        write_eval(tmp_path, step, images(1), samples([0.5]))
     kept = [step for step, _ in step_folders(tmp_path / "eval")]
     assert len(kept) == 6
     assert sorted(int(path.stem) for path in (tmp_path / "eval").glob("*.png")) == kept
@@ -59,10 +62,11 @@ def test_of_many_evaluations_the_first_and_the_last_stay_and_others_evenly_betwe
     assert max(np.diff(kept)) <= 40
 
 
-def test_best_and_worst_of_the_first_groups_stay(tmp_path):
+def test_best_and_worst_of_the_first_groups_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_GROUPS", 3)
     rewards = [0.1, 0.9, None, 0.4] + [None] * 4 + [0.3] * 4 + [0.0, 1.0, 0.5, 0.5]
     pictures = images(16)
-    write_samples(tmp_path, 7, pictures, samples(rewards, group_size=4), groups=3)
+    write_samples(tmp_path, 7, pictures, samples(rewards, group_size=4))
     folder = tmp_path / "samples" / "000007"
     groups = rows_of(folder, "groups.json")
     assert [[row["reward"] for row in group["shown"]] for group in groups] == [[0.9, 0.1], [None], [0.3]]

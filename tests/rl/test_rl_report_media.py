@@ -112,7 +112,7 @@ def test_one_picture_stands_for_a_sample_of_any_kind():
 
 
 def test_a_video_and_its_sound_stay_beside_what_is_known_of_them(tmp_path):
-    write_eval(tmp_path, 8, clips(3), [row(i) for i in range(3)], limit=2)
+    write_eval(tmp_path, 8, clips(2), [row(i) for i in range(2)])
     folder = tmp_path / "eval" / "000008"
     rows = json.loads((folder / "rows.json").read_text())
     assert [each["size"] for each in rows] == [[96, 32]] * 2

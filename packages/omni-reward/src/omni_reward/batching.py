@@ -10,12 +10,10 @@ that crashes takes the server down, which the client's retries bridge once somet
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from types import TracebackType
 
 import numpy as np
 
@@ -24,30 +22,26 @@ from omni_reward.wire import Score, Scorer
 
 
 class ScorerFailedError(Exception):
-    """The scorer raised, or returned something else than scores: the cause."""
+    """A scorer raised, or returned something else than scores: the cause."""
 
 
 @dataclass(eq=False)
-class _Job:
-    """A request in the queue: when it came, how many of its samples have been taken, and the scores so far."""
+class _Piece:
+    """Samples of a request that one call scores."""
 
     request: ScoreRequest
-    done: asyncio.Future[list[Score]]
-    since: float = field(default_factory=time.monotonic)
-    num_taken: int = 0
-    scores: list[Score] = field(default_factory=list)
+    samples: slice
+    since: float  # when the request came
+    scores: asyncio.Future[list[Score]]
 
     @property
-    def num_left(self) -> int:
-        return len(self.request.prompts) - self.num_taken
+    def size(self) -> int:
+        return len(self.request.prompts[self.samples])
 
     @property
     def form(self) -> dict[str, tuple[tuple[int, ...], np.dtype]]:
-        """Shape and dtype by kind; the samples of jobs of the same form can be put into one array."""
+        """Shape and dtype by kind; samples of equal forms can be put into one array."""
         return {kind: (array.shape[1:], array.dtype) for kind, array in self.request.media.items()}
-
-
-_Piece = tuple[_Job, slice]  # samples of one job that one call scores
 
 
 class Batcher:
@@ -55,7 +49,7 @@ class Batcher:
 
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
-        self._queue: deque[_Job] = deque()  # first come first; only the event loop touches it
+        self._queue: list[_Piece] = []  # only the event loop touches it
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="scorer")
         self._feeding: asyncio.Task[None] | None = None
 
@@ -65,18 +59,21 @@ class Batcher:
         Raises:
             ScorerFailedError: the scorer failed on it.
         """
-        job = _Job(request, asyncio.get_running_loop().create_future())
-        self._queue.append(job)
+        loop, now, count = asyncio.get_running_loop(), time.monotonic(), len(request.prompts)
+        size = self._scorer.batch_size or count
+        starts = range(0, count, size)
+        pieces = [_Piece(request, slice(start, start + size), now, loop.create_future()) for start in starts]
+        self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())
-        return await job.done
+        return [score for piece in pieces for score in await piece.scores]
 
     def drop(self, request: ScoreRequest) -> bool:
-        """Take a request off the queue, unless its scoring has begun; True when it was there."""
-        jobs = [job for job in self._queue if job.request is request and not job.num_taken]
-        for job in jobs:
-            self._queue.remove(job)
-        return bool(jobs)
+        """Take a request off the queue unless its scoring has begun; True if it was taken off."""
+        is_whole = sum(piece.size for piece in self._queue if piece.request is request) == len(request.prompts)
+        if is_whole:
+            self._forget(request)
+        return is_whole
 
     async def _feed(self) -> None:
         """Call the scorer until the queue is empty."""
@@ -84,38 +81,29 @@ class Batcher:
         while self._queue:
             pieces = self._take()
             outcomes = await loop.run_in_executor(self._worker, self._score_pieces, pieces)
-            for (job, _), outcome in zip(pieces, outcomes, strict=True):
-                self._settle(job, outcome)
+            for piece, outcome in zip(pieces, outcomes, strict=True):
+                if piece.scores.cancelled():
+                    continue
+                if isinstance(outcome, ScorerFailedError):
+                    self._forget(piece.request)
+                    piece.scores.set_exception(outcome)
+                else:
+                    piece.scores.set_result(outcome)
 
     def _take(self) -> list[_Piece]:
-        """Take samples for the next call off the queue: those of the first job, and of later ones that fit it."""
-        first, room = self._queue[0], self._scorer.batch_size
-        if room is None:
-            return [self._cut(first, first.num_left)]
-        pieces, form = [], first.form
-        for job in [job for job in self._queue if job.form == form]:
-            size = min(room, job.num_left)
-            pieces += [self._cut(job, size)] if size else []
-            room -= size
+        """Take the pieces of the next call off the queue: the first one, and later ones of its form that fit."""
+        first = self._queue[0]
+        pieces, room = [first], (self._scorer.batch_size or 0) - first.size
+        for piece in self._queue[1:]:
+            if piece.size <= room and piece.form == first.form:
+                pieces.append(piece)
+                room -= piece.size
+        self._queue = [piece for piece in self._queue if piece not in pieces]
         return pieces
 
-    def _cut(self, job: _Job, size: int) -> _Piece:
-        samples = slice(job.num_taken, job.num_taken + size)
-        job.num_taken += size
-        if not job.num_left:
-            self._queue.remove(job)
-        return job, samples
-
-    def _settle(self, job: _Job, outcome: list[Score] | ScorerFailedError) -> None:
-        if isinstance(outcome, ScorerFailedError):
-            if job.num_left:
-                self._queue.remove(job)
-            if not job.done.cancelled():
-                job.done.set_exception(outcome)
-            return
-        job.scores += outcome
-        if len(job.scores) == len(job.request.prompts) and not job.done.cancelled():
-            job.done.set_result(job.scores)
+    def _forget(self, request: ScoreRequest) -> None:
+        """Take what is left of a request off the queue."""
+        self._queue = [piece for piece in self._queue if piece.request is not request]
 
     def _score_pieces(self, pieces: list[_Piece]) -> Sequence[list[Score] | ScorerFailedError]:
         """Return the scores of each piece, or how the scorer failed on it; runs in the worker."""
@@ -125,24 +113,17 @@ class Batcher:
             if len(pieces) > 1:  # one client's samples must not fail another's
                 return [self._score_pieces([piece])[0] for piece in pieces]
             failure = ScorerFailedError()
-            failure.__cause__ = exc.with_traceback(_skip_ours(exc.__traceback__))
+            failure.__cause__ = exc
             return [failure]
-        return [list(islice(scores, samples.stop - samples.start)) for _, samples in pieces]
+        return [list(islice(scores, piece.size)) for piece in pieces]
 
     def _call(self, pieces: list[_Piece]) -> list[Score]:
-        parts = [(job.request, samples) for job, samples in pieces]
+        parts = [(piece.request, piece.samples) for piece in pieces]
         media = {kind: _join([req.media[kind][samples] for req, samples in parts]) for kind in self._scorer.media}
         prompts = [prompt for req, samples in parts for prompt in req.prompts[samples]]
         meta = [sample for req, samples in parts for sample in req.meta[samples]]
         references = [own for req, samples in parts for own in req.references[samples]]
-        return self._scorer(media, prompts, meta, references, since=min(job.since for job, _ in pieces))
-
-
-def _skip_ours(traceback: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the scorer's first line on."""
-    while traceback and traceback.tb_next and traceback.tb_frame.f_globals.get("__package__") == "omni_reward":
-        traceback = traceback.tb_next
-    return traceback
+        return self._scorer(media, prompts, meta, references, since=min(piece.since for piece in pieces))
 
 
 def _join(arrays: list[np.ndarray]) -> np.ndarray:

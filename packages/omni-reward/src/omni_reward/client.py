@@ -27,7 +27,7 @@ from omni_reward import wire
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardError, RewardFormatError
 from omni_reward.media import TEXT, ScoreRequest, as_texts, canary
-from omni_reward.transport import Proxy, Transport
+from omni_reward.transport import Proxy, Transport, check_url
 from omni_reward.wire import MismatchError, Score
 
 Media = Mapping[str, np.ndarray | Sequence[str]]
@@ -75,6 +75,8 @@ class RewardClient:
         self.urls = tuple(base.rstrip("/") for base in ([url] if isinstance(url, str) else url))
         if not self.urls or len(set(self.urls)) < len(self.urls):
             raise ValueError(f"url must name one server or more, each once, got {self.urls}")
+        for base in self.urls:
+            check_url(base)
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s}")
         for name, count in (("max_in_flight", max_in_flight), ("mask_limit", mask_limit)):
@@ -83,7 +85,7 @@ class RewardClient:
         for name, choice, choices in (("on_failure", on_failure, OnFailure), ("proxy", proxy, Proxy)):
             if choice not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {choice!r}")
-        self._transports = {url: Transport(url, token, proxy=proxy) for url in self.urls}
+        self._transport = Transport(token, proxy=proxy)
         self._timeout_s, self._on_failure, self._mask_limit = timeout_s, on_failure, mask_limit
         self._endpoints = Endpoints(self.urls)
         self._workers = ThreadPoolExecutor(max_in_flight, thread_name_prefix="omni-reward")
@@ -194,8 +196,7 @@ class RewardClient:
     def close(self) -> None:
         """Wait for all requests and close the connections."""
         self._workers.shutdown()
-        for transport in self._transports.values():
-            transport.close()
+        self._transport.close()
 
     def __enter__(self) -> "RewardClient":
         return self
@@ -234,7 +235,7 @@ class RewardClient:
         body = wire.encode_request(request)
 
         def attempt(url: str) -> list[Score]:
-            reply = self._transports[url].exchange("POST", "/score", deadline, body)
+            reply = self._transport.exchange("POST", f"{url}/score", deadline, body)
             try:
                 version = wire.protocol_of(request.media)
                 return wire.decode_reply(reply, request_id=request.request_id, ids=request.ids, protocol=version)
@@ -257,7 +258,7 @@ class RewardClient:
         return info
 
     def _ask(self, url: str, path: str) -> bytes:
-        return self._transports[url].exchange("GET", path, time.monotonic() + self._timeout_s)
+        return self._transport.exchange("GET", url + path, time.monotonic() + self._timeout_s)
 
 
 def _build_request(

@@ -65,27 +65,42 @@ _CODES = {
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """The limits, as GET /info gives them."""
+class Limits:
+    """The limits of a server, as GET /info returns them.
 
-    max_body_bytes: int
-    max_batch: int
-    max_waiting: int
-    max_waiting_bytes: int
-    receive_timeout_s: float
+    Args:
+        max_body_bytes: size of a request body.
+        max_batch: samples in a request.
+        max_waiting: requests that wait while one is scored.
+        max_waiting_bytes: bodies in memory, of requests that wait and that are being scored.
+        receive_timeout_s: time in which a body must arrive.
+
+    Raises:
+        ValueError: a limit is too small.
+    """
+
+    max_body_bytes: int = 256 * MB
+    max_batch: int = 1024
+    max_waiting: int = 64
+    max_waiting_bytes: int = 1024 * MB
+    receive_timeout_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        least = {"max_body_bytes": 1, "max_batch": 1, "max_waiting": 0, "max_waiting_bytes": self.max_body_bytes}
+        for name, bound in least.items():
+            if getattr(self, name) < bound:
+                raise ValueError(f"{name} must be >= {bound}, got {getattr(self, name)}")
+        if not self.receive_timeout_s > 0:
+            raise ValueError(f"receive_timeout_s must be > 0, got {self.receive_timeout_s}")
 
 
-def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a limit or a name of its own
+def create_app(
     score_fn: ScoreFn,
     *,
     name: str,
     token: str | None = None,
     host: str = "localhost",
-    max_body_mb: int = 256,
-    max_batch: int = 1024,
-    max_waiting: int = 64,
-    max_waiting_mb: int = 1024,
-    receive_timeout_s: float = 60.0,
+    limits: Limits = Limits(),
     show_errors: bool = False,
 ) -> Starlette:
     """Return an ASGI app that answers `POST /score`, `GET /info`, `GET /healthz` and `GET /openapi.json`.
@@ -94,32 +109,19 @@ def create_app(  # noqa: PLR0913 - all but one are keyword-only, and each is a l
         score_fn: the scorer, as in `omni_reward.wire.ScoreFn`: score_fn(media, prompts, meta) -> N scores, where
             media is {kind: array [N, ...]} and meta a list of N dicts (with `fps` for video, `sample_rate` for audio).
             It returns a Score or a number per sample; a number that is not finite becomes an abstention. A function
-            takes `image` and gets whole requests; wrap it as `omni_reward.wire.Scorer(score_fn, media=, batch_size=,
-            version=, references=)` to say otherwise. It is called from one thread, never twice at a time.
-        name: what replies call the scorer.
-        token: bearer token that /score and /info ask for. None lets everyone in; over loopback, only who asks for
-            loopback, so that no web page reaches the server by a name of its own.
+            takes `image` and gets entire requests; `omni_reward.wire.Scorer(score_fn, media=, batch_size=, version=,
+            references=)` changes that. It is called from one thread, never concurrently.
+        name: of the scorer in replies.
+        token: bearer token that /score and /info require. If None, anyone may use them; over loopback, only with a
+            Host header that names loopback, so that no web page reaches the server by a name of its own.
         host: one more name of loopback.
-        max_body_mb: largest request body, in MiB.
-        max_batch: most samples in a request.
-        max_waiting: most requests that wait while one is scored.
-        max_waiting_mb: most MiB of bodies that are held at a time, of the requests that wait and are scored together.
-        receive_timeout_s: longest that a body may take to arrive.
-        show_errors: tells clients the type and message of what the scorer raises; the log has them in any case.
+        limits: of requests.
+        show_errors: True if clients get the type and message of the scorer's errors, which are always in the log.
 
     Raises:
-        ValueError: an argument breaks its rule.
+        ValueError: the token is not valid in a header.
     """
     wire.check_token(token)
-    for argument, value, least in (
-        ("max_body_mb", max_body_mb, 1), ("max_batch", max_batch, 1),
-        ("max_waiting", max_waiting, 0), ("max_waiting_mb", max_waiting_mb, max_body_mb),
-    ):  # fmt: skip
-        if value < least:
-            raise ValueError(f"{argument} must be >= {least}, got {value}")
-    if not receive_timeout_s > 0:
-        raise ValueError(f"receive_timeout_s must be > 0, got {receive_timeout_s}")
-    limits = _Limits(max_body_mb * MB, max_batch, max_waiting, max_waiting_mb * MB, receive_timeout_s)
     credentials = f"Bearer {token}".encode() if token else None
     service = _Service(Scorer.of(score_fn), name, credentials, host, limits, show_errors)
     document = Response((files("omni_reward") / "openapi.json").read_bytes(), media_type="application/json")
@@ -136,7 +138,7 @@ class _Service:
     """The endpoints and what they share."""
 
     def __init__(
-        self, scorer: Scorer, name: str, credentials: bytes | None, host: str, limits: _Limits, show_errors: bool
+        self, scorer: Scorer, name: str, credentials: bytes | None, host: str, limits: Limits, show_errors: bool
     ) -> None:
         self._scorer, self._name, self._host, self._show_errors = scorer, name, host, show_errors
         self._credentials, self._limits = credentials, limits
@@ -294,9 +296,9 @@ def main(argv: list[str] | None = None) -> None:
         scorer = load_scorer(args.scorer, threads=args.threads, options=cli.read_options(args.option))
         if args.batch_size is not None:
             scorer = replace(scorer, batch_size=args.batch_size)
-        limits = {"max_body_mb": args.max_body_mb, "max_batch": args.max_batch, "max_waiting": args.max_waiting}
+        limits = Limits(args.max_body_mb * MB, args.max_batch, args.max_waiting)
         name, show_errors = cli.public_name(args.scorer), is_loopback(sock.getsockname()[0])
-        app = create_app(scorer, name=name, token=token, host=args.host, show_errors=show_errors, **limits)
+        app = create_app(scorer, name=name, token=token, host=args.host, limits=limits, show_errors=show_errors)
     except (ImportError, ValueError, OSError) as exc:
         parser.error(str(exc))
     config = uvicorn.Config(

@@ -42,45 +42,48 @@ class _Body:
 
 
 class Transport:
-    """Kept-alive connections to one server. Threads may share it.
+    """Connections to servers that share a token, kept alive. Threads may share it.
 
     Args:
-        url: the server's base URL, without a trailing slash.
-        token: sent as a bearer token when set.
-        proxy: `none` talks to the server directly. `env` takes the proxy that HTTP_PROXY and its relatives name, which
-            then sees all that is sent over http; none can reach our own loopback.
+        token: sent as a bearer token if set.
+        proxy: `none` connects to servers directly. `env` uses the proxy in HTTP_PROXY and related variables, which
+            then sees everything that is sent over http; loopback is always direct.
         content_type: of the bodies.
 
     Raises:
-        ValueError: the URL is not one of an HTTP server, or no header can hold the token.
+        ValueError: the token is not valid in a header.
     """
 
     def __init__(
-        self, url: str, token: str | None, *, proxy: Proxy = "none", content_type: str = "application/octet-stream"
+        self, token: str | None, *, proxy: Proxy = "none", content_type: str = "application/octet-stream"
     ) -> None:
-        if not _is_base_url(url):
-            raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r:.200}")
         check_token(token)
-        self._url, self._token, self._content_type = url, token, content_type
-        self._is_direct = proxy == "none" or is_loopback(urlsplit(url).hostname or "")
+        self._token, self._proxy, self._content_type = token, proxy, content_type
         self._session = requests.Session()
         for scheme in ("http://", "https://"):
-            self._session.mount(scheme, HTTPAdapter(pool_connections=1, pool_maxsize=MAX_KEPT))
+            self._session.mount(scheme, HTTPAdapter(MAX_KEPT, MAX_KEPT))
 
     def exchange(
-        self, method: str, path: str, deadline: float, body: Sequence[bytes | memoryview] | None = None
+        self, method: str, url: str, deadline: float, body: Sequence[bytes | memoryview] | None = None
     ) -> bytes:
-        """Return the body of the server's 200 reply to a request whose own body may come in parts.
+        """Return the body of the server's 200 reply to a request, whose own body may have several parts.
 
         Raises:
-            RewardTimeoutError: the whole reply was not here at the deadline, on the monotonic clock.
+            RewardTimeoutError: the reply was not complete at the deadline, on the monotonic clock.
             RewardConnectError: no server answered, or the connection broke.
             RewardHTTPError: the status was not 200.
             RewardFormatError: the reply was longer than MAX_REPLY_BYTES.
         """
-        where, timeout_s = f"{method} {self._url}{path}", max(0.001, deadline - time.monotonic())
+        where, timeout_s = f"{method} {url}", max(0.001, deadline - time.monotonic())
         answer: Future[tuple[requests.Response, bytes]] = Future()
-        Thread(target=self._send, args=(answer, method, path, deadline, body), daemon=True).start()
+
+        def run() -> None:
+            try:
+                answer.set_result(self._fetch(method, url, deadline, body))
+            except BaseException as exc:  # of any kind: the caller raises it
+                answer.set_exception(exc)
+
+        Thread(target=run, daemon=True).start()
         try:
             response, reply = answer.result(timeout_s)
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
@@ -100,37 +103,30 @@ class Transport:
         """Close the connections."""
         self._session.close()
 
-    def _send(
-        self,
-        answer: Future[tuple[requests.Response, bytes]],
-        method: str,
-        path: str,
-        deadline: float,
-        body: Sequence[bytes | memoryview] | None,
-    ) -> None:
-        """Bring the reply, or the part of it that is already too long; runs in a thread of its own."""
+    def _fetch(
+        self, method: str, url: str, deadline: float, body: Sequence[bytes | memoryview] | None
+    ) -> tuple[requests.Response, bytes]:
+        """Return the response and its body, which ends early if it is too long."""
         data: Any = None if body is None else _Body(body)
         headers = {"Content-Type": self._content_type} if body is not None else {}
-        try:
-            with self._session.request(
-                method,
-                self._url + path,
-                data=data,
-                headers={**headers, "Accept-Encoding": "identity"},  # a packed reply could unpack to far more
-                auth=self._authorize,
-                timeout=max(0.001, deadline - time.monotonic()),
-                proxies=NO_PROXIES if self._is_direct else None,
-                stream=True,
-                allow_redirects=False,  # a redirected POST arrives as a GET without its body
-            ) as response:
-                reply = bytearray()
-                while len(reply) <= MAX_REPLY_BYTES and (piece := response.raw.read1(2**16, decode_content=False)):
-                    reply += piece
-                    if time.monotonic() > deadline:
-                        raise requests.Timeout
-            answer.set_result((response, bytes(reply)))
-        except BaseException as exc:  # whatever it is, the caller gets it
-            answer.set_exception(exc)
+        is_direct = self._proxy == "none" or is_loopback(urlsplit(url).hostname or "")
+        with self._session.request(
+            method,
+            url,
+            data=data,
+            headers={**headers, "Accept-Encoding": "identity"},  # a compressed reply could be far larger
+            auth=self._authorize,
+            timeout=max(0.001, deadline - time.monotonic()),
+            proxies=NO_PROXIES if is_direct else None,
+            stream=True,
+            allow_redirects=False,  # a redirected POST arrives as a GET without its body
+        ) as response:
+            reply = bytearray()
+            while len(reply) <= MAX_REPLY_BYTES and (piece := response.raw.read1(2**16, decode_content=False)):
+                reply += piece
+                if time.monotonic() > deadline:
+                    raise requests.Timeout
+        return response, bytes(reply)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
         # as `auth`, not as a header: requests lets a .netrc entry replace an Authorization header
@@ -155,14 +151,17 @@ def names_loopback(host_header: str, own: str) -> bool:
     return is_loopback(host) or host == own.lower()
 
 
-def _is_base_url(url: str) -> bool:
+def check_url(url: str) -> None:
+    """Raise ValueError unless the URL is the base URL of an HTTP server."""
     try:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna")
         is_plain = parts.username is None and parts.port != 0 and not parts.query and not parts.fragment
-    except ValueError:  # a port that is no number, a host that no resolver takes
-        return False
-    return parts.scheme in ("http", "https") and bool(host) and is_plain
+        is_valid = parts.scheme in ("http", "https") and bool(host) and is_plain
+    except ValueError:  # a port that is not a number, an invalid host
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r:.200}")
 
 
 def _seconds_in(retry_after: str) -> float:

@@ -15,7 +15,7 @@ from PIL import Image
 
 from omni_reward.endpoints import Endpoints
 from omni_reward.errors import RewardFormatError
-from omni_reward.transport import Transport
+from omni_reward.transport import Transport, check_url
 
 MAX_IMAGE_BYTES = 20 * 2**20  # of PNG
 MAX_TOKENS = 1024  # of an answer
@@ -40,7 +40,8 @@ class Endpoint:
 
     def __init__(self, url: str, timeout_s: float, seed: int = 0, token: str | None = None) -> None:
         self._url, self._timeout_s, self._seed = url.rstrip("/"), timeout_s, seed
-        self._transport = Transport(self._url, token, content_type="application/json")
+        check_url(self._url)
+        self._transport = Transport(token, content_type="application/json")
 
     def ask(self, model: str, image: np.ndarray, question: str, schema: dict[str, object]) -> str:
         """Return the text of a model's answer to a question about an image [H, W, 3], uint8, RGB.
@@ -55,8 +56,8 @@ class Endpoint:
         form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
         body = [json.dumps({**chat, **settings, "response_format": form}).encode()]
         deadline = time.monotonic() + self._timeout_s
-        exchange, endpoints = self._transport.exchange, Endpoints([self._url])
-        return _answer_in(endpoints.call(lambda url: exchange("POST", "/chat/completions", deadline, body), deadline))
+        exchange, endpoints = self._transport.exchange, Endpoints([f"{self._url}/chat/completions"])
+        return _answer_in(endpoints.call(lambda url: exchange("POST", url, deadline, body), deadline))
 
     def models(self) -> list[str]:
         """Return the names of the served models.
@@ -64,7 +65,7 @@ class Endpoint:
         Raises:
             RewardError: as above.
         """
-        body = self._transport.exchange("GET", "/models", time.monotonic() + self._timeout_s)
+        body = self._transport.exchange("GET", f"{self._url}/models", time.monotonic() + self._timeout_s)
         try:
             return [str(model["id"]) for model in json.loads(body)["data"]]
         except (ValueError, KeyError, TypeError, RecursionError) as exc:

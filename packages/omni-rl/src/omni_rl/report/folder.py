@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     AllMedia = Sequence[Shown] | Mapping[int, Shown] | np.ndarray | Tensor
 
 MAX_SHEET = 64  # images on the sheet of an evaluation
+MAX_IMAGES = 16  # of an evaluation that have files
+MAX_EVALS = 48  # evaluations in the folder
+MAX_STEPS = 3  # steps whose samples are in the folder
+MAX_GROUPS = 4  # groups of a step that are shown
 SHEET_SIDE = 256  # pixels; larger images are reduced to this on the sheet
 LIBRARIES = ("omni-", "torch", "diffusers", "transformers", "peft", "safetensors", "numpy", "pillow", "vllm", "triton")
 
@@ -77,23 +81,20 @@ class Sample:
     answer: str | None = None
 
 
-def write_eval(
-    folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, limit: int = 16, keep: int = 48
-) -> None:
-    """Write the first `limit` samples of the evaluation after `step` steps, and a sheet of the first 64.
+def write_eval(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
+    """Write the first 16 samples of the evaluation after `step` steps, and a sheet of the first 64.
+
+    The folder keeps 48 evaluations: the one nearest to its neighbours is deleted, never the first or last.
 
     media: the media of each sample by kind: `image` uint8 [H, W, 3], `video` uint8 [F, H, W, 3], `audio` float32
     [S, C], arrays or tensors on any device, of which only the written ones are copied to the host; or a mapping of
     these only, by index. Images may come without a kind: uint8 [N, H, W, 3] or N of uint8 [H, W, 3].
-    keep: the most evaluations in the folder; the one nearest to its neighbours is deleted, never the first or last.
 
     Raises:
-        ValueError: media have another dtype or shape, or no rate, or `keep` is below 2.
+        ValueError: media have another dtype or shape, or no rate.
     """
-    if keep < 2:
-        raise ValueError(f"keep must be >= 2, got {keep}")
     shown = host_media(media, samples, range(min(MAX_SHEET, len(samples))))
-    rows, files = _rows(shown, samples, range(min(limit, len(samples))))
+    rows, files = _rows(shown, samples, range(min(MAX_IMAGES, len(samples))))
     labels = [score_label(sample.reward, sample.details) for sample in samples[:MAX_SHEET]]
     wide = STRIP_FRAMES if any("video" in own for own in shown.values()) else 1
     home = Path(folder) / "eval"
@@ -103,28 +104,24 @@ def write_eval(
         sheet = contact_sheet(stills, labels, columns=-(-8 // wide), max_side=SHEET_SIDE * wide)
         write_atomically(home / f"{step:06}.png", encode_png(np.asarray(sheet)))
     stored = step_folders(home)
-    while len(stored) > keep:
+    while len(stored) > MAX_EVALS:
         nearest = min(range(1, len(stored) - 1), key=lambda i: stored[i + 1][0] - stored[i - 1][0])
         _, old = stored.pop(nearest)
         old.with_suffix(".png").unlink(missing_ok=True)
         shutil.rmtree(old)
 
 
-def write_samples(
-    folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample], *, groups: int = 4, keep: int = 3
-) -> None:
-    """Write the best and worst sample of the step's first `groups` groups, and delete all but the last `keep` steps.
+def write_samples(folder: str | Path, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
+    """Write the best and worst sample of the step's first 4 groups, and delete all but the last 3 steps.
 
     media: as in `write_eval`. Of a group without any score the first sample is written.
 
     Raises:
-        ValueError: media have another dtype or shape, or no rate, or `keep` is below 1.
+        ValueError: media have another dtype or shape, or no rate.
     """
-    if keep < 1:
-        raise ValueError(f"keep must be >= 1, got {keep}")
     entries: list[dict[str, Any]] = []
     files: dict[str, bytes] = {}
-    for group, indices in first_groups(samples, groups).items():
+    for group, indices in first_groups(samples).items():
         best = best_and_worst(samples, indices)
         shown, own = _rows(host_media(media, samples, best), samples, best)
         rewards = [samples[i].reward for i in indices]
@@ -132,7 +129,7 @@ def write_samples(
         files |= own
     home = Path(folder) / "samples"
     write_folder_atomically(home / f"{step:06}", {"groups.json": _json(entries), **files})
-    for _, old in step_folders(home)[:-keep]:
+    for _, old in step_folders(home)[:-MAX_STEPS]:
         shutil.rmtree(old)
 
 
@@ -233,12 +230,12 @@ def _host(array: "np.ndarray | Tensor") -> np.ndarray:
     return array if isinstance(array, np.ndarray) else array.cpu().numpy()
 
 
-def first_groups(samples: Sequence[Sample], count: int) -> dict[int, list[int]]:
-    """Return the first `count` groups of a step, each with the indices of its samples."""
+def first_groups(samples: Sequence[Sample]) -> dict[int, list[int]]:
+    """Return the groups of a step that are shown, each with the indices of its samples."""
     members: dict[int, list[int]] = {}
     for i, sample in enumerate(samples):
         members.setdefault(sample.group, []).append(i)
-    return dict(list(members.items())[:count])
+    return dict(list(members.items())[:MAX_GROUPS])
 
 
 def best_and_worst(samples: Sequence[Sample], indices: Sequence[int]) -> list[int]:

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 MAX_SHARE = 0.25  # of the process's time for the page
 WAIT_S = 60.0  # for evaluations that are being written
 MAX_WAITING = 3  # steps whose samples wait to be sent; older ones would soon be deleted anyway
-GROUPS = 4  # groups of a step that are shown
 Arrays = dict[str, np.ndarray]
 Message = tuple[dict[str, Any], Arrays]
 
@@ -98,7 +97,7 @@ class ReportProcess:
     def show_samples(self, step: int, media: "AllMedia", samples: Sequence[Sample]) -> None:
         """Send the samples of a step that `omni_rl.report.write_samples` writes."""
         self._warn_of_abstention(f"step {step}", samples)
-        groups = first_groups(samples, GROUPS).values()
+        groups = first_groups(samples).values()
         shown = [i for indices in groups for i in best_and_worst(samples, indices)]
         sent = [i for indices in groups for i in indices]
         self._put_samples("samples", step, samples, sent, host_media(media, samples, shown))
