@@ -8,6 +8,7 @@ import os
 import subprocess
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 from helpers import REPO
@@ -17,7 +18,6 @@ from omni_rl.report import (
     write_eval,
     write_report,
     write_samples,
-    write_versions,
 )
 from omni_rl.report.serve import LiveServer
 from playwright.sync_api import Page, sync_playwright
@@ -39,27 +39,36 @@ def browser(tmp_path_factory):
         context.close()
 
 
-@pytest.fixture
-def show(browser):
-    """`show(path)` opens a page; whatever it logs, throws or asks for beyond itself fails the test."""
+@contextmanager
+def watched(browser):
+    """A page; whatever it logs or throws fails the test."""
     page: Page = browser.new_page()
     wrong: list[str] = []
     page.on("console", lambda message: wrong.append(message.text))
     page.on("pageerror", lambda error: wrong.append(str(error)))
-    opened: set[str] = set()
-    page.on("request", lambda request: wrong.append(request.url) if not request.url.startswith(tuple(opened)) else None)
-
-    def show(path, *, width=1280, scheme="light") -> Page:
-        opened.update({path.as_uri(), "data:"})
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        page.goto(path.as_uri())
-        page.wait_for_function("[...document.images].every((image) => image.complete)")
-        return page
-
-    yield show
+    page.set_viewport_size({"width": 1280, "height": 900})
+    yield page
     page.close()
     assert wrong == []
+
+
+@pytest.fixture
+def show(browser):
+    """`show(path)` opens a page, which may request only itself."""
+    opened, requested = {"data:"}, []
+    with watched(browser) as page:
+        page.on("request", lambda request: requested.append(request.url))
+
+        def show(path, *, width=1280, scheme="light") -> Page:
+            opened.add(path.as_uri())
+            page.set_viewport_size({"width": width, "height": 900})
+            page.emulate_media(color_scheme=scheme)
+            page.goto(path.as_uri())
+            page.wait_for_function("[...document.images].every((image) => image.complete)")
+            return page
+
+        yield show
+    assert [url for url in requested if not url.startswith(tuple(opened))] == []
 
 
 def headings(page: Page) -> list[str]:
@@ -146,26 +155,19 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
 
 @pytest.fixture
 def live(browser, tmp_path):
-    """`live(path)` opens a page of the server of `tmp_path`; whatever it logs or throws fails the test."""
-    page: Page = browser.new_page()
-    wrong: list[str] = []
-    page.on("console", lambda message: wrong.append(message.text))
-    page.on("pageerror", lambda error: wrong.append(str(error)))
+    """`live(path)` opens a page of the server of `tmp_path`."""
     server = LiveServer(tmp_path)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [server.socket]})
     thread.start()
+    with watched(browser) as page:
 
-    def open_page(path="", *, width=1280, scheme="light") -> Page:
-        page.set_viewport_size({"width": width, "height": 900})
-        page.emulate_media(color_scheme=scheme)
-        page.goto(server.url + path)
-        return page
+        def open_page(path="") -> Page:
+            page.goto(server.url + path)
+            return page
 
-    yield open_page
-    page.close()
+        yield open_page
     server.should_exit = server.force_exit = True
     thread.join()
-    assert wrong == []
 
 
 def test_the_list_follows_runs_and_leads_to_their_comparison(live, tmp_path):
@@ -216,22 +218,6 @@ def test_samples_are_chosen_by_prompt_and_score_and_stay_so(live, tmp_path):
     assert cards.count() == 2
     bar.get_by_placeholder("Prompt contains").fill("nothing like it")
     assert cards.count() == 0
-
-
-def test_changed_settings_come_first_and_the_command_can_be_copied(show, browser, tmp_path):
-    folder = write_run(tmp_path / "run")
-    page = show(write_report(folder))
-    assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "train_steps", "lr", "algo"]
-    write_versions(folder, argv=["apps/train.py", "--prompt", "a cat"], changed=["name", "lr"])
-    page = show(write_report(folder))
-    assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "lr"]
-    assert not page.get_by_text("algo", exact=True).is_visible()
-    page.get_by_text("2 settings at the default").click()
-    assert page.get_by_text("algo", exact=True).is_visible()
-    browser.grant_permissions(["clipboard-read", "clipboard-write"])
-    page.get_by_role("button", name="Copy command").click()
-    page.get_by_role("button", name="Copied").wait_for()
-    assert page.evaluate("navigator.clipboard.readText()") == "python apps/train.py --prompt 'a cat'"
 
 
 def test_text_from_files_stays_text(show, tmp_path):

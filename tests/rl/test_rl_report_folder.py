@@ -10,7 +10,6 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from omni_rl.media.write import encode
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
 from omni_rl.report import folder as folder_module
 from omni_rl.report.data import evaluations
@@ -25,14 +24,6 @@ def decoded(data: bytes) -> np.ndarray:
 
 def rows_of(folder, name="rows.json"):
     return json.loads((folder / name).read_text())
-
-
-def test_a_small_picture_keeps_every_bit():
-    for height, width in ((32, 96), (128, 1), (1, 128)):
-        image = images(1, height, width)[0]
-        data, suffix = encode(image)
-        assert suffix == ".png"
-        np.testing.assert_array_equal(decoded(data), image)
 
 
 @pytest.mark.parametrize("convert", [np.asarray, torch.from_numpy])
@@ -75,16 +66,6 @@ def test_best_and_worst_of_the_first_groups_stay(tmp_path, monkeypatch):
     np.testing.assert_array_equal(decoded((folder / best["file"]).read_bytes()), pictures[1])
 
 
-def test_a_folder_that_was_not_finished_is_not_seen(tmp_path, monkeypatch):
-    monkeypatch.setattr("omni_rl.report.folder.json.dumps", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_eval(tmp_path, 4, images(1), samples([1.0]))
-    assert step_folders(tmp_path / "eval") == []
-    monkeypatch.undo()
-    write_eval(tmp_path, 4, images(1), samples([1.0]))
-    assert [step for step, _ in step_folders(tmp_path / "eval")] == [4]
-
-
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -101,15 +82,6 @@ def test_other_images_are_refused(tmp_path, bad, message):
         with pytest.raises(ValueError, match=message):
             write(tmp_path, 1, bad, samples([0.0, 1.0]))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_pictures_may_have_several_sizes(tmp_path):
-    pictures = [images(1, 8, 16)[0], torch.from_numpy(images(1, 24, 8, seed=1)[0])]
-    write_eval(tmp_path, 1, pictures, samples([0.0, 1.0]))
-    rows = json.loads((tmp_path / "eval" / "000001" / "rows.json").read_text())
-    assert [row["size"] for row in rows] == [[16, 8], [8, 24]]
-    for row, picture in zip(rows, pictures, strict=True):
-        assert np.array_equal(Image.open(tmp_path / "eval" / "000001" / row["file"]), picture)
 
 
 def test_starts_are_lines_and_a_torn_one_is_dropped(tmp_path):
@@ -197,12 +169,6 @@ def test_references_stay_beside_their_samples_and_a_shared_one_is_one_file(tmp_p
         exact, reduced = (folder / each["file"] for each in found[0]["references"])
         np.testing.assert_array_equal(decoded(exact.read_bytes()), small)
         assert decoded(reduced.read_bytes()).shape == (160, 320, 3)
-
-
-def test_a_reference_that_is_no_picture_is_refused(tmp_path):
-    rows = [Sample("edit", 0.5, references=(np.zeros((4, 4), np.uint8),))]
-    with pytest.raises(ValueError, match=r"references must have the shape \[H, W, 3\]"):
-        write_eval(tmp_path, 1, images(1), rows)
 
 
 def test_an_answer_in_text_needs_no_picture(tmp_path):

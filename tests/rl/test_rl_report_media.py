@@ -10,7 +10,7 @@ import pytest
 import torch
 from omni_rl.media import write
 from omni_rl.media.videos import read_video, video_facts
-from omni_rl.media.write import MAX_FRAMES, animate, encode_sound, few_frames, still, strip, waveform, whole_files
+from omni_rl.media.write import MAX_FRAMES, animate, encode_sound, few_frames, whole_files
 from omni_rl.report import Sample, data, write_eval, write_report, write_samples
 from PIL import Image, ImageSequence
 from rl.report_runs import RATES, clips, film, metrics, tone, write_metrics
@@ -82,12 +82,6 @@ def test_a_sample_s_file_has_all_frames_and_the_sound(tmp_path, channels):
     assert whole_files({"audio": tone()}, {"sample_rate": 16_000}).keys() == {".flac"}
 
 
-def test_without_pyav_a_sample_s_files_are_those_of_the_page(without_av):
-    files = whole_files({"video": film(), "audio": tone()}, {"fps": 12.0, "sample_rate": 16_000})
-    np.testing.assert_array_equal(pictures_in(files[".webp"])[0], film())
-    assert len(read_wave(files[".wav"])[0]) == 8000
-
-
 def read_wave(data: bytes) -> tuple[np.ndarray, int, int]:
     with wave.open(io.BytesIO(data)) as file:
         samples = np.frombuffer(file.readframes(file.getnframes()), "<i2")
@@ -102,13 +96,6 @@ def test_a_sound_keeps_its_pitch_and_its_length(rate, written, without_av):
     spectrum = np.abs(np.fft.rfft(sound))
     assert np.fft.rfftfreq(len(sound), 1 / found)[spectrum.argmax()] == pytest.approx(440, abs=2)
     assert np.abs(sound).max() == pytest.approx(0.5, abs=0.01)
-
-
-def test_one_picture_stands_for_a_sample_of_any_kind():
-    video, sound = film(), tone()
-    assert still({"image": video[0]}) is not None
-    np.testing.assert_array_equal(still({"video": video, "audio": sound}), strip(video))
-    np.testing.assert_array_equal(still({"audio": sound}), waveform(sound))
 
 
 def test_a_video_and_its_sound_stay_beside_what_is_known_of_them(tmp_path):

@@ -2,7 +2,6 @@
 
 import http.client
 import json
-import os
 import re
 import shutil
 import signal
@@ -12,7 +11,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -73,18 +71,6 @@ def test_the_list_tells_of_every_run_and_why_one_cannot_be_read(server):
     assert (b["id"], b["step"], b["total"], b["seconds"]) == ("sweep/b c", 8, 40, 18)
     assert bad["error"].startswith("bad/metrics.jsonl, line 1")
     assert "64 bits" in huge["error"]
-
-
-def test_a_folder_that_cannot_be_read_hides_no_run_beside_it(root, monkeypatch):
-    scan = os.scandir
-
-    def refuse(path):
-        if Path(path).name == "bad":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
-    assert list(Runs(root).find()) == ["a", "huge", "sweep/b c"]
 
 
 def test_runs_are_looked_for_down_to_three_levels_and_not_in_runs_or_behind_links(tmp_path, monkeypatch):

@@ -27,15 +27,6 @@ def test_every_picture_stands_in_its_place_whole(width, factor):
         np.testing.assert_array_equal(cell, picture.repeat(factor, axis=0).repeat(factor, axis=1))
 
 
-def test_pictures_of_several_sizes_stand_side_by_side_at_one_scale():
-    pictures = [images(1, 8, 32)[0], images(1, 16, 8, seed=1)[0]]
-    sheet = np.asarray(contact_sheet(pictures, ["", ""]))
-    assert sheet.shape == (MARGIN + 16 * 6 + MARGIN + LABEL, MARGIN + 2 * (32 * 6 + MARGIN), 3)
-    for picture, x in zip(pictures, (MARGIN, MARGIN + 32 * 6 + MARGIN), strict=True):
-        large = picture.repeat(6, axis=0).repeat(6, axis=1)
-        np.testing.assert_array_equal(sheet[MARGIN : MARGIN + large.shape[0], x : x + large.shape[1]], large)
-
-
 def test_a_label_is_drawn_and_a_glyph_that_the_font_lacks_is_no_box():
     def drawn(label):
         return contact_sheet(images(1, 8), [label]).tobytes()
