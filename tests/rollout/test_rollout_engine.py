@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import CHECKPOINT
-from omni_rollout import Params, Prompt, conditioning, replay, sampler
+from omni_rollout import Params, Prompt, conditioning, sampler
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
 from omni_rollout.testing import check_engine
@@ -41,9 +41,8 @@ def encoded(model, monkeypatch):
 
 
 @pytest.mark.parametrize("rule", [sde_step, cps_step, dance_step])
-@pytest.mark.parametrize("guidance", [{}, {"true_cfg_scale": 3.0}])
-def test_the_engine_keeps_the_contract(engine, model, rule, guidance):
-    check_engine(engine, model, replace(PARAMS, rule=rule, guidance=guidance, keep_mean=True))
+def test_the_engine_keeps_the_contract(engine, model, rule):
+    check_engine(engine, model, replace(PARAMS, rule=rule, keep_mean=True))
 
 
 def test_only_the_stochastic_steps_are_kept(engine):
@@ -54,18 +53,6 @@ def test_only_the_stochastic_steps_are_kept(engine):
     without = engine.generate(PROMPTS, replace(PARAMS, sde_steps=()))
     assert without.x.shape == (3, 0, 16, 4, 12)
     assert without.rollout_log_prob.shape == (3, 0)
-
-
-def test_a_replayed_step_carries_a_gradient_and_the_whole_transition(engine, model):
-    trajectory = engine.generate(PROMPTS, replace(PARAMS, keep_mean=True))
-    engine.net.requires_grad_(True)
-    for k in range(trajectory.num_kept):
-        again = replay(model, engine.net, trajectory, k)
-        assert torch.equal(again.log_prob, trajectory.rollout_log_prob[:, k])
-        assert torch.equal(again.mean, trajectory.rollout_mean[:, k])
-        assert torch.equal(again.x_next, trajectory.x_next[:, k])
-    again.mean.sum().backward()
-    assert engine.net.proj_out.weight.grad.abs().sum() > 0
 
 
 def test_noise_for_the_start_is_drawn_once_ahead_and_no_bit_depends_on_it(engine, monkeypatch):
@@ -174,11 +161,6 @@ def test_a_size_or_a_knob_that_the_model_lacks_is_refused_before_anything_is_dra
         with pytest.raises(ValueError, match=f"^{next(iter(change))} "):
             engine.generate(PROMPTS, replace(PARAMS, **change))
     assert encoded == []
-
-
-def test_no_prompts_are_refused(engine):
-    with pytest.raises(ValueError, match="at least one prompt"):
-        engine.generate([], PARAMS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])

@@ -90,28 +90,17 @@ def test_a_part_of_another_class_is_refused(folder, case):
     [
         ("transformer/config.json", {"_class_name": "../evil/Net"}, "says '../evil/Net'"),
         ("text_encoder/config.json", {"architectures": ["Evil"]}, "says ['Evil']"),
-        ("text_encoder/config.json", {"architectures": 3}, "says 3"),
         ("transformer/config.json", {"num_layers": "4"}, "num_layers"),
-        ("transformer/config.json", {"num_layers": [4]}, "num_layers"),
         ("transformer/config.json", {"num_layers": True}, "num_layers"),
-        ("transformer/config.json", {"num_layers": 4.5}, "num_layers"),
         ("transformer/config.json", {"num_layers": 3}, "has 32 weights that its configuration lacks"),
         ("transformer/config.json", {"num_layers": 5}, "lacks 32 weights"),
         ("transformer/config.json", {"in_channels": -64}, "transformer/config.json"),
-        ("transformer/config.json", {"joint_attention_dim": 63}, "txt_norm.weight"),
-        ("transformer/config.json", {"axes_dims_rope": "8, 12"}, "axes_dims_rope"),
         ("transformer/config.json", {"axes_dims_rope": ["8", "12", "12"]}, "transformer/config.json"),
         ("vae/config.json", {"z_dim": "16"}, "z_dim"),
-        ("vae/config.json", {"z_dim": None}, "z_dim"),
-        ("vae/config.json", {"base_dim": {}}, "base_dim"),
         ("vae/config.json", {"dim_mult": []}, "vae/config.json"),
-        ("vae/config.json", {"latents_mean": "0"}, "latents_mean"),
         ("vae/config.json", {"latents_std": ["1"] * 16}, "latents_std"),
-        ("text_encoder/config.json", {"text_config": []}, "text_encoder/config.json"),
         ("text_encoder/config.json", {"text_config": {"hidden_size": "64"}}, "text_encoder/config.json"),
         ("scheduler/scheduler_config.json", {"use_dynamic_shifting": "yes"}, "use_dynamic_shifting"),
-        ("scheduler/scheduler_config.json", {"base_shift": "0.5"}, "base_shift"),
-        ("scheduler/scheduler_config.json", {"shift_terminal": [0.02]}, "shift_terminal"),
     ],
 )
 def test_a_value_of_another_type_or_range_is_named(folder, file, entries, named):
@@ -168,7 +157,7 @@ def test_a_pickle_is_never_opened_whatever_lies_beside_it(folder, part):
     assert not ran.exists()
 
 
-@pytest.mark.parametrize("part", ["transformer", "vae", "text_encoder"])
+@pytest.mark.parametrize("part", sampled(["transformer", "vae", "text_encoder"], 1))
 def test_weights_that_are_cut_short_are_named(folder, part):
     (weights,) = (folder / part).glob("*.safetensors")
     whole = weights.read_bytes()
@@ -370,18 +359,13 @@ def test_a_language_model_s_configuration_leads_to_no_other_files(language):
         ("config.json", {"num_hidden_layers": 1, "layer_types": None}, "weights that its configuration lacks"),
         ("config.json", {"num_hidden_layers": 3, "layer_types": None}, "lacks "),
         ("config.json", {"num_hidden_layers": 10**7}, "num_hidden_layers of"),
-        ("config.json", {"num_hidden_layers": 10**12}, "num_hidden_layers of"),
         ("config.json", {"hidden_size": "64"}, "config.json"),
-        ("config.json", {"hidden_size": -64}, "config.json"),
         ("config.json", {"num_attention_heads": 0}, "config.json"),
-        ("config.json", {"rope_parameters": []}, "config.json"),
         ("config.json", {"architectures": "Qwen3ForCausalLM"}, "holds a 'Qwen3ForCausalLM'"),
         ("config.json", {"quantization_config": {"quant_method": "gptq"}}, "must not be quantized"),
         ("generation_config.json", {"eos_token_id": [258, "5"]}, "eos_token_id of"),
-        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id of"),
         ("generation_config.json", {"eos_token_id": 10**6}, "has tokens up to 1000000, its vocab_size is"),
         ("tokenizer_config.json", {"pad_token": 3}, "no AutoTokenizer can be made of"),
-        ("tokenizer_config.json", {"tokenizer_class": ["Own"]}, "no AutoTokenizer can be made of"),
     ],
 )
 def test_a_value_of_a_language_model_that_fits_nothing_is_named(language, file, entries, named):

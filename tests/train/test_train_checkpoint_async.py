@@ -183,29 +183,6 @@ def test_no_thread_but_the_loops_own_takes_part_in_a_collective(run_ranks, tmp_p
     ]  # fmt: skip
 
 
-def test_a_rank_that_cannot_write_is_an_error_of_all(run_ranks, tmp_path, monkeypatch):
-    def fail(self, folder):
-        raise OSError("No space left on device")
-
-    def work(dist):
-        checkpoints = Checkpoint(tmp_path, dist)
-        net = shard(filled(1.0), dist.mesh, mode="fsdp2")
-        with monkeypatch.context() as patch:
-            if dist.rank == 1:
-                patch.setattr(PartFile, "write", fail)
-            checkpoints.async_save(1, net, config={})
-            with pytest.raises(OSError, match=r"^rank 1: No space left on device"):
-                settle(checkpoints)
-        torch.distributed.barrier()
-        left = names(tmp_path)
-        torch.distributed.barrier()
-        checkpoints.async_save(1, net, config={})
-        checkpoints.wait()
-        return [left, names(tmp_path)]
-
-    assert run_ranks(work) == [[[], ["step-00000001"]]] * 2
-
-
 def test_a_save_is_completed_although_the_ranks_have_lost_each_other(run_ranks, tmp_path):
     def work(dist):
         checkpoints = Checkpoint(tmp_path, dist)

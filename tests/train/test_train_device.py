@@ -88,11 +88,6 @@ def test_on_a_cpu_moments_are_those_of_the_clock(no_accelerator):
     assert devices.seconds(start, devices.Moment(start.host_s + 2.0)) == 2.0
 
 
-def test_waiting_reaches_the_accelerator(accelerator):
-    devices.synchronize()
-    assert accelerator == [("synchronize",)]
-
-
 def test_accelerator_memory_is_in_mb(accelerator):
     device = torch.device("xpu", 1)
     assert devices.memory(device) == devices.Memory(current_mb=3.0, peak_mb=5.0)

@@ -199,11 +199,3 @@ def test_the_errors_of_a_lost_rank_are_known(run_ranks):
 def test_any_rank_gives_all_ranks_one_answer(run_ranks, alone, flags):
     assert run_ranks(lambda dist: any_rank(dist, flags[dist.rank])) == [any(flags)] * 2
     assert any_rank(alone, flags[0]) is flags[0]
-
-
-def test_shutdown_ends_the_group(run_ranks):
-    def work(dist):
-        shutdown()
-        return torch.distributed.is_initialized()
-
-    assert run_ranks(work) == [False, False]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImagePipeline
 from helpers import CHECKPOINT
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -14,7 +14,7 @@ from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter_params, add_lora
 from omni_train.weights.card import model_card
-from omni_train.weights.full import FULL_FILE, LORA_FILE, save_weights
+from omni_train.weights.full import save_weights
 
 MODEL, PARAMS = open_model(CHECKPOINT), Params(6, 32, 96)
 PROMPT = 'a blue sign that says "K7QX"'
@@ -90,18 +90,6 @@ def test_the_stock_pipeline_draws_our_image_with_the_adapter_and_the_bases_witho
     same(stock_image(pipe), our_image(base))
 
 
-def test_the_stock_transformer_draws_our_image_with_the_adapter(base, pipe, tmp_path):
-    image = exported(base, tmp_path / "weights", "lora")
-    pipe.transformer.load_lora_adapter(tmp_path / "weights", weight_name=LORA_FILE, prefix="transformer")
-    same(stock_image(pipe), image)
-
-
-def test_the_stock_transformer_of_the_full_weights_draws_our_image(base, pipe, tmp_path):
-    image = exported(base, tmp_path / "weights", "full")
-    pipe.transformer = QwenImageTransformer2DModel.from_pretrained(tmp_path / "weights", subfolder="transformer")
-    same(stock_image(pipe), image)
-
-
 def test_a_pipeline_folder_with_the_full_weights_in_place_draws_our_image(base, tmp_path):
     image = exported(base, tmp_path / "weights", "full")
     whole = tmp_path / "pipeline"
@@ -121,16 +109,6 @@ def test_the_code_on_the_card_draws_our_image(base, tmp_path, kind):
     exec(compile(code, f"card of {kind}", "exec"), names)
     names["pipe"].set_progress_bar_config(disable=True)
     same(stock_image(names["pipe"]), image)
-
-
-@pytest.mark.parametrize(
-    ("kind", "files"), [("lora", {LORA_FILE, "README.md"}), ("full", {FULL_FILE, "README.md", "config.json"})]
-)
-def test_no_file_is_empty(base, tmp_path, kind, files):
-    exported(base, tmp_path / "weights", kind)
-    sizes = {path.name: path.stat().st_size for path in (tmp_path / "weights").rglob("*.*")}
-    assert set(sizes) == files
-    assert min(sizes.values()) > 100
 
 
 def test_the_card_tells_base_algorithm_settings_scores_and_command():

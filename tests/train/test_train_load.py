@@ -9,7 +9,6 @@ from omni_train.lora import add_lora, base_name, draw_adapter
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
 from omni_train.weights.load import check_files, load_sharded
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -145,18 +144,6 @@ def test_a_frozen_net_under_adapters_is_that_of_a_whole_load(run_ranks, checkpoi
             assert num_tensors == num_equal > 100
 
 
-def test_without_a_mesh_the_net_is_that_of_a_whole_load(run_ranks, tiny_qwen, checkpoint):
-    config, files = checkpoint
-
-    def work(dist):
-        old = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16).float()
-        new = load_sharded(empty(config), files, None)
-        expected, got = trained(old.requires_grad_(True), tiny_qwen, dist), trained(new, tiny_qwen, dist)
-        assert all(map(torch.equal, expected, got))
-
-    run_ranks(work, world_size=1)
-
-
 def test_weights_that_the_net_s_class_ignores_may_be_there_and_no_others(tmp_path):
     net = meta_net()
     net._keys_to_ignore_on_load_unexpected = [r"^reader\."]
@@ -256,12 +243,6 @@ def is_mapped(address):
     return any(int(low, 16) <= address < int(high, 16) for low, high in regions)
 
 
-def load_whole(config, files, dist, options):
-    """The other way: everything in float32 on every rank, then shard."""
-    net = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16).float()
-    return shard(net, dist.mesh, mode="fsdp2", **options)
-
-
 def load_rows(config, files, dist, options):
     return load_sharded(empty(config), files, dist.mesh, **options)
 
@@ -279,13 +260,6 @@ def load_adapted(config, files, dist, options):
     for name in ADAPTERS:
         draw_adapter(net, name, seed=3)
     return net
-
-
-def load_adapted_whole(config, files, dist, options):
-    """The other way: the frozen net whole on every rank, and copied, as a device maps no file; then shard."""
-    net = QwenImageTransformer2DModel.from_pretrained(files[0].parent, torch_dtype=torch.bfloat16)
-    net._apply(torch.clone)
-    return shard(adapted(net), dist.mesh, mode="fsdp2", **options)
 
 
 @pytest.fixture(scope="module")
@@ -325,29 +299,6 @@ def test_a_rank_never_holds_much_more_than_its_shard_of_a_net_under_adapters(run
     for most, own in peaks(run_ranks, 4, load_adapted, config, files):
         assert 38e6 < own * 4 < 60e6
         assert own <= most <= 1.3 * own + block / 2
-    for most, own in peaks(run_ranks, 2, load_adapted_whole, config, files):
-        assert most > 1.7 * own
-
-
-def test_loading_whole_and_sharding_then_would_hold_too_much(run_ranks, mid_size):
-    config, files, block = mid_size
-    for most, own in peaks(run_ranks, 2, load_whole, config, files):
-        assert most > 2 * own > 1.3 * own + block
-
-
-def test_the_count_of_bytes_sees_what_is_alive_at_once_and_no_mapped_file(tmp_path):
-    save_file({"x": torch.zeros(100000)}, tmp_path / "x.safetensors")
-    with PeakBytes() as memory:
-        for _ in range(3):
-            x = torch.zeros(100)
-            y = x + 1
-            del x, y
-    assert memory.peak == 800
-    with PeakBytes() as memory, safe_open(tmp_path / "x.safetensors", framework="pt") as file:
-        rows = file.get_slice("x")[:50000]
-        assert memory.peak < 100
-        rows + 1
-    assert 200000 <= memory.peak < 200100
 
 
 NAN, INF = {"linear.bias": torch.full((5,), torch.nan)}, {"linear.weight": torch.full((5, 3), -torch.inf)}

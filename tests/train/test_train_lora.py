@@ -86,12 +86,6 @@ def test_initial_factors_depend_on_the_seed_alone():
     assert not torch.equal(adapter_params(first, "default")[0], adapter_params(other, "default")[0])
 
 
-def test_the_number_of_layers_that_an_adapter_is_on_comes_back():
-    net = make_net()
-    assert add_lora(net, ["up"], rank=2, alpha=4, seed=1) == 1
-    assert add_lora(net, "up|down", rank=2, alpha=4, adapter="old", seed=1) == 2
-
-
 @pytest.mark.parametrize(("init", "std"), [("default", (1 / 64 / 3) ** 0.5), ("gaussian", 1 / 32)])
 def test_the_first_factor_has_the_spread_of_its_init_and_the_second_is_zero(init, std):
     net = nn.Sequential(nn.Linear(64, 8))

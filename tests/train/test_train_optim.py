@@ -57,12 +57,6 @@ def test_a_large_gradient_is_scaled_to_the_limit(alone):
     torch.testing.assert_close(torch.cat([p.detach() for p in params]), torch.tensor([-0.3, -0.4]))
 
 
-def test_infinity_never_scales(alone):
-    param = param_with_gradient(30.0)
-    optimizer_step(torch.optim.SGD([param], lr=0), [param], lr=1.0, max_grad_norm=math.inf, dist=alone)
-    assert param.item() == -30.0
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_non_finite_gradient_changes_neither_parameters_nor_state(alone, bad):
     param = param_with_gradient(1.0)

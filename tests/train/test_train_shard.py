@@ -158,18 +158,6 @@ def test_weight_decay_leaves_a_parameter_alone_that_no_rank_has_a_gradient_for(r
         assert alone == [f"blocks.{i}.unused.{part}" for i in (0, 1) for part in ("weight", "bias")]
 
 
-def test_fsdp2_slices_parameters_between_forwards(run_ranks):
-    def work(dist):
-        net = shard(make_net(), dist.mesh, mode="fsdp2", block_names=("Block",))
-        sharded = [all(isinstance(p, DTensor) for p in net.parameters())]
-        with torch.no_grad():
-            net(samples())
-        sharded.append(all(isinstance(p, DTensor) for p in net.parameters()))
-        return [*sharded, net.first.weight.to_local().shape[0]]
-
-    assert run_ranks(work) == [[True, True, 3], [True, True, 2]]  # five rows on two ranks
-
-
 def test_compute_dtype_acts_on_parameters_and_leaves_inputs_alone(run_ranks):
     class Probe(nn.Module):
         def __init__(self):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHECKPOINT, sampled
+from helpers import sampled
 from omni_train.dist import init_distributed
 from omni_train.lora import adapter as use_adapter
 from omni_train.lora import adapter_params, add_lora, reference
@@ -17,7 +17,6 @@ from omni_train.weights.full import (
     check_weights,
     load_adapter,
     load_weights,
-    named_adapter,
     named_weights,
     save_weights,
 )
@@ -92,22 +91,6 @@ def test_diffusers_opens_a_saved_adapter(run_ranks, tiny_qwen, tmp_path, mode):
     assert all(name.startswith("transformer.") for name in load_file(folder / "pytorch_lora_weights.safetensors"))
 
 
-def test_a_stock_pipeline_opens_a_saved_adapter(tiny_qwen, tmp_path, alone):
-    from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline
-
-    save_weights(with_lora(tiny_qwen), tmp_path / "adapter", alone)
-    pipeline = QwenImagePipeline(
-        scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=None,
-        text_encoder=None,
-        tokenizer=None,
-        transformer=tiny_qwen.build(),
-    )
-    pipeline.load_lora_weights(tmp_path / "adapter")
-    got, expected = tiny_qwen.run(pipeline.transformer), tiny_qwen.run(with_lora(tiny_qwen))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("mode", sampled(["none", "ddp", "fsdp2"], 1))
 def test_diffusers_opens_a_saved_model(run_ranks, tiny_qwen, tmp_path, mode):
     folder = tmp_path / "weights"
@@ -169,17 +152,6 @@ def test_weights_are_checked_without_reading_one(tiny_qwen, tmp_path, alone, kin
         check_weights(model, tmp_path / kind)
     with pytest.raises(ValueError, match="folder must hold"):
         check_weights(model, tmp_path)
-
-
-def test_saving_again_replaces_the_folder_and_leaves_nothing_beside_it(tiny_qwen, tmp_path, alone):
-    model = with_lora(tiny_qwen)
-    save_weights(model, tmp_path / "adapter", alone)
-    for p in adapter_params(model, "default"):
-        p.data.fill_(0.5)
-    save_weights(model, tmp_path / "adapter", alone)
-    assert [path.name for path in tmp_path.iterdir()] == ["adapter"]
-    tensors = load_file(tmp_path / "adapter" / "pytorch_lora_weights.safetensors")
-    assert tensors["transformer.transformer_blocks.0.attn.to_q.lora_A.weight"].eq(0.5).all()
 
 
 def test_no_host_holds_more_than_a_tensor_while_weights_are_written(run_ranks, tmp_path):
@@ -250,16 +222,6 @@ def test_nothing_to_save_is_an_error(tiny_qwen, tmp_path, alone):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_adapter_comes_out_scaled(tiny_qwen):
-    model = with_lora(tiny_qwen)
-    down, up = adapter_params(model, "default")[:2]
-    (name_a, a), (name_b, b) = list(named_adapter(model))[:2]
-    assert name_a == "transformer_blocks.0.attn.to_q.lora_A.weight"
-    assert name_b == "transformer_blocks.0.attn.to_q.lora_B.weight"
-    assert torch.equal(a, down)
-    assert torch.equal(b, 2 * up)
-
-
 @pytest.mark.parametrize("part", ["transformer", "unet"])
 @pytest.mark.parametrize("kind", ["adapter", "full"])
 def test_weights_lie_where_a_pipeline_looks_for_the_part(tiny_qwen, tmp_path, alone, kind, part):
@@ -284,15 +246,6 @@ def test_the_folder_of_a_pipeline_is_a_folder_of_full_weights(tiny_qwen, tmp_pat
     load_weights(model, tmp_path)
     assert torch.equal(tiny_qwen.run(model), tiny_qwen.run(tiny_qwen.build(seed=1)))
     assert len(list((tmp_path / "transformer").glob("*.safetensors"))) > 2
-
-
-def test_a_stock_pipeline_takes_the_full_weights_of_the_folder(tiny_qwen, tmp_path, alone):
-    from diffusers import QwenImagePipeline
-
-    save_weights(tiny_qwen.build(seed=1), tmp_path / "weights", alone)
-    transformer = type(tiny_qwen.build()).from_pretrained(tmp_path / "weights", subfolder="transformer")
-    pipe = QwenImagePipeline.from_pretrained(CHECKPOINT, transformer=transformer)
-    assert torch.equal(tiny_qwen.run(pipe.transformer), tiny_qwen.run(tiny_qwen.build(seed=1)))
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
