@@ -11,11 +11,12 @@ GUIDE = Guide("Add an algorithm", "omni-losses")
 CONFIGURE, TRAIN = map(shlex.split, ["scripts/configuration.py", GUIDE.commands[-1]])
 
 
-@pytest.fixture
-def copy(tmp_path):
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
     """A copy of the tree that has the algorithm."""
-    GUIDE.follow(tmp_path, "apps", "packages/omni-losses/src", *CONFIGURE, "docs/configuration.md", "pyproject.toml")
-    return tmp_path
+    folder = tmp_path_factory.mktemp("copy")
+    GUIDE.follow(folder, "apps", "packages/omni-losses/src", *CONFIGURE, "docs/configuration.md", "pyproject.toml")
+    return folder
 
 
 def test_it_adds_fewer_than_40_lines():

@@ -1,6 +1,5 @@
 """`make gpu-check` on little, on an accelerator; and how it goes on, ends what hangs, and says that there is none."""
 
-import json
 import time
 from contextlib import suppress
 
@@ -68,15 +67,6 @@ def test_a_second_call_runs_what_did_not_hold(tmp_path, parts, capfd):
     assert gpu_check.main([*flags, "--only", "one"], launch) == 0
 
 
-def test_what_was_found_elsewhere_is_found_anew(tmp_path, parts):
-    flags = ["--small", "--folder", str(tmp_path), "--only", "one"]
-    gpu_check.main(flags, gpu_check.run_part)
-    file = tmp_path / "one.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"device": "another"}))
-    gpu_check.main(flags, gpu_check.run_part)
-    assert gpu_check.read("one", tmp_path).device != "another"
-
-
 def test_a_part_ends_at_its_limit_and_its_rows_stay(tmp_path, parts, monkeypatch):
     before = gpu_check.Done(*gpu_check.where(gpu_check.SMALL), 1.0, list(one(None)), "broke off")
     gpu_check.write("one", before, tmp_path)
@@ -98,22 +88,6 @@ def test_a_machine_without_an_accelerator_is_told_so_in_a_line(tmp_path, capsys)
 def found_on(card, torch="2.13.0", date="2030-01-02"):
     """The parts of a visit in full size that found a number."""
     return {"gate": gpu_check.Done(date, "abc", f"{card}, torch {torch}", "full", 1.0, list(one(None)))}
-
-
-def test_what_is_found_in_full_size_becomes_its_devices_section_of_the_page():
-    text = f"{gpu_check.NOTHING} Count.\n{gpu_check.FIRST}{gpu_check.LAST}## More\n"
-    once = gpu_check.published(text, found_on("Card X"))
-    assert gpu_check.NOTHING not in once
-    assert once.count("### Card X\n\n| date |") == 1
-    both = gpu_check.published(once, found_on("Card Y"))
-    anew = gpu_check.published(both, found_on("Card X", "2.14.0", "2031-01-02"))
-    assert [anew.count(word) for word in ("### Card X", "### Card Y", "2030-01-02", "2031-01-02")] == [1, 1, 1, 1]
-    assert gpu_check.published(once, {}) == gpu_check.published(once, found_on("Card X")) == once
-    assert gpu_check.published(text, {}) == text
-    emptied = once[: once.index(gpu_check.FIRST)] + text[text.index(gpu_check.FIRST) :]
-    assert gpu_check.published(emptied, {}) == text
-    with pytest.raises(ValueError, match="must have these two lines once"):
-        gpu_check.published(text.replace(gpu_check.LAST, ""), found_on("Card X"))
 
 
 def test_the_page_says_whether_it_has_something_of_an_accelerator():

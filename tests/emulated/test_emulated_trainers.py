@@ -6,7 +6,10 @@ A tensor on the wrong device ends a run here, as it would on any accelerator.
 import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
+from helpers import sampled
 from records import record
+
+TRAINERS = sorted({name.split()[0] for name in runs.CASES})
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +20,11 @@ def url():
         yield url
 
 
-@pytest.mark.parametrize("name", runs.CASES)
+def alike(trainer):
+    return [name for name in runs.CASES if name.startswith(trainer)]
+
+
+@pytest.mark.parametrize("name", [case for trainer in TRAINERS for case in sampled(alike(trainer), 1)])
 def test_an_accelerator_trains_like_the_cpu_and_continues(tmp_path, url, fresh, name):
     case = runs.CASES[name]
     expected = fresh(runs.run, case, tmp_path / "cpu", url)

@@ -49,94 +49,90 @@ SRPO: dict[str, Any] = {"prompts_per_step": 4, "group_size": 1, "width": 96, "lr
 
 @dataclass(frozen=True)
 class Case:
-    """A short run: trainer, what differs from TINY, ranks, whether it stops after two steps and continues to a third.
-
-    Tests take the quick ones always, the others when asked for all.
-    """
+    """A short run: trainer, what differs from TINY, ranks, whether it stops after two steps and goes on to a third."""
 
     app: str
     settings: Mapping[str, Any]
     ranks: int = 1
     resumes: bool = False
-    quick: bool = False
 
 
-def grpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
-    return Case("train_flowgrpo", TINY | {"noise_level": 0.7} | settings, ranks, resumes, quick)
+def grpo(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_flowgrpo", TINY | {"noise_level": 0.7} | settings, ranks, resumes)
 
 
-def nft(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
-    return Case("train_nft", TINY | {"nft_beta": 0.1} | settings, ranks, resumes, quick)
+def nft(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_nft", TINY | {"nft_beta": 0.1} | settings, ranks, resumes)
 
 
-def dpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
-    return Case("train_dpo", TINY | DPO | settings, ranks, resumes, quick)
+def dpo(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_dpo", TINY | DPO | settings, ranks, resumes)
 
 
-def srpo(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
-    return Case("train_srpo", TINY | SRPO | settings, ranks, resumes, quick)
+def srpo(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_srpo", TINY | SRPO | settings, ranks, resumes)
 
 
-def distill(*, ranks: int = 1, resumes: bool = False, quick: bool = False, **settings: Any) -> Case:
-    return Case("train_distill", TINY | {"teacher_substeps": 2} | settings, ranks, resumes, quick)
+def distill(*, ranks: int = 1, resumes: bool = False, **settings: Any) -> Case:
+    return Case("train_distill", TINY | {"teacher_substeps": 2} | settings, ranks, resumes)
 
 
 OFFLINE: dict[str, Any] = {"preferences": "pairs.jsonl", "group_size": 2, "prompts_per_step": 3}
 CASES = {
-    "grpo-full": grpo(quick=True),
-    "grpo-lora-kl": grpo(**LORA, kl_coef=0.1, quick=True),
+    "grpo-full": grpo(),
+    "grpo-lora-kl": grpo(**LORA, kl_coef=0.1),
     "grpo-two-updates": grpo(num_minibatches=2, adv_std="group"),
     "grpo-guidance": grpo(true_cfg_scale=3.0, **LORA),
     "grpo-cps": grpo(algo="flowgrpo-cps"),
-    "grpo-dance": grpo(algo="dancegrpo", **FOUR, window_size=2, same_start_noise=True, quick=True),
+    "grpo-dance": grpo(algo="dancegrpo", **FOUR, window_size=2, same_start_noise=True),
     "grpo-mix": grpo(algo="mixgrpo", **FOUR, window_size=1),
     "grpo-mix-decay": grpo(algo="mixgrpo-decay", **FOUR, window_size=2, window_stride=1, train_steps=3),
     "grpo-mix-compress": grpo(
         algo="mixgrpo", num_inference_steps=6, window_size=2, window_high=3, iters_per_window=2, compress_ratio=0.4,
-        same_start_noise=True, quick=True),
+        same_start_noise=True),
     "grpo-guard": grpo(algo="grpo-guard", **FOUR, num_minibatches=2),
-    "grpo-dppo": grpo(algo="flow-dppo", **FOUR, num_minibatches=2, quick=True),
+    "grpo-dppo": grpo(algo="flow-dppo", **FOUR, num_minibatches=2),
     "grpo-tempflow": grpo(step_weights="tempflow", **FOUR, ema_decay=0.9, warmup_steps=2),
-    "grpo-best-worst": grpo(best_worst_n=2, quick=True),
+    "grpo-best-worst": grpo(best_worst_n=2),
     "grpo-filter-kl": grpo(**LORA, filter_groups=True, kl_coef=0.1, adv_std="none"),
     "grpo-recompute": grpo(old_log_prob="recompute", num_minibatches=2),
     "grpo-correct": grpo(old_log_prob="correct", correction_level="step"),
     "grpo-decay-wd": grpo(lr_decay=True, weight_decay=0.1, gradient_checkpointing=True),
     "grpo-full-ddp": grpo(ranks=2, sharding_mode="ddp", ema_decay=0.9),
-    "grpo-full-fsdp2": grpo(ranks=2, sharding_mode="fsdp2", quick=True),
-    "grpo-lora-ddp": grpo(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1, num_minibatches=2, quick=True),
+    "grpo-full-fsdp2": grpo(ranks=2, sharding_mode="fsdp2"),
+    "grpo-lora-ddp": grpo(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1, num_minibatches=2),
     "grpo-lora-fsdp2": grpo(ranks=2, sharding_mode="fsdp2", **LORA),
     "grpo-best-worst-ddp": grpo(ranks=2, sharding_mode="ddp", best_worst_n=2),
     "grpo-guard-fsdp2": grpo(ranks=2, sharding_mode="fsdp2", algo="grpo-guard", **FOUR),
     "grpo-bfloat16": grpo(dtype="bfloat16", **LORA),
-    "grpo-resume": grpo(resumes=True, ema_decay=0.9, quick=True),
+    "grpo-resume": grpo(resumes=True, ema_decay=0.9),
     "grpo-resume-lora-fsdp2": grpo(resumes=True, ranks=2, sharding_mode="fsdp2", **LORA),
-    "nft-full": nft(quick=True),
-    "nft-lora-kl": nft(**LORA, kl_coef=0.1, old_schedule="linear", old_kl_coef=0.1, train_levels=2, quick=True),
+    "nft-full": nft(),
+    "nft-lora-kl": nft(**LORA, kl_coef=0.1, old_schedule="linear", old_kl_coef=0.1, train_levels=2),
     "nft-policy": nft(sample_with="policy", adv_mode="binary", num_minibatches=2),
     "nft-full-ddp": nft(ranks=2, sharding_mode="ddp"),
     "nft-full-fsdp2": nft(ranks=2, sharding_mode="fsdp2", old_schedule="linear"),
-    "nft-lora-ddp": nft(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1, quick=True),
-    "awm-full": nft(algo="awm", quick=True),
+    "nft-lora-ddp": nft(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1),
+    "awm-full": nft(algo="awm"),
     "awm-lora-fsdp2": nft(ranks=2, sharding_mode="fsdp2", algo="awm", **LORA, weighting="t"),
     "nft-resume": nft(resumes=True, old_schedule="linear"),
     "nft-resume-lora": nft(resumes=True, **LORA, old_schedule="linear"),
-    "dpo-online-full": dpo(quick=True),
+    "dpo-online-full": dpo(),
     "dpo-online-lora": dpo(**SLOW_LORA, group_size=2, batch_size=4, prompts_per_step=4, num_minibatches=2),
     "dpo-online-guidance": dpo(**SLOW_LORA, true_cfg_scale=3.0, batch_size=8),
     "dpo-online-full-fsdp2": dpo(ranks=2, sharding_mode="fsdp2"),
-    "dpo-online-lora-ddp": dpo(ranks=2, sharding_mode="ddp", **SLOW_LORA, quick=True),
-    "dpo-offline-full": dpo(**OFFLINE, quick=True),
+    "dpo-online-lora-ddp": dpo(ranks=2, sharding_mode="ddp", **SLOW_LORA),
+    "dpo-offline-full": dpo(**OFFLINE),
     "dpo-offline-lora-ddp": dpo(ranks=2, sharding_mode="ddp", **OFFLINE, **SLOW_LORA, level_shift=3.0),
     "dpo-offline-full-fsdp2": dpo(ranks=2, sharding_mode="fsdp2", **OFFLINE),
     "dpo-resume": dpo(resumes=True),
     "dpo-resume-offline-lora": dpo(resumes=True, **OFFLINE, **SLOW_LORA),
-    "srpo-full": srpo(quick=True),
+    "srpo-full": srpo(),
     "srpo-lora": srpo(**SLOW_LORA),
     "srpo-full-fsdp2": srpo(ranks=2, sharding_mode="fsdp2"),
     "srpo-lora-ddp": srpo(ranks=2, sharding_mode="ddp", **SLOW_LORA),
     "srpo-resume": srpo(resumes=True),
-    "distill-full": distill(num_minibatches=2, quick=True),
+    "distill-full": distill(num_minibatches=2),
     "distill-lora-guided-ddp": distill(ranks=2, sharding_mode="ddp", algo="opd", **LORA, teacher_true_cfg_scale=3.0),
     "distill-resume-fsdp2": distill(resumes=True, ranks=2, sharding_mode="fsdp2", algo="opd-cps"),
 }  # fmt: skip

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from diffusers import AutoencoderKLQwenImage, FlowMatchEulerDiscreteScheduler, QwenImagePipeline
+from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
 from helpers import CHECKPOINT
-from omni_rollout import Params, Prompt
+from omni_rollout import Prompt
 from omni_rollout.models import open_model
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -14,22 +14,6 @@ TEXTS = ['a red sign that says "AB"', 'a blue sign that says "K7QX"', 'a white s
 @pytest.fixture(scope="module")
 def model():
     return open_model(CHECKPOINT)
-
-
-@pytest.mark.parametrize(("num_steps", "height", "width"), [(10, 32, 96), (28, 512, 512), (50, 1024, 768)])
-def test_sigmas_are_the_pipelines(model, num_steps, height, width):
-    from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift, retrieve_timesteps
-
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(CHECKPOINT, subfolder="scheduler")
-    config = scheduler.config
-    tokens = (height // 16) * (width // 16)
-    mu = calculate_shift(
-        tokens, config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
-    )
-    linear = torch.linspace(1, 1 / num_steps, num_steps, dtype=torch.float64).numpy()
-    retrieve_timesteps(scheduler, num_steps, "cpu", sigmas=linear, mu=mu)
-    ours = model.sigmas(Params(num_steps, height, width))
-    torch.testing.assert_close(ours, scheduler.sigmas, rtol=0, atol=2e-7)
 
 
 def test_text_features_are_the_pipelines_and_as_long_as_its_longest(model):
@@ -62,8 +46,3 @@ def test_the_default_negative_is_one_space(model):
     parts = model.load(device="cpu", dtype=torch.float32)
     empty, space = (model.encode(parts, Prompt("x", 0, 0, 0, negative=n), negative=True) for n in ("", " "))
     assert torch.equal(empty["embeds"], space["embeds"])
-
-
-def test_guidance_scale_is_not_its_guidance(model):
-    with pytest.raises(ValueError, match=r"guidance_scale must be 1 .* whose guidance is true_cfg_scale, got 4.0"):
-        model.check(Params(5, 32, 96, guidance_scale=4.0))

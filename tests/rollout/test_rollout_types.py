@@ -101,12 +101,6 @@ def test_token_ids_that_end_in_zero_survive_under_their_mask():
     assert trimmed.cond["ids_mask"].tolist() == [[True, True, True]]
 
 
-def test_padding_on_the_left_is_left_alone():
-    mask = torch.tensor([[False, False, True]])
-    trimmed = trajectory(1, 2, ids=torch.tensor([[0, 0, 7]]), ids_mask=mask).trim()
-    assert trimmed.cond["ids"].tolist() == [[0, 0, 7]]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
