@@ -8,7 +8,7 @@ each of the student's teaches it to do with few steps what took many (progressiv
 student's own path). A teacher with guidance teaches it to do without.
 
     python apps/train_distill.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
-    torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora-rank 32 \\
+    torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
         --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval-prompts eval.txt
 
 The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its

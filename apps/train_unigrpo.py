@@ -73,7 +73,7 @@ def check_args(args: Args) -> None:
         rules_of(args)
     require(
         (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
-        (not args.device_memory_gb, "--device-memory-gb does not plan thoughts, whose lengths nobody knows"),
+        (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
         (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
         (low < high < args.num_inference_steps,
          f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "

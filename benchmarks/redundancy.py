@@ -26,8 +26,8 @@ from trainer import Args, app
 
 CASES: dict[str, dict[str, Any]] = {  # what differs from trainer.GIVEN
     "LoRA, guidance": {},
-    "the same, `--gradient-checkpointing`": {"gradient_checkpointing": True},
-    "the same, `--keep-products-gb 8`": {"gradient_checkpointing": True, "keep_products_gb": 8.0},
+    "the same, `--memory.gradient-checkpointing`": {"memory_gradient_checkpointing": True},
+    "the same, `--memory.keep-products-gb 8`": {"memory_gradient_checkpointing": True, "memory_keep_products_gb": 8.0},
     "KL": {"kl_coef": 0.01},
     "two prompts in a batch": {"group_size": 2},
     "two updates": {"num_minibatches": 2},

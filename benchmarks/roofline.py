@@ -156,9 +156,9 @@ def count(args: app.Args) -> dict[str, Counter[Kernel]]:
     width = model.config["transformer"]["joint_attention_dim"]
     with Kernels() as device:
         parts = model.load(device=PLANNED, dtype=dtype)
-        add_lora(parts.net, model.LORA_TARGETS, rank=args.lora_rank, alpha=args.lora_alpha, seed=0)
-        if args.gradient_checkpointing:
-            parts.net.enable_gradient_checkpointing(Recompute(args.keep_products_gb * 1e9))  # type: ignore[operator]
+        add_lora(parts.net, model.LORA_TARGETS, rank=args.lora.rank, alpha=args.lora.alpha, seed=0)
+        if args.memory.gradient_checkpointing:
+            parts.net.enable_gradient_checkpointing(Recompute(args.memory.keep_products_gb * 1e9))  # type: ignore[operator]
         x = torch.zeros(args.batch_size, *model.latent_shape(params)).to(PLANNED)
         cond = {}
         for side, length in lengths.items():
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lora = {"lora_rank": args.lora_rank, "lora_alpha": 2 * args.lora_rank}
         settings = trainer.settings(args, path, **lora | trainer.VARIANTS[args.variant].settings)
         settings = settings if args.measured else change(settings, dtype="bfloat16")
-        least = count(change(settings, gradient_checkpointing=False, keep_products_gb=0.0))
+        least = count(change(settings, memory_gradient_checkpointing=False, memory_keep_products_gb=0.0))
         print(table(count(settings), least, devices, measure(settings) if args.measured else {}))
 
 

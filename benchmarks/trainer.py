@@ -1,7 +1,7 @@
 """FlowGRPO's own training step for benchmarks: of the shipped model, or of random weights that are on no disk.
 
     with model(args) as path:
-        train(settings(args, path, gradient_checkpointing=True), steps)
+        train(settings(args, path, memory_gradient_checkpointing=True), steps)
 
 `steps(run)` yields each Step that the trainer is to take, and looks around before and after it.
 """
@@ -68,12 +68,14 @@ class Variant(NamedTuple):
 
 VARIANTS = {  # all compute the same
     "as it is": Variant({}, 16),
-    "recomputed": Variant({"gradient_checkpointing": True}),
-    "compiled": Variant({"gradient_checkpointing": True, "compile": True}),
-    "products kept": Variant({"gradient_checkpointing": True, "keep_products_gb": 16.0}, 2),
-    "offloaded": Variant({"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}),
+    "recomputed": Variant({"memory_gradient_checkpointing": True}),
+    "compiled": Variant({"memory_gradient_checkpointing": True, "compile": True}),
+    "products kept": Variant({"memory_gradient_checkpointing": True, "memory_keep_products_gb": 16.0}, 2),
+    "offloaded": Variant(
+        {"memory_gradient_checkpointing": True, "memory_offload": "encoder,engine,optimizer,activations"}
+    ),
     "gathered": Variant(
-        {"gradient_checkpointing": True, "sharding_mode": "fsdp2", "sharding_unshard": "all"}, 1, 20
+        {"memory_gradient_checkpointing": True, "sharding_mode": "fsdp2", "sharding_unshard": "all"}, 1, 20
     ),  # held twice
 }
 

@@ -71,12 +71,12 @@ class Plain:
         own: dict[str, nn.Parameter] = dict(run.policy.net.named_parameters())
         self.net: Any = run.model.empty_net(buffers=True)
         self.net.load_state_dict({base_name(name): p for name, p in own.items() if ".lora_" not in name}, assign=True)
-        rank, alpha, targets = self.args.lora_rank, self.args.lora_alpha, list(run.model.LORA_TARGETS)
+        rank, alpha, targets = self.args.lora.rank, self.args.lora.alpha, list(run.model.LORA_TARGETS)
         self.net.add_adapter(LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False))
         for name, param in self.net.named_parameters():
             if ".lora_" in name:
                 param.data = own[name].detach().clone()
-        if self.args.gradient_checkpointing:
+        if self.args.memory.gradient_checkpointing:
             self.net.enable_gradient_checkpointing()
         self.params = [p for p in self.net.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.params, lr=self.args.lr)

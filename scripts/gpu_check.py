@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
+from omni_rl.settings.fields import change
 from omni_rl.tools import plan
 from omni_train.attention import check_attention
 from omni_train.compiled import check_compiler
@@ -128,7 +129,7 @@ def variants(size: Size) -> Iterator[Row]:
         first, step = take(size, variant, 2, **FEW)
         yield exact(f"{variant}: largest abs(ratio - 1)", first.gap, 0.0)
         kept = VARIANTS[variant].settings
-        recomputes = kept.get("gradient_checkpointing", False), kept.get("keep_products_gb", 0.0)
+        recomputes = kept.get("memory_gradient_checkpointing", False), kept.get("memory_keep_products_gb", 0.0)
         kernels, least = (kernels_of(model_args(size, variant), *how) for how in (recomputes, (False, 0.0)))
         planned = plan_of(size, variant)
         for phase in ("rollout", "update"):
@@ -209,7 +210,7 @@ def benchmarks(size: Size) -> Iterator[Row]:
     found = framework_tax.measure(tax)
     yield goal("step / (forward + backward)", found["step"] / (found["forward"] + found["backward"]), 1.03)
     two = replace(model_args(size, "as it is"), random=2, batch_size=2, group_size=2)
-    for name, work in redundancy.rows(two, ["LoRA, guidance", "the same, `--keep-products-gb 8`"]):
+    for name, work in redundancy.rows(two, ["LoRA, guidance", "the same, `--memory.keep-products-gb 8`"]):
         yield goal(f"operations computed / needed, {name}", work.computed / work.needed, 1.0)
     saved = checkpoint.measure(size.state_gb, 1, None, init_distributed())
     yield goal(f"copy of a checkpoint of {size.state_gb:g} GB, s", saved["copy, s"], 0.2 * size.state_gb)
@@ -349,7 +350,11 @@ def can_run(variant: str) -> bool:
 @cache
 def kernels_of(args: trainer.Args, checkpointing: bool, products_gb: float) -> dict[str, Counter[roofline.Kernel]]:
     """Return the kernels of a short step by phase, of blocks that are recomputed or not."""
-    changes = {"lora_rank": args.lora_rank, "gradient_checkpointing": checkpointing, "keep_products_gb": products_gb}
+    changes = {
+        "lora_rank": args.lora_rank,
+        "memory_gradient_checkpointing": checkpointing,
+        "memory_keep_products_gb": products_gb,
+    }
     with trainer.model(args) as path:
         return roofline.count(trainer.settings(args, path, **changes, **FEW))
 
@@ -359,7 +364,7 @@ def plan_of(size: Size, variant: str) -> int:
     with trainer.model(model_args(size, variant)) as path, fixed_cost.quiet():
         Path("prompts.txt").write_text("\n".join(trainer.TEXTS) + "\n")
         settings = settings_of(size, variant, path, **FEW)
-        peaks = plan.measure(app.main, replace(settings, dry_run=True, device_memory_gb=80.0), 1).peaks
+        peaks = plan.measure(app.main, change(settings, dry_run=True, memory_device_gb=80.0), 1).peaks
     return max(peaks[name] for name in ("rollout", "decode", "update"))
 
 

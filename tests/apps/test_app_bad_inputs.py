@@ -47,7 +47,7 @@ SETTINGS = {
     "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
     "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
-    "--dtype bfloat16": "--dtype bfloat16 needs --lora-rank > 0 or --sharding.mode fsdp2",
+    "--dtype bfloat16": "--dtype bfloat16 needs --lora.rank > 0 or --sharding.mode fsdp2",
     "--sharding.mode fsdp2": "--sharding.mode fsdp2 needs torchrun, and --dry-run without it WORLD_SIZE=N",
     "--correction-low 1.1": "--correction.low must be < 1 and --correction.high > 1",
     "--engine vllm-omni": "--engine vllm-omni must be installed",

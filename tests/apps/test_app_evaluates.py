@@ -82,7 +82,7 @@ def test_weights_that_are_given_are_evaluated_and_nothing_is_saved(here, bright_
 def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
     for changes, flag in (
         ({"profile": 1}, "--profile"),
-        ({"dry_run": True, "device_memory_gb": 8.0}, "--device-memory-gb"),
+        ({"dry_run": True, "memory_device_gb": 8.0}, "--memory.device-gb"),
     ):
         with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval-only takes none"):
             app.check_args(change(TINY, scorer_url="http://a:1", eval_only=True, **changes))

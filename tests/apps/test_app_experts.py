@@ -227,7 +227,9 @@ def test_a_plan_of_a_step_runs_both_experts(here):
     """There is more to save, by weights and moments, than with one of them."""
     peaks = []
     for changes in ({}, {"train_experts": "high", "window_high": 1}):
-        args = settings(train_flowgrpo, {"video": ""}, dry_run=True, device_memory_gb=1.0, text_cache_mb=0, **changes)
+        args = settings(
+            train_flowgrpo, {"video": ""}, dry_run=True, memory_device_gb=1.0, memory_text_cache_mb=0, **changes
+        )
         planned = plan.measure(train_flowgrpo.main, args, 1)
         assert planned.flops["update"] > 0
         peaks.append(planned.peaks["save"])

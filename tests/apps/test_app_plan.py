@@ -35,14 +35,14 @@ SMALL = {
     "batch_size": 8,
     "num_inference_steps": 4,
     "window_high": None,
-    "text_cache_mb": 0.0,
+    "memory_text_cache_mb": 0.0,
 }
 LORA = {"lora_rank": 8, "true_cfg_scale": 4.0}
 CASES = {
     "all weights": ("train_flowgrpo", {}),
-    "adapters, guidance, recomputation": ("train_flowgrpo", LORA | {"gradient_checkpointing": True}),
+    "adapters, guidance, recomputation": ("train_flowgrpo", LORA | {"memory_gradient_checkpointing": True}),
     "adapters, two updates": ("train_flowgrpo", LORA | {"num_minibatches": 2, "ema_decay": 0.9}),
-    "fewer bits": ("train_flowgrpo", LORA | {"gradient_checkpointing": True, "base_dtype": "nf4"}),
+    "fewer bits": ("train_flowgrpo", LORA | {"memory_gradient_checkpointing": True, "memory_base_dtype": "nf4"}),
     "NFT": ("train_nft", {"kl_coef": 0.1}),
     "DPO": ("train_dpo", {}),
 }
@@ -60,7 +60,7 @@ def settings(case):
     name, changes = CASES[case]
     app = importlib.import_module(name)
     known = {key: value for key, value in (SMALL | changes).items() if key in app.Args.__dataclass_fields__}
-    return app, tiny(recipe(app, "tiny-signs"), dry_run=True, device_memory_gb=1.0, width=192, height=64, **known)
+    return app, tiny(recipe(app, "tiny-signs"), dry_run=True, memory_device_gb=1.0, width=192, height=64, **known)
 
 
 def really(app, args, monkeypatch):
@@ -78,7 +78,7 @@ def really(app, args, monkeypatch):
     gc.collect()
     with meter:
         args = change(
-            args, dry_run=False, device_memory_gb=0.0, async_save=False, train_steps=2, scorer_url="http://a:1"
+            args, dry_run=False, memory_device_gb=0.0, async_save=False, train_steps=2, scorer_url="http://a:1"
         )
         app.main(change(args, eval_every=100, save_every=100), World.join(args))
     return meter
@@ -168,13 +168,13 @@ def test_a_dry_run_says_whether_a_step_fits_and_what_would(capsys):
     app, args = settings("adapters, two updates")
     code, lines = run(app, args, capsys)
     assert code == 0
-    assert lines[-1].startswith("fits --device-memory-gb 1, with ")
+    assert lines[-1].startswith("fits --memory.device-gb 1, with ")
     assert any(line.endswith(": rollout 128 of 60, update 64 of 60") for line in lines)  # both halves of guidance
     peak = 1.0 - float(re.search(r"with ([\d.]+) GB left", lines[-1])[1])
-    code, lines = run(app, change(args, device_memory_gb=0.7 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
+    code, lines = run(app, change(args, memory_device_gb=0.7 * plan.measure(app.main, args, 1).peak / 1e9), capsys)
     assert code == 1
     assert any("is too little: by" in line for line in lines)
-    assert re.match(r"fits with .*--offload encoder,.* --gradient-checkpointing", lines[-1])
+    assert re.match(r"fits with .*--memory.offload encoder,.* --memory.gradient-checkpointing", lines[-1])
     assert peak < 1.0
 
 
@@ -189,22 +189,26 @@ def test_rungs_come_by_what_they_cost():
     _, args = settings("adapters, two updates")
     args = change(args, prompts_per_step=16, group_size=8, batch_size=8)
     found = [flags for _, _, flags in plan.ladder(args, 2, args.OFFLOAD.split(), ["decode", "update"])]
-    recomputed = "--decode-batch-size 4 --offload encoder,engine,optimizer --gradient-checkpointing"
+    recomputed = (
+        "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer --memory.gradient-checkpointing"
+    )
     on_host = recomputed.replace("optimizer", "optimizer,activations")
     assert found == [
-        "--decode-batch-size 4 --offload encoder,engine,optimizer",
+        "--memory.decode-batch-size 4 --memory.offload encoder,engine,optimizer",
         recomputed,
         on_host,
         f"{on_host} --batch-size 4",
         f"{on_host} --batch-size 2",
-        f"{on_host} --batch-size 2 --base-dtype nf4",
+        f"{on_host} --batch-size 2 --memory.base-dtype nf4",
         f"{on_host} --batch-size 2 --sharding.mode fsdp2 8 ranks",
     ]
-    wide = change(args, sharding_mode="fsdp2", gradient_checkpointing=True, batch_size=4, offload="engine")
+    wide = change(
+        args, sharding_mode="fsdp2", memory_gradient_checkpointing=True, batch_size=4, memory_offload="engine"
+    )
     found = [(ranks, flags) for _, ranks, flags in plan.ladder(wide, 8, ["engine"], ["update"])]
     assert found[0] == (8, "--sharding.unshard none")
     assert found[-1][0] == 16
-    assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--decode-batch-size 4"
+    assert next(plan.ladder(args, 2, ["engine"], ["decode"]))[2] == "--memory.decode-batch-size 4"
 
 
 @pytest.mark.parametrize(("batches", "minibatches", "counts"), [(16, 1, [2, 3]), (16, 2, [2, 4]), (3, 1, [3])])
@@ -217,7 +221,7 @@ def test_a_line_goes_through_two_small_steps_of_the_same_form(batches, minibatch
 @pytest.mark.parametrize("case", sampled(["adapters, two updates", "NFT", "DPO"], 1))
 def test_the_line_leads_to_what_all_batches_take(case, monkeypatch):
     app, args = settings(case)
-    args = change(args, prompts_per_step=16, text_cache_mb=1.0)
+    args = change(args, prompts_per_step=16, memory_text_cache_mb=1.0)
     by_line = plan.measure(app.main, args, 1)
     monkeypatch.setattr(plan, "_prompt_counts", lambda args, ranks: [args.prompts_per_step])
     whole = plan.measure(app.main, args, 1)
@@ -244,7 +248,7 @@ def test_a_signal_ends_a_plan_at_once(number):
 
 def test_a_plan_keeps_the_encoder_on_the_host():
     app, args = settings("adapters, guidance, recomputation")
-    with_it, without = (plan.measure(app.main, change(args, offload=which), 1) for which in ("encoder", ""))
+    with_it, without = (plan.measure(app.main, change(args, memory_offload=which), 1) for which in ("encoder", ""))
     folder = open_model(args.model).load(device="cpu", dtype=torch.float32).text_encoder
     freed = sum(tensor.nbytes for tensor in (*folder.parameters(), *folder.buffers()))
     for phase in ("load", "rollout", "update"):
@@ -272,7 +276,7 @@ def test_a_plan_needs_no_weights_and_leaves_nothing_behind(tmp_path):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"dry_run": False, "scorer_url": "http://a:1"}, "needs --dry-run"), ({"device_memory_gb": -1.0}, "must be >= 0")],
+    [({"dry_run": False, "scorer_url": "http://a:1"}, "needs --dry-run"), ({"memory_device_gb": -1.0}, "must be >= 0")],
 )
 def test_settings_that_do_not_fit_are_refused(changes, message):
     app, args = settings("all weights")

@@ -112,9 +112,9 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     weights, trained = map(float, re.findall(r"[\d.]+", plan["weights of the net"]))
     frozen_mb = float(plan["memory per rank"].partition(" MB frozen weights")[0])
     assert float(plan["learning rate"].partition(",")[0]) == args.lr
-    assert ("LoRA" in plan["learning rate"]) == bool(args.lora_rank)
-    if args.lora_rank:
-        assert plan["learning rate"].endswith(f"LoRA of rank {args.lora_rank} with alpha {args.lora_alpha}")
+    assert ("LoRA" in plan["learning rate"]) == bool(args.lora.rank)
+    if args.lora.rank:
+        assert plan["learning rate"].endswith(f"LoRA of rank {args.lora.rank} with alpha {args.lora.alpha}")
         assert (weights - trained) / 1e3 == pytest.approx(release.billions, rel=0.11)
         assert 0 < trained < weights / 20
         assert frozen_mb == pytest.approx((weights - trained) * 1e6 * 2 / 2**20, rel=1e-3)  # bfloat16

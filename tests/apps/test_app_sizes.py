@@ -161,7 +161,12 @@ def test_pairs_of_several_sizes_of_references_share_the_encoded_texts_of_a_folde
             Image.new("RGB", (width, height), (60 * i, 255 * (side == "win"), 0)).save(f"{i}-{side}.png")
             line[side] = f"{i}-{side}.png"
     (edits / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    changes = {"preferences": "pairs.jsonl", "group_size": 2, "guidance": "image_area=4096", "text_cache": "texts"}
+    changes = {
+        "preferences": "pairs.jsonl",
+        "group_size": 2,
+        "guidance": "image_area=4096",
+        "memory_text_cache": "texts",
+    }
     args = settings(train_dpo, "qwen-image-edit-plus", bright_url, **changes)
     one = train(train_dpo, change(args, name="one"))
     assert one[1]["policy/pairs"] == 4

@@ -166,11 +166,11 @@ def test_an_adapter_is_no_start_for_full_weights_nor_for_another_rank(home, brig
     train(lives.app, settings(bright_url, name="first", **LORA))
     (home / "tiny.toml").write_text(to_toml(settings(bright_url, init_weights="runs/first/weights")))
     (home / "second").mkdir()
-    lives.assert_refused(home / "second", [], "--init-weights: .* holds a LoRA adapter, which needs --lora-rank > 0")
+    lives.assert_refused(home / "second", [], "--init-weights: .* holds a LoRA adapter, which needs --lora.rank > 0")
     message = r"--init-weights: .*safetensors must be an adapter of the same rank, .* is \(2, \d+\), not \(4, \d+\)$"
-    lives.assert_refused(home / "second", ["--lora-rank", "4"], message)
+    lives.assert_refused(home / "second", ["--lora.rank", "4"], message)
     lives.assert_refused(
         home / "second",
-        ["--lora-rank", "2", "--lora-targets", "to_q"],
+        ["--lora.rank", "2", "--lora.targets", "to_q"],
         "--init-weights: .*safetensors must be an adapter on the same layers, differs in .*",
     )

@@ -122,7 +122,7 @@ def test_a_sleeping_engine_is_not_asked_what_a_guided_teacher_sees(here, monkeyp
     monkeypatch.setattr(DiffusersEngine, "sleep", lambda engine: asleep.append(True))
     monkeypatch.setattr(DiffusersEngine, "wake", lambda engine: asleep.clear())
     monkeypatch.setattr(DiffusersEngine, "condition", awake)
-    args = change(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0, offload="engine", train_steps=1)
+    args = change(TINY, teacher_substeps=1, teacher_true_cfg_scale=3.0, memory_offload="engine", train_steps=1)
     assert train(app, args)[-1]["policy/loss"] > 0
 
 

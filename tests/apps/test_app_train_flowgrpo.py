@@ -141,7 +141,9 @@ def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
     Path("prompts.txt").write_text('a blue sign that says "AB"\na blue sign that says "AC"\n')
     lora = {"lora_rank": 4, "lora_alpha": 8, "dtype": "bfloat16", "lr": 1e-2}
     places = {"model": "model", "prompts": "prompts.txt", "eval_prompts": "prompts.txt"}
-    lines = train(bright_url, compile=True, gradient_checkpointing=True, keep_products_gb=0.002, **lora, **places)
+    lines = train(
+        bright_url, compile=True, memory_gradient_checkpointing=True, memory_keep_products_gb=0.002, **lora, **places
+    )
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 for line in lines[1:])
 

@@ -87,7 +87,7 @@ def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", eval_prompts="eval-seen.jsonl", lora_rank=2, lora_alpha=4)
     args = change(args, prompts_per_step=4, batch_size=8, lr=1e-2, tokens_per_batch=120)
     plain = train(app, change(args, name="plain"), report=True)
-    again = train(app, change(args, name="again", gradient_checkpointing=True))
+    again = train(app, change(args, name="again", memory_gradient_checkpointing=True))
     assert unclocked(plain) == unclocked(again)
     rows = json.loads(Path("runs/plain/eval/000002/rows.json").read_text())[:4]  # others fill up
     assert [bool(row.get("sound")) for row in rows] == [False, False, True, False]
@@ -100,7 +100,7 @@ def test_a_model_of_all_media_trains_with_adapters_and_recomputation_as_without(
 
 def test_media_are_given_in_the_type_that_the_model_computes_in(here):
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", prompts_per_step=4, train_steps=1, lora_rank=2)
-    lines = train(app, change(args, dtype="bfloat16", base_dtype="nf4", gradient_checkpointing=True))
+    lines = train(app, change(args, dtype="bfloat16", memory_base_dtype="nf4", memory_gradient_checkpointing=True))
     assert lines[1]["policy/first_ratio_max_dev"] == 0
     assert 0 < lines[1]["policy/rollout_gap"] < 0.5
 
@@ -438,7 +438,10 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
         ({"temperature": 2.5}, r"those of eval must be from 0.01 to 2 for vllm, got \[2.5, 1.0\]"),
         ({"eval_temperature": 0.005}, "must be from 0.01 to 2 for vllm"),  # which it would draw as 0.01
         ({"eval": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),
-        ({"base_dtype": "nf4", "lora_rank": 2, "gradient_checkpointing": True}, "fits the embedded engine alone"),
+        (
+            {"memory_base_dtype": "nf4", "lora_rank": 2, "memory_gradient_checkpointing": True},
+            "fits the embedded engine alone",
+        ),
     ]:
         with pytest.raises(ValueError, match=words):
             app.check_args(tiny(engine="vllm", **changes))

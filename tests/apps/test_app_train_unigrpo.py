@@ -65,7 +65,7 @@ def test_in_bfloat16_both_ratios_are_one_and_the_scorer_reads_thoughts_from_its_
         lambda self, parts, x0, *given: decoded.append(len(x0)) or decode(self, parts, x0, *given),
     )
     with serving_here(lambda media, texts, meta: [float(len(each["thought"])) for each in meta], name="long") as url:
-        lines = train(app, tiny(dtype="bfloat16", lora_rank=2, decode_batch_size=1, scorer_url=url, kl_coef=0.1))
+        lines = train(app, tiny(dtype="bfloat16", lora_rank=2, memory_decode_batch_size=1, scorer_url=url, kl_coef=0.1))
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
     assert all(line["policy/grad_norm"] > 0 < line["reward/image"] for line in lines[1:])
     assert set(decoded) == {1}
@@ -129,7 +129,7 @@ def test_a_score_is_the_sum_of_picture_and_thought_or_none():
         ({"thought_reward": "ocr"}, "--thought-reward: must be one of exact, "),
         ({"thought_reward": "exact"}, 'line 1: must have the key "answer", which --thought-reward exact asks for'),
         ({"engine": "vllm-omni"}, "--engine"),
-        ({"dry_run": True, "device_memory_gb": 1.0}, "--device-memory-gb does not plan thoughts"),
+        ({"dry_run": True, "memory_device_gb": 1.0}, "--memory.device-gb does not plan thoughts"),
         ({"compile": True}, "--compile does not go with thoughts"),
         ({"prompts": "told.jsonl"}, 'must not have the key "thought"'),
     ],

@@ -20,7 +20,7 @@ def ran(tmp_path_factory, fresh):
 
         def run(name="flowgrpo LoRA", lives=(2,), before=load, **settings):
             case = runs.CASES[name]
-            case = replace(case, settings=case.settings | {"gradient_checkpointing": True} | settings)
+            case = replace(case, settings=case.settings | {"memory_gradient_checkpointing": True} | settings)
             folder = tmp_path_factory.mktemp("run") / "npu"
             outcome = fresh(runs.run, case, folder, url, lives=lives, before=before)
             lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
@@ -44,7 +44,7 @@ def without(ran):
     ],
 )
 def test_parts_on_the_host_free_memory_and_change_no_bit(ran, without, parts, when, least_mb):
-    outcome, most_mb = ran(offload=parts)
+    outcome, most_mb = ran(memory_offload=parts)
     assert outcome.lines == without[0].lines
     assert outcome.weights == without[0].weights
     assert most_mb[when] < without[1][when] - least_mb
@@ -54,7 +54,7 @@ def test_sharded_moments_wait_on_the_host(ran):
     # Not by the most bytes in use: a thread of gloo may still hold weights that were gathered.
     places, outcomes = [], []
     for offload in ("", "optimizer,activations"):
-        outcomes.append(ran("flowgrpo LoRA, fsdp2", (1, 2), before=runs.tell_moments, offload=offload)[0])
+        outcomes.append(ran("flowgrpo LoRA, fsdp2", (1, 2), before=runs.tell_moments, memory_offload=offload)[0])
         places.append({line for line in outcomes[-1].text.splitlines() if line.startswith("moments ")})
     assert outcomes[0].lines == outcomes[1].lines
     assert outcomes[0].weights == outcomes[1].weights
@@ -83,8 +83,8 @@ print(most, least, all(map(torch.equal, found, expected)))
 
 @pytest.mark.parametrize("bits", ["int8", "fp8", "nf4"])
 def test_fewer_bits_of_the_base_train_and_continue(ran, without, bits):
-    whole, most_mb = ran(base_dtype=bits)
-    again, _ = ran(lives=(1, 2), base_dtype=bits)
+    whole, most_mb = ran(memory_base_dtype=bits)
+    again, _ = ran(lives=(1, 2), memory_base_dtype=bits)
     assert again.lines == whole.lines
     assert again.weights == whole.weights
     assert whole.lines != without[0].lines

@@ -8,18 +8,18 @@ import pytest
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
 from helpers import sampled
-from omni_rl.settings.fields import change
+from omni_rl.settings import fields
 from omni_rl.tools import plan
 from records import record
 
-HOST = {"gradient_checkpointing": True, "offload": "encoder,engine,optimizer,activations"}
+HOST = {"memory_gradient_checkpointing": True, "memory_offload": "encoder,engine,optimizer,activations"}
 CASES = {name: runs.CASES[name] for name in ("flowgrpo full", "flowgrpo LoRA", "nft LoRA")}
 for bits in ("int8", "fp8", "nf4"):
     lora = runs.CASES["flowgrpo LoRA"]
-    CASES[bits] = replace(lora, settings=lora.settings | HOST | {"base_dtype": bits})
+    CASES[bits] = replace(lora, settings=lora.settings | HOST | {"memory_base_dtype": bits})
 
 
-CASES = {name: replace(case, settings=case.settings | {"text_cache_mb": 0.0}) for name, case in CASES.items()}
+CASES = {name: replace(case, settings=case.settings | {"memory_text_cache_mb": 0.0}) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("name", sampled(CASES, 1, always=["nf4"]))
@@ -32,7 +32,7 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     lines = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     app = importlib.import_module(case.app)
     monkeypatch.chdir(folder)
-    planned = plan.measure(app.main, change(app.Args(**settings), dry_run=True, device_memory_gb=1.0), 1)
+    planned = plan.measure(app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), 1)
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
 
 

@@ -97,7 +97,7 @@ CASES = {
     "grpo-filter-kl": grpo(**LORA, filter_groups=True, kl_coef=0.1, adv_std="none"),
     "grpo-recompute": grpo(old_log_prob="recompute", num_minibatches=2),
     "grpo-correct": grpo(old_log_prob="correct", correction_level="step"),
-    "grpo-decay-wd": grpo(lr_decay=True, weight_decay=0.1, gradient_checkpointing=True),
+    "grpo-decay-wd": grpo(lr_decay=True, weight_decay=0.1, memory_gradient_checkpointing=True),
     "grpo-full-ddp": grpo(ranks=2, sharding_mode="ddp", ema_decay=0.9),
     "grpo-full-fsdp2": grpo(ranks=2, sharding_mode="fsdp2"),
     "grpo-lora-ddp": grpo(ranks=2, sharding_mode="ddp", **LORA, kl_coef=0.1, num_minibatches=2),

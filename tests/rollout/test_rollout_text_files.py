@@ -92,7 +92,7 @@ def test_another_encoder_text_negative_or_reference_finds_nothing(tmp_path, monk
 
 
 def test_a_wrapped_model_finds_the_texts_of_its_own_class(tmp_path, monkeypatch):
-    """With --decode-batch-size the engine has a wrapped model, whose texts are those of the model's own code."""
+    """With --memory.decode-batch-size the engine has a wrapped model, whose texts are those of the model's own code."""
     name = "qwen-image"
     model, parts = load(name)
     draw(name, model, parts, tmp_path)

@@ -4,13 +4,14 @@ import importlib
 import inspect
 import re
 import shlex
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 import omni_losses
 import pytest
 from helpers import REPO, public_names
 from leaderboard import ENTRIES
+from omni_rl.settings.fields import values_of
 from omni_rl.settings.toml import recipes
 from trainer_runs import recipe
 
@@ -76,7 +77,7 @@ def ours(page, column):
     if column in public_names(omni_losses):
         parameters = inspect.signature(getattr(omni_losses, column)).parameters
         return {name: parameter.default for name, parameter in parameters.items()}
-    return asdict(APP_OF[page].Args() if column == "default" else recipe(APP_OF[page], column))
+    return values_of(APP_OF[page].Args() if column == "default" else recipe(APP_OF[page], column))
 
 
 @pytest.mark.parametrize("page", PAGES)

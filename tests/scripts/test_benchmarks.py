@@ -47,7 +47,7 @@ def test_framework_tax_is_a_step_over_the_model_in_it(capfd, monkeypatch):
 
 
 TINY = ["--random", "1", "--random-heads", "1", "--height", "32", "--width", "32", "--num-inference-steps", "6",
-        "--prompts-per-step", "1", "--lora-rank", "2"]  # fmt: skip
+        "--prompts-per-step", "1", "--lora.rank", "2"]  # fmt: skip
 
 
 def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd, monkeypatch):

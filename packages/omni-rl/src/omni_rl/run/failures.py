@@ -25,7 +25,7 @@ ArgsT = TypeVar("ArgsT", bound=RunArgs)
 def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
     """Run a trainer as a program: its messages, and exit code 0, 1 (something broke), 2 (a mistake) or 130 (Ctrl-C)."""
     try:
-        if isinstance(args, MediaArgs) and args.device_memory_gb:
+        if isinstance(args, MediaArgs) and args.memory.device_gb:
             from omni_rl.tools.plan import fit
 
             sys.exit(fit(main, args))
@@ -95,7 +95,7 @@ def advice(error: BaseException) -> str:
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
-        return "Out of memory: lower --batch-size, turn on --gradient-checkpointing, or train with --lora-rank."
+        return "Out of memory: lower --batch-size, turn on --memory.gradient-checkpointing, or train with --lora.rank."
     if isinstance(error, RewardError) or text.startswith("the scorer "):
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):

@@ -128,7 +128,7 @@ def read_all(
     training = load_prompts(args.prompts, media_root=args.media_root)
     images = sorted({image for record in training for image in record.images})
     homes_of = [home for found in teachers.values() for home in found.values()]
-    weights = [file for home in homes_of for file in ([home / LORA_FILE] if args.lora_rank else saved_files(home))]
+    weights = [file for home in homes_of for file in ([home / LORA_FILE] if args.lora.rank else saved_files(home))]
     config: dict[str, object] = {"images_digest": probe_digest(images, num_blocks=1)} if images else {}
     config |= {"teachers_digest": probe_digest(weights)} if teachers else {}
     latents = [model.latent_shape(params.of_size(size)) for size in sorted(sizes)]
@@ -167,7 +167,7 @@ def check_model(
     )  # fmt: skip
     model.host_encoders = "encoder" in offloaded(args)
     kind = model.config["_class_name"]
-    require((model.encoders or not model.host_encoders, f"--offload encoder: a {kind} has no text encoder"))
+    require((model.encoders or not model.host_encoders, f"--memory.offload encoder: a {kind} has no text encoder"))
     with flag("--"):  # the message itself begins with height, width or another setting
         for each in (params, eval_params):
             model.check(each)
@@ -200,7 +200,7 @@ def read_start(args: MediaArgs, model: Model, how: Preparation) -> tuple[dict[st
         if len(full) == len(found):
             return full, {}
         require(
-            (args.lora_rank, f"{args.init_weights} holds a LoRA adapter, which needs --lora-rank > 0"),
+            (args.lora.rank, f"{args.init_weights} holds a LoRA adapter, which needs --lora.rank > 0"),
             (not full, f"{args.init_weights} must hold full weights or adapters, got both"),
         )
         trial = adapt(net, how)  # without weights: layers and rank must fit
@@ -221,9 +221,9 @@ def read_teachers(
             which = " or ".join(trained)
             require((trained.keys() & found, f"{folder} must have weights of {which}, which is trained"))
             for expert, home in found.items():
-                is_whole = args.lora_rank or saved_files(home)
-                require((is_whole, f"{home} holds a LoRA adapter, which needs --lora-rank > 0"))
-                (check_adapter if args.lora_rank else check_weights)(net.get_submodule(expert), home)
+                is_whole = args.lora.rank or saved_files(home)
+                require((is_whole, f"{home} holds a LoRA adapter, which needs --lora.rank > 0"))
+                (check_adapter if args.lora.rank else check_weights)(net.get_submodule(expert), home)
     return teachers
 
 
@@ -286,7 +286,7 @@ def open_engine(
 ) -> tuple[Model, Engine]:
     """Return the engine, and the model as updates call it."""
     model = decoding(args, world.watched(inputs.model))
-    texts = TextCache(args.text_cache_mb, args.text_cache)
+    texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     engine = ENGINES[args.engine].open(model, net, world.dist, inputs.how.dtype, texts)
     if needs.routes and (routing := routing_of(engine.net)):
         return replay_routes(model, engine, routing)
@@ -295,7 +295,11 @@ def open_engine(
 
 def decoding(args: MediaArgs, model: ModelT) -> ModelT:
     """Return the model, which decodes as many samples at a time as the settings say."""
-    return wrap(model, decode=in_slices(model.decode, args.decode_batch_size)) if args.decode_batch_size else model
+    return (
+        wrap(model, decode=in_slices(model.decode, args.memory.decode_batch_size))
+        if args.memory.decode_batch_size
+        else model
+    )
 
 
 def export(run: MediaRun[MediaArgs], card: Mapping[str, object] | None) -> None:

@@ -156,7 +156,7 @@ def start(
     unshard = phases_unsharded(args, world, net, engine) if mode == "fsdp2" else ()
     if mode == "fsdp2" and "rollout" not in unshard:
         kind.check_gathered(args, net)
-    if args.lora_rank and mode != "fsdp2":
+    if args.lora.rank and mode != "fsdp2":
         shard(net, dist.mesh, mode=mode)
     policy = open_policy(args, inputs, needs, net, session)
     policy.unshard = unshard
@@ -180,9 +180,9 @@ def start(
         export=kind.export,
         trained=inputs.trained,
         algorithm=algorithm,
-        base=args.init_weights if args.lora_rank and inputs.files else args.model,
+        base=args.init_weights if args.lora.rank and inputs.files else args.model,
         parts=inputs.parts,
-        sleeps="engine" in offloaded(args) or (args.engine_sleep and not engine.shares_weights),
+        sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
     )
     run.count_calls(kind.seen)
     nets = [each for each in {engine.net, net} if each is not None]
@@ -204,10 +204,10 @@ def preparation(
     Raises:
         ValueError: the device has no such kernels of attention, or no compiler.
     """
-    targets = args.lora_targets.split(",") if args.lora_targets else model.LORA_TARGETS
-    adapters = Lora(targets, args.lora_rank, args.lora_alpha, args.lora_init, args.seed) if args.lora_rank else None
+    targets = args.lora.targets.split(",") if args.lora.targets else model.LORA_TARGETS
+    adapters = Lora(targets, args.lora.rank, args.lora.alpha, args.lora.init, args.seed) if args.lora.rank else None
     on_host = "activations" in offloaded(args)
-    recompute = Recompute(args.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
+    recompute = Recompute(args.memory.keep_products_gb * 1e9, compiled=compiles, on_host=on_host)
     dtype: torch.dtype = getattr(torch, args.dtype)
     with flag("--"):  # the message itself begins with the setting
         check_attention(args.attention, device, dtype)
@@ -219,10 +219,10 @@ def preparation(
         dtype,
         lora=adapters,
         is_frozen=is_frozen,
-        base_dtype=args.base_dtype,
+        base_dtype=args.memory.base_dtype,
         attention=args.attention,
         compile=compiles,
-        recompute=recompute if args.gradient_checkpointing else None,
+        recompute=recompute if args.memory.gradient_checkpointing else None,
     )
 
 
@@ -309,7 +309,7 @@ def check_alike(dist: Dist, settings: dict[str, object]) -> None:
 
 def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, session: Session) -> list[str]:
     """Return a rank's part of a training step and the memory of its weights, from the model's configuration alone."""
-    mode, num_ranks, lora_rank = sharding(args, dist.world_size), dist.world_size, args.lora_rank
+    mode, num_ranks, lora_rank = sharding(args, dist.world_size), dist.world_size, args.lora.rank
     net = adapt(
         inputs.model.empty_net(), replace(inputs.how, lora=inputs.how.lora and replace(inputs.how.lora, others=()))
     )
@@ -321,7 +321,10 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     share = args.sharding.size or num_ranks if mode == "fsdp2" else 1
     frozen_mb, trained_mb = (
         number / share / 2**20
-        for number in (num_frozen * BYTES.get(args.base_dtype, inputs.how.dtype.itemsize), num_trained * 4 * copies)
+        for number in (
+            num_frozen * BYTES.get(args.memory.base_dtype, inputs.how.dtype.itemsize),
+            num_trained * 4 * copies,
+        )
     )
     samples = args.prompts_per_step * args.group_size
     lines = {
@@ -330,7 +333,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
         "learning rate": f"{args.lr:g}"
-        + (f", LoRA of rank {lora_rank} with alpha {args.lora_alpha}" * bool(lora_rank)),
+        + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
         "memory per rank": f"{frozen_mb:.0f} MB frozen weights, {trained_mb:.0f} MB for what is trained (weights, "
         "gradients, optimizer, averages); what is not trained and activations come on top",
@@ -352,7 +355,7 @@ def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, 
             for expert, home in found.items():
                 load_adapter(net.get_submodule(expert), home, adapter=f"teacher_{teacher}")
 
-    if inputs.files or not args.lora_rank or how.mesh or args.base_dtype != "auto":
+    if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
         net, files = kind.source(inputs, how, inputs.files)
         return prepare(net, how, files, begin=begin)
     device = torch.device("cpu") if kind.is_apart(args) else how.device  # until the engine adopts what it has too
@@ -397,7 +400,7 @@ def open_policy(args: RunArgs, inputs: Inputs[Any, Any], needs: Needs, net: nn.M
         optimizer.add_param_group({"params": [p for p in trained if p in own], "lr_scale": scale})
     policy = Policy(net, optimizer, Ema(trained, decay=args.ema_decay))
     policy.adapters = inputs.how.lora.others if inputs.how.lora else ()
-    if needs.old_policy and not args.lora_rank:
+    if needs.old_policy and not args.lora.rank:
         policy.old = Snapshot(trained, name="copy")
     if session.saved:
         session.checkpoints.load(session.saved, net, optimizer, policy.averages)

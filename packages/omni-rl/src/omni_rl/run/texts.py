@@ -53,7 +53,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
             check_meta(args.rules, record.meta)
         check(record)
 
-    still = () if args.lora_rank else model.FROZEN
+    still = () if args.lora.rank else model.FROZEN
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
     prompts, records = read_prompts(args, check_graded)
     params = TokenParams(args.max_new_tokens, args.temperature)
@@ -62,8 +62,8 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     adapters = {"": Path(args.init_weights)} if args.init_weights else {}
     with flag("--init-weights: "):
         for folder in adapters.values():
-            rule = "must be the folder of an adapter, with --lora-rank > 0; full weights are a --model"
-            require((args.lora_rank and (folder / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
+            rule = "must be the folder of an adapter, with --lora.rank > 0; full weights are a --model"
+            require((args.lora.rank and (folder / PEFT_FILE).is_file(), f"{rule}, got {folder}"))
             check_adapter(adapt(model.empty_net(), how), folder, **form)
     training = load_prompts(args.prompts, media_root=args.media_root)
     media = sorted({file for record in training for file in media_files(record)})
@@ -141,7 +141,7 @@ def open_engine(
 def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
     """Write an adapter as peft has it, or full weights as transformers has them."""
     folder, net = run.session.folder / "weights", run.policy.net
-    if run.args.lora_rank:
+    if run.args.lora.rank:
         save_peft(net, folder, run.dist, prefix=run.model.prefix, base=run.base, card=card)
         return
     full = {name: tensor.cpu() for name, tensor in named_weights(net) if run.dist.is_main}
@@ -162,7 +162,7 @@ def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "t
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "
         f"--engine {args.engine} samples: give --sharding.unshard rollout, which gathers them once a step, or "
-        "--sharding.mode ddp with --lora-rank > 0"
+        "--sharding.mode ddp with --lora.rank > 0"
     )
     require((args.engine != engine or size <= MAX_GATHERED, rule))
 

@@ -96,7 +96,7 @@ def _open_engine(
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
     together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
-    texts = TextCache(args.text_cache_mb, args.text_cache)
+    texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     return model, ThinkingEngine(model, parts, texts=texts, together=together)
 
 

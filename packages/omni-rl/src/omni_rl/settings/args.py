@@ -31,7 +31,7 @@ from omni_rl.settings.fields import (
     marked,
     require,
 )
-from omni_rl.settings.groups import Sharding, Tracking
+from omni_rl.settings.groups import Lora, MediaMemory, Memory, Sharding, Tracking
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
@@ -44,8 +44,8 @@ ArgsT = TypeVar("ArgsT", bound="RunArgs")
 class RunArgs:
     """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them.
 
-    OFFLOAD: the parts that --offload may name, those first whose copies take least time. RATES: the learning rates that
-    are taken where none is given, of all weights and of LoRA.
+    OFFLOAD: the parts that --memory.offload may name, in ascending order of the time of their copies. RATES: the
+    default learning rates, of all weights and of LoRA.
     """
 
     OFFLOAD = "encoder engine optimizer activations"
@@ -69,17 +69,11 @@ class RunArgs:
     # Model
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the frozen weights; trained ones are float32
-    base_dtype: Literal["auto", "int8", "fp8", "nf4"] = "auto"  # Bits in which frozen weights of blocks are kept
     init_weights: str = ""  # Folder with trained weights to start from, a LoRA adapter or full weights
-    lora_rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the LoRA adapters; 0 trains all weights of the denoiser
-    lora_alpha: Annotated[int, at_least(0)] = 0  # LoRA scale times rank: the scale is alpha / rank; 0 is twice the rank
-    lora_targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
-    lora_init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
-    gradient_checkpointing: bool = False  # Recompute activations in the backward pass to save memory
+    lora: Lora = Lora()  # Adapters
     attention: Annotated[Attention, MAY_CHANGE] = "auto"  # Kernels of attention, by torch's names
-    keep_products_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # Memory of products that are not recomputed
-    offload: Annotated[str, MAY_CHANGE] = ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
     sharding: Sharding = Sharding()  # Spread of the weights over ranks
+    memory: Memory = Memory()  # What memory holds, and for how long
 
     # Data
     prompts: Annotated[str, REQUIRED] = ""  # File of training prompts, .txt, .jsonl or .parquet
@@ -91,9 +85,6 @@ class RunArgs:
     prompts_per_step: Annotated[int, at_least(1)] = 32  # Prompts in a training step, over all ranks
     group_size: Annotated[int, between(1, 65_536)] = 16  # Samples of each prompt
     batch_size: Annotated[int, between(1, 65_536)] = 16  # Samples per forward of a rank, in rollout and update alike
-
-    # Engine
-    engine_sleep: Annotated[bool, MAY_CHANGE] = True  # Move the engine's own weights off the accelerator during updates
 
     # Scorer
     scorer_token_file: Annotated[str, SECRET] = ""  # File with the token of the reward servers
@@ -113,8 +104,9 @@ class RunArgs:
 
     def __post_init__(self) -> None:
         """Put numbers in place of what is not given, so that printed and saved settings have them."""
-        lr = self.RATES[self.lora_rank > 0] if self.lr is None else self.lr
-        vars(self).update(lr=lr, lora_alpha=self.lora_alpha or 2 * self.lora_rank)
+        rank, alpha = self.lora.rank, self.lora.alpha
+        lr = self.RATES[rank > 0] if self.lr is None else self.lr
+        vars(self).update(lr=lr, lora=replace(self.lora, alpha=alpha or 2 * rank))
 
 
 @dataclass(frozen=True)
@@ -123,7 +115,6 @@ class MediaArgs(RunArgs):
 
     # Run
     eval_num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
-    device_memory_gb: Annotated[float, at_least(0), MAY_CHANGE] = 0.0  # Memory of an accelerator, for a dry run
 
     # Data
     eval: Annotated[tuple[MediaEvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
@@ -131,6 +122,7 @@ class MediaArgs(RunArgs):
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
     freeze_audio: bool = False  # Train nothing of what acts on the sound alone, of a model that draws video with sound
+    memory: MediaMemory = MediaMemory()  # What memory holds, and for how long
     compile: Annotated[bool, MAY_CHANGE] = False  # Compile the blocks of the denoiser, for rollout and update alike
 
     # Sampling
@@ -145,9 +137,6 @@ class MediaArgs(RunArgs):
 
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
-    decode_batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0 is a batch
-    text_cache_mb: Annotated[float, at_least(0), MAY_CHANGE] = 1024.0  # Most memory for encoded texts of a rank
-    text_cache: Annotated[str, MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
 
     # Scorer
     watch_scorer_url: Annotated[str, SECRET] = ""  # URL of a second reward server, which only evaluations ask
@@ -195,32 +184,35 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     check_bounds(args)
     with flag("--tracking.to: "):
         check_tracker(args.tracking.to, args.tracking.project)
+    lora, memory, shards = args.lora, args.memory, args.sharding
     name, mode = PurePath(args.name), sharding(args, world_size)
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not vars(args)[name]), "")
-    offload, lora_only = offloaded(args), {"targets": args.lora_targets, "init": args.lora_init}
+    offload, lora_only = offloaded(args), {"targets": lora.targets, "init": lora.init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
     require(
         (not missing, f"{missing} must be given, or come from --preset NAME or --config FILE.toml"),
         (name.parts and not name.is_absolute() and ".." not in name.parts and args.name.isprintable(),
          f"--name must name a folder below runs/, got {args.name!r}"),
         (world_size == 1 or mode != "none", f"--sharding.mode none does not fit {world_size} ranks"),
-        (args.sharding.mode != "fsdp2" or "RANK" in os.environ or is_planned, "--sharding.mode fsdp2 needs torchrun, "
-         "and --dry-run without it WORLD_SIZE=N before the command and --device-memory-gb"),
-        (not args.sharding.size or (mode == "fsdp2" and world_size % args.sharding.size == 0),
-         f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {args.sharding.size}"),
-        (args.sharding.unshard in ("auto", "none") or mode == "fsdp2",
-         f"--sharding.unshard {args.sharding.unshard} needs --sharding.mode fsdp2"),
-        (args.lora_rank or args.dtype == "float32" or mode == "fsdp2",
-         f"--dtype {args.dtype} needs --lora-rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
+        (shards.mode != "fsdp2" or "RANK" in os.environ or is_planned, "--sharding.mode fsdp2 needs torchrun, "
+         "and --dry-run without it WORLD_SIZE=N before the command and --memory.device-gb"),
+        (not shards.size or (mode == "fsdp2" and world_size % shards.size == 0),
+         f"--sharding.size must divide the {world_size} ranks of --sharding.mode fsdp2, got {shards.size}"),
+        (shards.unshard in ("auto", "none") or mode == "fsdp2",
+         f"--sharding.unshard {shards.unshard} needs --sharding.mode fsdp2"),
+        (lora.rank or args.dtype == "float32" or mode == "fsdp2",
+         f"--dtype {args.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
         (not args.eval_only or not args.profile, "--profile traces a training step, and --eval-only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
-        (args.lora_rank or not unused, f"--lora-{unused} needs --lora-rank > 0"),
-        (args.gradient_checkpointing or not args.keep_products_gb, "--keep-products-gb needs --gradient-checkpointing"),
-        (args.base_dtype == "auto" or (args.lora_rank and args.gradient_checkpointing and mode != "fsdp2"),
-         f"--base-dtype {args.base_dtype} needs --lora-rank > 0, --gradient-checkpointing, and weights not fsdp2"),
-        (args.gradient_checkpointing or "activations" not in offload,
-         "--offload activations needs --gradient-checkpointing"),
+        (lora.rank or not unused, f"--lora.{unused} needs --lora.rank > 0"),
+        (memory.gradient_checkpointing or not memory.keep_products_gb,
+         "--memory.keep-products-gb needs --memory.gradient-checkpointing"),
+        (memory.base_dtype == "auto" or (lora.rank and memory.gradient_checkpointing and mode != "fsdp2"),
+         f"--memory.base-dtype {memory.base_dtype} needs --lora.rank > 0, --memory.gradient-checkpointing, and "
+         "weights not fsdp2"),
+        (memory.gradient_checkpointing or "activations" not in offload,
+         "--memory.offload activations needs --memory.gradient-checkpointing"),
         (args.ema_decay < 1, f"--ema-decay must be < 1, got {args.ema_decay}"),
         (not args.init_weights or Path(args.init_weights).is_dir(),
          f"--init-weights must be a folder, got {args.init_weights}"),
@@ -237,22 +229,23 @@ def check_media(args: MediaArgs, world_size: int) -> None:
     Raises:
         ValueError: as `check_run`.
     """
-    check_run(args, world_size, is_planned=bool(args.device_memory_gb))
+    memory = args.memory
+    check_run(args, world_size, is_planned=bool(memory.device_gb))
     engine = ENGINES.get(args.engine)
     require(
-        (args.dry_run or not args.device_memory_gb, "--device-memory-gb needs --dry-run"),
-        (not args.eval_only or not args.device_memory_gb,
-         "--device-memory-gb plans a training step, and --eval-only takes none"),
-        (not (args.device_memory_gb and engine and engine.library),
-         f"--device-memory-gb plans the embedded engine alone, got --engine {args.engine}"),
+        (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
+        (not args.eval_only or not memory.device_gb,
+         "--memory.device-gb plans a training step, and --eval-only takes none"),
+        (not (memory.device_gb and engine and engine.library),
+         f"--memory.device-gb plans the embedded engine alone, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
         (engine, f"--engine must be one of {', '.join(ENGINES)}, got {args.engine!r}"),
         (engine and (not engine.library or find_spec(engine.library)),
          f"--engine {args.engine} must be installed: {engine and engine.install}"),
-        (not (engine and engine.library and ("encoder" in offloaded(args) or args.base_dtype != "auto")),
-         f"--offload encoder and --base-dtype fit the embedded engine alone, got --engine {args.engine}"),
-        (not args.text_cache or not Path(args.text_cache).exists() or Path(args.text_cache).is_dir(),
-         f"--text-cache must be a folder, got {args.text_cache}"),
+        (not (engine and engine.library and ("encoder" in offloaded(args) or memory.base_dtype != "auto")),
+         f"--memory.offload encoder and --memory.base-dtype fit the embedded engine alone, got --engine {args.engine}"),
+        (not memory.text_cache or not Path(memory.text_cache).exists() or Path(memory.text_cache).is_dir(),
+         f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip
     parse_numbers(args.guidance, "--guidance")
     check_urls(args.watch_scorer_url, "--watch-scorer-url")
@@ -310,7 +303,7 @@ def num_ranks() -> int:
 
 def sharding(args: RunArgs, world_size: int) -> Mode:
     """The spread of the weights that --sharding.mode asks for; auto is the simplest one with the least traffic."""
-    auto: Mode = "none" if world_size == 1 else "ddp" if args.lora_rank else "fsdp2"
+    auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
     return auto if args.sharding.mode == "auto" else args.sharding.mode
 
 
@@ -350,9 +343,9 @@ def offloaded(args: RunArgs) -> set[str]:
     Raises:
         ValueError: there is no such part.
     """
-    parts, known = set(filter(None, args.offload.split(","))), args.OFFLOAD.split()
+    parts, known = set(filter(None, args.memory.offload.split(","))), args.OFFLOAD.split()
     unknown = ", ".join(sorted(parts.difference(known)))
-    require((not unknown, f"--offload must be of {', '.join(known)}, with commas between, got {unknown}"))
+    require((not unknown, f"--memory.offload must be of {', '.join(known)}, with commas between, got {unknown}"))
     return parts
 
 

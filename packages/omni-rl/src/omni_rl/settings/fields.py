@@ -39,9 +39,9 @@ class Bound:
 
 @dataclass(frozen=True)
 class Was:
-    """The name of a setting before it was one of a group, which files, flags and checkpoints still know."""
+    """The name of a setting before it was one of a group, which files, flags and checkpoints know; "" is its own."""
 
-    name: str
+    name: str = ""
 
 
 def between(least: float, most: float) -> Bound:
@@ -106,7 +106,7 @@ def old_names(cls: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, own in leaves(cls).items():
         if "." in name:
-            was = [note.name for note in notes_of(own.type) if isinstance(note, Was)]
+            was = [note.name or own.name for note in notes_of(own.type) if isinstance(note, Was)]
             found |= dict.fromkeys([name.replace(".", "_"), *was], name)
     return found
 

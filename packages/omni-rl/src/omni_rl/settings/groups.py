@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from omni_rl.settings.fields import MAY_CHANGE, Was, at_least
+from omni_rl.settings.fields import MAY_CHANGE, Was, at_least, between
 
 Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
+BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class Tracking:
     """Trackers beside the report."""
 
     to: Annotated[str, Was("track"), MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
-    project: Annotated[str, Was("project"), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
+    project: Annotated[str, Was(), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
 
 
 @dataclass(frozen=True)
@@ -23,4 +24,39 @@ class Sharding:
 
     mode: Annotated[Shard, Was("shard"), MAY_CHANGE] = "auto"  # Copies (ddp) or parts; auto: ddp for LoRA, else fsdp2
     size: Annotated[int, Was("shard_size"), at_least(0), MAY_CHANGE] = 0  # Ranks that share a copy in fsdp2; 0 is all
-    unshard: Annotated[Unshard, Was("unshard"), MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
+    unshard: Annotated[Unshard, Was(), MAY_CHANGE] = "auto"  # Phases in which fsdp2 keeps gathered weights
+
+
+@dataclass(frozen=True)
+class Lora:
+    """LoRA adapters."""
+
+    rank: Annotated[int, between(0, 65_536)] = 0  # Rank of the adapters; 0 trains all weights of the denoiser
+    alpha: Annotated[int, at_least(0)] = 0  # Scale times rank: the scale is alpha / rank; 0 is twice the rank
+    targets: str = ""  # Layers that get adapters, separated by commas (default: the model's own list)
+    init: Literal["default", "gaussian"] = "default"  # Distribution of the adapters' first values
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Ways to save memory."""
+
+    gradient_checkpointing: Annotated[bool, Was()] = False  # Recompute activations in the backward pass
+    keep_products_gb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 0.0  # Memory of products not recomputed
+    offload: Annotated[str, Was(), MAY_CHANGE] = (
+        ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
+    )
+    base_dtype: Annotated[BaseDtype, Was()] = "auto"  # Format of the frozen weights of blocks; auto is --dtype
+    engine_sleep: Annotated[bool, Was(), MAY_CHANGE] = True  # Move an engine's own weights to the host during updates
+
+
+@dataclass(frozen=True)
+class MediaMemory(Memory):
+    """Ways to save memory in a run on images, videos or sound."""
+
+    decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0 is a batch
+    text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
+    text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
+    device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE] = (
+        0.0  # Accelerator of a dry run's plan
+    )

@@ -73,8 +73,8 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
          f"--temperature, --eval-temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
-        (args.engine != "vllm" or args.base_dtype == "auto",
-         f"--base-dtype {args.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
+        (args.engine != "vllm" or args.memory.base_dtype == "auto",
+         f"--memory.base-dtype {args.memory.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
     )  # fmt: skip
     check_urls(args.scorer_url, "--scorer-url")
     with flag("--reward: "):

@@ -1,8 +1,8 @@
 """Will it fit? The trainer's own step on a device that is not there, its memory, and what to change.
 
     plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
-    plan: --device-memory-gb 80 is too little by 4.2 GB, in update
-    plan: fits with --offload encoder: 67.6 GB
+    plan: --memory.device-gb 80 is too little by 4.2 GB, in update
+    plan: fits with --memory.offload encoder: 67.6 GB
 
 Rungs of changes are tried in an order of cost, each on top of those before, and the first that fits is named.
 
@@ -53,11 +53,11 @@ MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many
 DECODED = 4  # pictures that a change has the VAE decode at a time
 CHANGED = (  # settings that a rung changes, in the order of its flags
     "sharding.unshard",
-    "decode_batch_size",
-    "offload",
-    "gradient_checkpointing",
+    "memory.decode_batch_size",
+    "memory.offload",
+    "memory.gradient_checkpointing",
     "batch_size",
-    "base_dtype",
+    "memory.base_dtype",
     "sharding.mode",
     "sharding.size",
 )
@@ -73,15 +73,15 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
         signal.signal(number, lambda number, _: os._exit(128 + number))
     if int(os.environ.get("RANK", "0")):
         return 0  # the first rank speaks
-    limit, ranks = args.device_memory_gb * GB, num_ranks()
+    limit, ranks = args.memory.device_gb * GB, num_ranks()
     plan = measure(main, args, ranks, tells=True)
     print(plan.describe(), flush=True)
     if plan.peak <= limit:
-        print(f"plan: fits --device-memory-gb {args.device_memory_gb:g}, with {(limit - plan.peak) / GB:.3g} GB left")
+        print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {(limit - plan.peak) / GB:.3g} GB left")
         return 0
     over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
     told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
-    print(f"plan: --device-memory-gb {args.device_memory_gb:g} is too little: by {told}", flush=True)
+    print(f"plan: --memory.device-gb {args.memory.device_gb:g} is too little: by {told}", flush=True)
     for changed, world_size, flags in ladder(args, ranks, plan.offloads, over):
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
@@ -99,22 +99,22 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     Gathering weights block by block and offloaded parts cost copies, recomputed activations a third more operations,
     small batches slow kernels, weights in fewer bits precision, and more ranks money.
 
-    offloads: the parts that --offload may name. over: the phases that need too much.
+    offloads: the parts that --memory.offload may name. over: the phases that need too much.
     """
     first, mode = args, sharding(args, ranks)
-    at_once = args.decode_batch_size or args.batch_size
+    at_once = args.memory.decode_batch_size or args.batch_size
     still = [part for part in offloads if part != "activations"]
-    decode: dict[str, object] = {"decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
+    decode: dict[str, object] = {"memory.decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
         {"sharding.unshard": "none"} if mode == "fsdp2" else {},
         decode if set(over) == {"decode"} else {},
-        decode | {"offload": ",".join(still)},
-        {"gradient_checkpointing": True},
-        {"offload": ",".join(offloads)},
+        decode | {"memory.offload": ",".join(still)},
+        {"memory.gradient_checkpointing": True},
+        {"memory.offload": ",".join(offloads)},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 2))},
         {"batch_size": min(args.batch_size, max(2, args.batch_size // 4))},
-        {"base_dtype": "nf4"} if args.lora_rank and mode != "fsdp2" else {},
-        {"base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0},
+        {"memory.base_dtype": "nf4"} if args.lora.rank and mode != "fsdp2" else {},
+        {"memory.base_dtype": "auto", "sharding.mode": "fsdp2", "sharding.size": 0},
     ]
     for number, changes in enumerate(rungs):
         is_last = number == len(rungs) - 1
@@ -140,7 +140,7 @@ def measure(
     tells: print the settings too, and check the model's files. remembers: run one forward of a shape, not all.
     """
     counts = _prompt_counts(args, ranks)
-    bare = change(args, text_cache="", text_cache_mb=0.0, attention="auto", compile=False)
+    bare = change(args, memory_text_cache="", memory_text_cache_mb=0.0, attention="auto", compile=False)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
         plan = PlannedWorld(dist, args, device, counts, tells, remembers)
         try:
@@ -185,7 +185,7 @@ def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
 class Figures:
     """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
 
-    unshard: the phases in which sharded weights are gathered once. offloads: the parts that --offload may name.
+    unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
     """
 
     peaks: Counter[str]
@@ -274,7 +274,7 @@ class PlannedWorld(World):
 
     def free_memory(self) -> float:
         """Return the bytes that are free on the device."""
-        return self.args.device_memory_gb * GB - self.device.live
+        return self.args.memory.device_gb * GB - self.device.live
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
         """Return a log that writes nothing."""
@@ -331,7 +331,7 @@ class PlannedWorld(World):
 
     def _cached(self, num_prompts: int) -> Callable[[Callable[..., Cond]], Callable[..., Cond]]:
         """Return what has functions count, with the first prompt of each, what the cache will hold of all."""
-        left = self.args.text_cache_mb * 2**20
+        left = self.args.memory.text_cache_mb * 2**20
 
         def kept(encode: Callable[..., Cond]) -> Callable[..., Cond]:
             is_first = True
