@@ -15,36 +15,20 @@ from omni_rollout.models import MODELS
 FILES = {"scheduler": "scheduler_config.json", "processor": "preprocessor_config.json"}
 FILES["image_processor"] = FILES["processor"]
 FLUX_VAE = {
-    "block_out_channels": [128, 256, 512, 512],
-    "down_block_types": ["DownEncoderBlock2D"] * 4,
-    "latent_channels": 16,
-    "layers_per_block": 2,
-    "sample_size": 1024,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
-    "up_block_types": ["UpDecoderBlock2D"] * 4,
-    "use_post_quant_conv": False,
-    "use_quant_conv": False,
-}
+    "block_out_channels": [128, 256, 512, 512], "down_block_types": ["DownEncoderBlock2D"] * 4, "latent_channels": 16,
+    "layers_per_block": 2, "sample_size": 1024, "scaling_factor": 0.3611, "shift_factor": 0.1159,
+    "up_block_types": ["UpDecoderBlock2D"] * 4, "use_post_quant_conv": False, "use_quant_conv": False,
+}  # fmt: skip
 CLIP_L = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12, "projection_dim": 768}
 CLIP_G = {
-    "hidden_act": "gelu",
-    "hidden_size": 1280,
-    "intermediate_size": 5120,
-    "num_attention_heads": 20,
-    "num_hidden_layers": 32,
-    "projection_dim": 1280,
-}
+    "hidden_act": "gelu", "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 20,
+    "num_hidden_layers": 32, "projection_dim": 1280,
+}  # fmt: skip
 T5 = {"d_ff": 10240, "d_model": 4096, "feed_forward_proj": "gated-gelu", "num_heads": 64, "num_layers": 24}
 QWEN3_4B = {
-    "head_dim": 128,
-    "hidden_size": 2560,
-    "intermediate_size": 9728,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "vocab_size": 151936,
-}
+    "head_dim": 128, "hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32,
+    "num_hidden_layers": 36, "num_key_value_heads": 8, "vocab_size": 151936,
+}  # fmt: skip
 QWEN25_VL_7B = {
     "hidden_size": 3584,
     "intermediate_size": 18944,
@@ -58,13 +42,9 @@ QWEN25_VL_7B = {
 DYNAMIC = {"base_shift": 0.5, "shift": 1.0, "use_dynamic_shifting": True}
 QWEN_SHIFT = DYNAMIC | {"max_image_seq_len": 8192, "max_shift": 0.9, "shift_terminal": 0.02}
 SD35_MEDIUM = {
-    "caption_projection_dim": 1536,
-    "dual_attention_layers": list(range(13)),
-    "num_attention_heads": 24,
-    "num_layers": 24,
-    "pos_embed_max_size": 384,
-    "qk_norm": "rms_norm",
-}
+    "caption_projection_dim": 1536, "dual_attention_layers": list(range(13)), "num_attention_heads": 24,
+    "num_layers": 24, "pos_embed_max_size": 384, "qk_norm": "rms_norm",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -123,38 +103,23 @@ FLUX_PARTS = {"text_encoder": CLIP_L, "text_encoder_2": T5, "vae": FLUX_VAE, "sc
 BAGEL_FILES = {
     "config.json": {"architectures": ["BagelForConditionalGeneration"]},
     "llm_config.json": {
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_attention_heads": 28,
-        "num_hidden_layers": 28,
-        "num_key_value_heads": 4,
-        "rope_theta": 1e6,
-        "vocab_size": 152064,
+        "hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rope_theta": 1e6, "vocab_size": 152064,
     },
     "vit_config.json": {
-        "hidden_size": 1152,
-        "image_size": 980,
-        "intermediate_size": 4304,
-        "model_type": "siglip_vision_model",
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
-        "patch_size": 14,
+        "hidden_size": 1152, "image_size": 980, "intermediate_size": 4304, "model_type": "siglip_vision_model",
+        "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14,
     },
     "tokenizer_config.json": {},
-}
+}  # fmt: skip
 QWEN3_8B = QWEN3_4B | {"hidden_size": 4096, "intermediate_size": 12288}
 MISTRAL_24B = {
     "text_config": {
-        "head_dim": 128,
-        "hidden_size": 5120,
-        "intermediate_size": 32768,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 40,
-        "num_key_value_heads": 8,
-        "vocab_size": 131072,
+        "head_dim": 128, "hidden_size": 5120, "intermediate_size": 32768, "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "vocab_size": 131072,
     },
     "vision_config": {"image_size": 1540, "patch_size": 14},
-}
+}  # fmt: skip
 FLUX2_SCHEDULE = DYNAMIC | {"shift": 3.0}
 FLUX2 = {"channels": 128, "stride": 16}
 # The nets of FLUX.2 are as scripts/convert_flux2_to_diffusers.py of diffusers has them; dev's are its class's defaults.
@@ -192,104 +157,55 @@ WAN_CLIP = {"hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads
 WAN_5B = {
     "text_encoder": UMT5_XXL,
     "transformer": {
-        "ffn_dim": 14336,
-        "in_channels": 48,
-        "num_attention_heads": 24,
-        "num_layers": 30,
-        "out_channels": 48,
+        "ffn_dim": 14336, "in_channels": 48, "num_attention_heads": 24, "num_layers": 30, "out_channels": 48,
     },
     "vae": {
-        "base_dim": 160,
-        "decoder_base_dim": 256,
-        "in_channels": 12,
-        "is_residual": True,
-        "latents_mean": [0.0] * 48,
-        "latents_std": [1.0] * 48,
-        "out_channels": 12,
-        "patch_size": 2,
-        "scale_factor_spatial": 16,
-        "z_dim": 48,
+        "base_dim": 160, "decoder_base_dim": 256, "in_channels": 12, "is_residual": True, "latents_mean": [0.0] * 48,
+        "latents_std": [1.0] * 48, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16, "z_dim": 48,
     },
     "scheduler": WAN_SCHEDULE | {"flow_shift": 5.0},
-}
+}  # fmt: skip
 HUNYUAN_IMAGE_FILES = {
     "config.json": {
-        "architectures": ["HunyuanImage3ForCausalMM"],
-        "attention_head_dim": 128,
-        "hidden_size": 4096,
-        "image_base_size": 1024,
-        "img_proj_type": "unet",
-        "intermediate_size": 3072,
-        "moe_intermediate_size": [3072] * 32,
-        "moe_topk": [8] * 32,
-        "num_attention_heads": 32,
-        "num_experts": 64,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 8,
-        "num_shared_expert": [1] * 32,
-        "patch_embed_hidden_dim": 1024,
-        "patch_size": 1,
-        "use_mixed_mlp_moe": True,
-        "use_qk_norm": True,
+        "architectures": ["HunyuanImage3ForCausalMM"], "attention_head_dim": 128, "hidden_size": 4096,
+        "image_base_size": 1024, "img_proj_type": "unet", "intermediate_size": 3072,
+        "moe_intermediate_size": [3072] * 32, "moe_topk": [8] * 32, "num_attention_heads": 32, "num_experts": 64,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "num_shared_expert": [1] * 32,
+        "patch_embed_hidden_dim": 1024, "patch_size": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True,
         "vae": {
-            "block_out_channels": [128, 256, 512, 1024, 1024],
-            "ffactor_spatial": 16,
-            "ffactor_temporal": 4,
-            "latent_channels": 32,
-            "layers_per_block": 2,
+            "block_out_channels": [128, 256, 512, 1024, 1024], "ffactor_spatial": 16, "ffactor_temporal": 4,
+            "latent_channels": 32, "layers_per_block": 2,
         },
         "vocab_size": 133120,
     },
-    "generation_config.json": {"flow_shift": 3.0, "sequence_template": "pretrain"},
-    "tokenizer_config.json": {},
-}
+    "generation_config.json": {"flow_shift": 3.0, "sequence_template": "pretrain"}, "tokenizer_config.json": {},
+}  # fmt: skip
 GEMMA3_12B = {
     "text_config": {
-        "head_dim": 256,
-        "hidden_size": 3840,
-        "intermediate_size": 15360,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 8,
-        "vocab_size": 262208,
+        "head_dim": 256, "hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16,
+        "num_hidden_layers": 48, "num_key_value_heads": 8, "vocab_size": 262208,
     },
     "vision_config": {
-        "hidden_size": 1152,
-        "intermediate_size": 4304,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 27,
+        "hidden_size": 1152, "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27,
     },
-}
+}  # fmt: skip
 LTX23 = {
     "text_encoder": GEMMA3_12B,
     "connectors": {
-        "audio_connector_attention_head_dim": 64,
-        "audio_connector_num_attention_heads": 32,
-        "audio_gated_attn": True,
-        "per_modality_projections": True,
-        "proj_bias": True,
-        "rope_type": "split",
-        "video_connector_num_attention_heads": 32,
-        "video_gated_attn": True,
+        "audio_connector_attention_head_dim": 64, "audio_connector_num_attention_heads": 32, "audio_gated_attn": True,
+        "per_modality_projections": True, "proj_bias": True, "rope_type": "split",
+        "video_connector_num_attention_heads": 32, "video_gated_attn": True,
     },
     "transformer": {
-        "audio_cross_attn_mod": True,
-        "audio_gated_attn": True,
-        "cross_attn_mod": True,
-        "gated_attn": True,
-        "perturbed_attn": True,
-        "rope_type": "split",
-        "use_prompt_embeddings": False,
+        "audio_cross_attn_mod": True, "audio_gated_attn": True, "cross_attn_mod": True, "gated_attn": True,
+        "perturbed_attn": True, "rope_type": "split", "use_prompt_embeddings": False,
     },
     "vocoder": {"_class_name": "LTX2VocoderWithBWE", "output_sampling_rate": 48000},
     "scheduler": {
-        "base_image_seq_len": 1024,
-        "base_shift": 0.95,
-        "max_shift": 2.05,
-        "shift_terminal": 0.1,
+        "base_image_seq_len": 1024, "base_shift": 0.95, "max_shift": 2.05, "shift_terminal": 0.1,
         "use_dynamic_shifting": True,
     },
-}
+}  # fmt: skip
 HUNYUAN_VIDEO = {
     "text_encoder": {k: QWEN25_VL_7B[k] for k in QWEN25_VL_7B if k != "vision_config"},
     "text_encoder_2": {"d_ff": 3584, "d_model": 1472, "feed_forward_proj": "gated-gelu", "num_heads": 6}
@@ -300,28 +216,18 @@ HUNYUAN_VIDEO = {
 STABLE_AUDIO = {
     "text_encoder": {
         "encoder": {
-            "head_dim": 64,
-            "hidden_size": 768,
-            "intermediate_size": 2048,
-            "num_attention_heads": 12,
-            "num_hidden_layers": 12,
-            "num_key_value_heads": 12,
+            "head_dim": 64, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12,
+            "num_hidden_layers": 12, "num_key_value_heads": 12,
         },
         "is_encoder_decoder": False,
     },
     "duration_embedder": {"max_val": 384.0},
     "vae": {"decoder_sinusoidal_blocks": [8], "encoder_channels": 256, "encoder_transformer_depths": [12]},
     "scheduler": {"num_train_timesteps": 1},
-}
+}  # fmt: skip
 RELEASES = {
     "diffusers/LTX-2.3-Diffusers": Release(
-        "LTX2Pipeline",
-        19,
-        48 * 28,
-        LTX23,
-        channels=128,
-        stride=32,
-        frames=8,
+        "LTX2Pipeline", 19, 48 * 28, LTX23, channels=128, stride=32, frames=8,
         index={"vocoder": ("ltx2", "LTX2VocoderWithBWE")},
     ),
     "models/stable-audio-3-medium-base": Release(
@@ -334,37 +240,23 @@ RELEASES = {
         "HunyuanImage3ForCausalMM", 80, 32 * 2, HUNYUAN_IMAGE_FILES, channels=32, stride=16
     ),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": Release(
-        "WanPipeline",
-        1.42,
-        30 * 10,
+        "WanPipeline", 1.42, 30 * 10,
         WAN | {"transformer": {"ffn_dim": 8960, "num_attention_heads": 12, "num_layers": 30}},
         absent=("transformer_2", *NO_CLIP),
     ),
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": Release(
-        "WanPipeline",
-        5,
-        30 * 10,
-        WAN_5B,
-        channels=48,
-        stride=16,
-        absent=("transformer_2", *NO_CLIP),
+        "WanPipeline", 5, 30 * 10, WAN_5B, channels=48, stride=16, absent=("transformer_2", *NO_CLIP),
         index={"boundary_ratio": None, "expand_timesteps": True},
     ),
     "Wan-AI/Wan2.2-T2V-A14B-Diffusers": Release(
         "WanPipeline", 28.6, 2 * 40 * 10, WAN, absent=NO_CLIP, index={"boundary_ratio": 0.875}
     ),
     "Wan-AI/Wan2.2-I2V-A14B-Diffusers": Release(
-        "WanImageToVideoPipeline",
-        28.6,
-        2 * 40 * 10,
-        WAN | {"transformer": WAN_I2V, "transformer_2": WAN_I2V},
-        absent=NO_CLIP,
-        index={"boundary_ratio": 0.9},
+        "WanImageToVideoPipeline", 28.6, 2 * 40 * 10, WAN | {"transformer": WAN_I2V, "transformer_2": WAN_I2V},
+        absent=NO_CLIP, index={"boundary_ratio": 0.9},
     ),
     "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": Release(
-        "WanImageToVideoPipeline",
-        16.4,
-        40 * 10,
+        "WanImageToVideoPipeline", 16.4, 40 * 10,
         WAN | {"transformer": WAN_I2V | {"added_kv_proj_dim": 5120, "image_dim": 1280}, "image_encoder": WAN_CLIP},
         absent=("transformer_2",),
     ),
@@ -394,4 +286,4 @@ RELEASES = {
         f"black-forest-labs/FLUX.2-{name}-9B": Release("Flux2KleinPipeline", 9, 8 * 12 + 24, KLEIN_9B, **FLUX2)
         for name in ("klein", "klein-base")
     },
-}
+}  # fmt: skip

@@ -24,7 +24,7 @@ from omni_sched import INITIAL_NOISE, step_noise
 from omni_train.weights.full import homes, load_weights
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from trainer_runs import lose_step, recipe, tiny, train, train_on_ranks, write_eval_prompts
+from trainer_runs import lose_step, recipe, tiny, train, train_on_ranks
 
 import train_dpo
 import train_flowgrpo
@@ -48,14 +48,6 @@ TRAINED = sampled([f"{app} {model} {kind}" for app in APPS for model in DRAWN[ap
 BAGELS = [name for name in MODELS if name.startswith("bagel")]
 WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 1)
 STOCK = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS if ROWS[model].stock], 1)
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 def settings(app, model, urls, **changes):
@@ -223,8 +215,3 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
 def test_models_of_sound_are_refused_by_srpo(here, bright_urls):
     with pytest.raises(ValueError, match="--model must draw pictures or videos, which the rewards of SRPO see"):
         train(train_srpo, settings(train_srpo, SOUND[0], bright_urls))
-
-
-def test_a_knob_that_the_model_lacks_is_refused_by_its_name(here, bright_urls):
-    with pytest.raises(ValueError, match="true_cfg_scale"):
-        train(train_flowgrpo, settings(train_flowgrpo, "sd35-medium", bright_urls, true_cfg_scale=2.0))

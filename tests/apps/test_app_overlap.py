@@ -2,10 +2,9 @@
 
 import threading
 
-import pytest
 from omni_reward.testing import serving_here
 from omni_rl.settings.fields import change
-from trainer_runs import recipe, tiny, train, unclocked, write_eval_prompts
+from trainer_runs import recipe, tiny, train, unclocked
 
 import train_flowgrpo as app
 
@@ -13,14 +12,6 @@ TINY = tiny(
     recipe(app, "tiny-signs-flowgrpo"), prompts_per_step=2, group_size=4, batch_size=4, window_low=0, window_high=2,
     train_steps=2,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def in_tmp(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 class Server:
@@ -35,7 +26,7 @@ class Server:
         return [float(image.mean()) / 255 for image in media["image"]]
 
 
-def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number():
+def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number(here):
     """Four batches of 4, one of them of an evaluation: a request each, or two of 3 and 1 samples."""
     servers = [Server() for _ in range(3)]
     with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:

@@ -17,15 +17,7 @@ from omni_reward.testing import serving_here
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
-from trainer_runs import train, train_on_ranks, write_eval_prompts
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    """A working folder with the evaluation's prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
+from trainer_runs import train, train_on_ranks
 
 
 def settings(url, **changes):
@@ -33,7 +25,7 @@ def settings(url, **changes):
 
 
 @pytest.mark.parametrize("ranks", sampled([1, 2], 1))
-def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(home, bright_url, ranks):
+def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(here, bright_url, ranks):
     args, update = settings(bright_url, train_steps=2), lives.app.update
 
     def wait_in_update(rank):
@@ -45,16 +37,16 @@ def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(
 
         lives.app.update = wait
 
-    first = lives.train(home, args, ranks=ranks, before=wait_in_update)
+    first = lives.train(here, args, ranks=ranks, before=wait_in_update)
     while not Path("waits").exists():
         assert not first.has_ended(0), first.text()
         time.sleep(0.002)
-    (home / "tiny.toml").write_text(to_toml(args))
-    (home / "second").mkdir()
+    (here / "tiny.toml").write_text(to_toml(args))
+    (here / "second").mkdir()
     holders = ", ".join(f"pid {pid} on {re.escape(socket.gethostname())}" for pid in first.pids)
     try:
         message = rf"runs/run is in use by {holders}: end that run, or give this one another --name$"
-        lives.assert_refused(home / "second", [], message)
+        lives.assert_refused(here / "second", [], message)
     finally:
         Path("go").touch()
     assert first.wait() == [0] * ranks, first.text()
@@ -62,10 +54,10 @@ def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(
 
 
 @pytest.mark.parametrize("ranks", sampled([1, 2], 1))
-def test_the_first_line_says_where_the_run_is_and_where_it_begins(home, bright_url, ranks):
+def test_the_first_line_says_where_the_run_is_and_where_it_begins(here, bright_url, ranks):
     spread = "1 rank on cpu, weights none" if ranks == 1 else "2 ranks on cpu, weights fsdp2"
     for steps, start in ((1, "begins"), (2, "continues after step 1")):
-        life = lives.train(home, settings(bright_url, train_steps=steps), ranks=ranks)
+        life = lives.train(here, settings(bright_url, train_steps=steps), ranks=ranks)
         assert life.wait() == [0] * ranks, life.text()
         first = life.text().splitlines()[0]
         assert first.startswith(f"runs/run {start}: {spread}; report in runs/run/report.html; loading ")
@@ -73,7 +65,7 @@ def test_the_first_line_says_where_the_run_is_and_where_it_begins(home, bright_u
 
 
 @pytest.mark.parametrize(("asked", "threads"), [(None, 1), ("2", 2)])
-def test_a_rank_on_a_cpu_computes_with_one_thread_unless_told_otherwise(home, bright_url, asked, threads):
+def test_a_rank_on_a_cpu_computes_with_one_thread_unless_told_otherwise(here, bright_url, asked, threads):
     def before(rank):
         torch.set_num_threads(2)  # torch's own choice is the number of cores
         os.environ.pop("OMP_NUM_THREADS", None)
@@ -86,13 +78,13 @@ def test_a_rank_on_a_cpu_computes_with_one_thread_unless_told_otherwise(home, br
 
         lives.app.Loop = tell
 
-    life = lives.train(home, settings(bright_url), before=before)
+    life = lives.train(here, settings(bright_url), before=before)
     assert life.wait() == [0], life.text()
     assert Path("threads").read_text() == str(threads)
     assert json.loads(Path("runs/run/versions.jsonl").read_text())["threads"] == threads
 
 
-def test_a_scorer_may_read_the_meta_of_its_prompts(home):
+def test_a_scorer_may_read_the_meta_of_its_prompts(here):
     """Also at the start: what it is tried with is the first evaluation prompt and an image of the run's size."""
     seen = []
 
@@ -102,7 +94,7 @@ def test_a_scorer_may_read_the_meta_of_its_prompts(home):
 
     for name in ("train", "eval"):
         lines = [json.dumps({"prompt": f"{name} {word}", "target": word}) for word in ("AB", "CD", "EF")]
-        (home / f"{name}.jsonl").write_text("\n".join(lines))
+        (here / f"{name}.jsonl").write_text("\n".join(lines))
     with serving_here(score) as url:
         train(lives.app, settings(url, prompts="train.jsonl", eval_prompts="eval.jsonl"))
     assert seen[0] == ((1, 32, 32, 3), ["eval AB"], ["AB"])
@@ -120,9 +112,9 @@ EARLY = {  # flags, and what is said
 @pytest.mark.parametrize(
     "case", sampled([f"{app} {flags}" for app in ("train_flowgrpo", "train_nft", "train_dpo") for flags in EARLY], 2)
 )
-def test_a_cheap_mistake_is_found_before_torch_is_imported(home, case):
+def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case):
     trainer, _, flags = case.partition(" ")
-    (home / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
+    (here / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
     code = (
         "import runpy, sys\n"
         "try:\n"
@@ -152,7 +144,7 @@ WARM = {  # the first run, the run that starts from its weights, its ranks
 
 
 @pytest.mark.parametrize("kind", sampled(WARM, 2, always=("an adapter upon full weights",)))
-def test_a_warm_start_draws_first_what_the_other_run_drew_last(home, bright_url, kind):
+def test_a_warm_start_draws_first_what_the_other_run_drew_last(here, bright_url, kind):
     first, second, ranks = WARM[kind]
     before = train(lives.app, settings(bright_url, name="first", **first))
     args = settings(bright_url, name="second", init_weights="runs/first/weights", train_steps=1, **second)
@@ -162,15 +154,15 @@ def test_a_warm_start_draws_first_what_the_other_run_drew_last(home, bright_url,
     assert after[-1]["eval/reward"] != after[0]["eval/reward"]
 
 
-def test_an_adapter_is_no_start_for_full_weights_nor_for_another_rank(home, bright_url):
+def test_an_adapter_is_no_start_for_full_weights_nor_for_another_rank(here, bright_url):
     train(lives.app, settings(bright_url, name="first", **LORA))
-    (home / "tiny.toml").write_text(to_toml(settings(bright_url, init_weights="runs/first/weights")))
-    (home / "second").mkdir()
-    lives.assert_refused(home / "second", [], "--init-weights: .* holds a LoRA adapter, which needs --lora.rank > 0")
+    (here / "tiny.toml").write_text(to_toml(settings(bright_url, init_weights="runs/first/weights")))
+    (here / "second").mkdir()
+    lives.assert_refused(here / "second", [], "--init-weights: .* holds a LoRA adapter, which needs --lora.rank > 0")
     message = r"--init-weights: .*safetensors must be an adapter of the same rank, .* is \(2, \d+\), not \(4, \d+\)$"
-    lives.assert_refused(home / "second", ["--lora.rank", "4"], message)
+    lives.assert_refused(here / "second", ["--lora.rank", "4"], message)
     lives.assert_refused(
-        home / "second",
+        here / "second",
         ["--lora.rank", "2", "--lora.targets", "to_q"],
         "--init-weights: .*safetensors must be an adapter on the same layers, differs in .*",
     )

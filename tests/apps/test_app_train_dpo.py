@@ -32,7 +32,6 @@ from trainer_runs import (
     tiny,
     train,
     train_on_ranks,
-    write_eval_prompts,
 )
 
 import train_dpo as app
@@ -42,14 +41,6 @@ TINY = tiny(
 )
 LORA = {"lora_rank": 4, "lora_alpha": 8}
 ABSTAINED = Score(None, abstained="unreadable")
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from trainer_runs import (
     rollout,
     tiny,
     train_on_ranks,
-    write_eval_prompts,
 )
 from trainer_runs import train as train_with
 
@@ -38,14 +37,6 @@ TINY = tiny(
     recipe(app, "tiny-signs"), algo="flowgrpo", noise_level=0.7, window_low=0, window_high=None, prompts_per_step=2,
     group_size=4, batch_size=4, lr=1e-4, lr_decay=False, num_inference_steps=4,
 )  # fmt: skip
-
-
-@pytest.fixture
-def in_tmp(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 def train(bright_url, **changes):
@@ -67,10 +58,10 @@ def fork(folder, flags, ranks, name):
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("mode", sampled(["ddp", "fsdp2"], 1))
-def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(in_tmp, ocr_flags, mode):
+def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(here, ocr_flags, mode):
     runs = {
-        "single": fork(in_tmp, ocr_flags, 1, "single"),
-        "double": fork(in_tmp, [*ocr_flags, "--sharding.mode", mode], 2, "double"),
+        "single": fork(here, ocr_flags, 1, "single"),
+        "double": fork(here, [*ocr_flags, "--sharding.mode", mode], 2, "double"),
     }
     for name, lines in runs.items():
         assert [line["step"] for line in lines] == [0, 1, 2]
@@ -120,7 +111,7 @@ def test_an_engine_with_other_weights_than_the_last_sync_s_is_found():
         rollout(run, app.params_at(run, Step(0)))
 
 
-def test_attention_is_chosen_for_both_phases_and_written_down(in_tmp, bright_url):
+def test_attention_is_chosen_for_both_phases_and_written_down(here, bright_url):
     lines = train(bright_url, attention="math", train_steps=1)
     assert lines[1]["policy/first_ratio_max_dev"] == 0.0
     (start,) = read_jsonl(Path("runs/tiny-signs/versions.jsonl"))
@@ -130,7 +121,7 @@ def test_attention_is_chosen_for_both_phases_and_written_down(in_tmp, bright_url
 
 
 @pytest.mark.timeout(900)
-def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
+def test_compiled_blocks_keep_the_ratio_at_one(here, bright_url):
     """By torch's own compiler, over a recomputed block, with what a LoRA run in bfloat16 rounds.
 
     One block and texts of one length need two graphs; others are captured in test_train_compiled.py.
@@ -158,14 +149,14 @@ def test_compiled_blocks_keep_the_ratio_at_one(in_tmp, bright_url):
     ],
     ids=["fsdp2", "ddp"],
 )
-def test_compiled_blocks_keep_the_ratio_at_one_on_two_ranks(in_tmp, bright_url, settings):
+def test_compiled_blocks_keep_the_ratio_at_one_on_two_ranks(here, bright_url, settings):
     """All weights, or LoRA with a reference and two updates; with guidance, in bfloat16."""
     args = change(TINY, scorer_url=bright_url, batch_size=2, true_cfg_scale=3.0, dtype="bfloat16", **settings)
     lines = train_on_ranks(app, change(args, compile=True))
     assert [line["policy/first_ratio_max_dev"] for line in lines[1:]] == [0.0, 0.0]
 
 
-def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(in_tmp, bright_url):
+def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(here, bright_url):
     plain = train(bright_url, name="plain")
     lines = train(bright_url, name="profiled", profile=1)
     traces = {path.name.split(".")[0] for path in Path("runs/profiled/trace").iterdir()}
@@ -175,7 +166,7 @@ def test_a_profiled_step_leaves_a_trace_of_each_phase_and_the_same_numbers(in_tm
             assert ours.get(name) == theirs.get(name)
 
 
-def test_the_speed_of_each_phase_with_a_net_is_logged(in_tmp, bright_url, monkeypatch):
+def test_the_speed_of_each_phase_with_a_net_is_logged(here, bright_url, monkeypatch):
     """As operations that do not depend on the speed: an update is three forwards, but for what leads nowhere."""
     monkeypatch.setattr(loop, "peak_tflops", lambda device: 0.5)
     first, *lines = train(bright_url)
@@ -187,7 +178,7 @@ def test_the_speed_of_each_phase_with_a_net_is_logged(in_tmp, bright_url, monkey
             assert line[f"perf/{phase}_mfu"] == pytest.approx(line[f"perf/{phase}_tflops"] / 0.5)
 
 
-def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, bright_url, monkeypatch):
+def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(here, bright_url, monkeypatch):
     def draw_then_change(run, *args, **options):
         result = draw(run, *args, **options)
         with torch.no_grad():
@@ -199,13 +190,13 @@ def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(in_tmp, br
         train(bright_url)
 
 
-def test_a_finished_run_started_again_has_nothing_to_do(in_tmp, bright_url, capsys):
+def test_a_finished_run_started_again_has_nothing_to_do(here, bright_url, capsys):
     before = train(bright_url, train_steps=1, eval_every=1)
     assert train(bright_url, train_steps=1, eval_every=1) == before
     assert capsys.readouterr().out.count("held-out score") == 2
 
 
-def test_what_fills_up_the_evaluation_is_not_counted(in_tmp, bright_url):
+def test_what_fills_up_the_evaluation_is_not_counted(here, bright_url):
     """Three prompts in batches of four and of one: the fourth of the first is a repetition."""
     padded = train(bright_url, train_steps=0, name="padded")
     exact = train(bright_url, train_steps=0, name="exact", batch_size=1)
@@ -272,7 +263,7 @@ def test_samples_without_a_score_take_no_part():
     assert kept(args, broken) == [False] * 4
 
 
-def test_a_step_without_a_signal_moves_no_weight(in_tmp, bright_url, monkeypatch, capsys):
+def test_a_step_without_a_signal_moves_no_weight(here, bright_url, monkeypatch, capsys):
     """After a step that filled Adam's momentum, a reward that says nothing leaves the weights where they are."""
     seen, grade = [], app.grade
 
@@ -316,8 +307,8 @@ def test_parts_of_the_score_are_normalized_one_by_one():
         grade(change(args, reward_parts="kB=1,sharp=1"), scores)
 
 
-def test_a_second_scorer_is_asked_in_evaluations_only(in_tmp, bright_url):
+def test_a_second_scorer_is_asked_in_evaluations_only(here, bright_url):
     lines = train(bright_url, watch_scorer_url=bright_url)
     assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
-    assert "watch_scorer_url" in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
-    assert bright_url not in (in_tmp / "runs" / "tiny-signs" / "config.toml").read_text()
+    assert "watch_scorer_url" in (here / "runs" / "tiny-signs" / "config.toml").read_text()
+    assert bright_url not in (here / "runs" / "tiny-signs" / "config.toml").read_text()

@@ -22,7 +22,6 @@ from trainer_runs import (
     rollout,
     tiny,
     train,
-    write_eval_prompts,
 )
 
 import train_srpo as app
@@ -30,14 +29,6 @@ import train_srpo as app
 READER = str(REPO / "checkpoints" / "tiny-signs-reader")
 TINY = tiny(recipe(app, "tiny-signs"), reward_model=READER, prompts_per_step=8, batch_size=4)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 def signs(count, *, seed=3):

@@ -1,27 +1,17 @@
 """Videos from the sampler to the scorer, the report and the sheets."""
 
 import numpy as np
-import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.media.videos import video_facts
-from omni_rl.settings.fields import change
 from PIL import Image
-from trainer_runs import recipe, tiny, train, write_eval_prompts
+from trainer_runs import recipe, tiny, train
 
 import sample
 import train_flowgrpo
 
 SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "train_steps": 1, "eval_every": 1, "num_frames": 9}
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    """A working folder of its own, with few evaluation prompts."""
-    monkeypatch.chdir(tmp_path)
-    write_eval_prompts(tmp_path)
-    return tmp_path
 
 
 def settings(url, **changes):
@@ -43,16 +33,6 @@ def test_a_scorer_gets_the_frames_and_their_rate_and_the_report_shows_them(here)
         train(train_flowgrpo, args, report=True)
     assert {(shape[1:], str(dtype), *rates) for shape, dtype, rates in seen} == {((9, 32, 96, 3), "uint8", 12.0)}
     assert any((here / "runs" / args.name / "eval" / "000001").glob("*.webp"))
-
-
-def test_a_scorer_of_images_is_refused_for_videos(here, bright_url):
-    with pytest.raises(ValueError, match="must be a server of rewards for video, takes image"):
-        train(train_flowgrpo, settings(bright_url))
-
-
-def test_a_number_of_frames_that_the_model_lacks_is_refused_with_the_nearest(here):
-    with pytest.raises(ValueError, match=r"--num_frames must be 4k \+ 1, up to 253, such as 9, got 10"):
-        train(train_flowgrpo, change(settings(""), num_frames=10, dry_run=True))
 
 
 def test_a_sheet_of_videos_has_their_frames_and_they_play_beside_it(here):

@@ -4,26 +4,19 @@ The tests of traps that no other file has are here too. Output is captured below
 stdout with a file descriptor.
 """
 
-import ast
 import os
 import re
 import shlex
-import subprocess
 
 import pytest
 import setproctitle
 import torch
 from helpers import REPO
-from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import flag_of, leaves
 from omni_rollout import Prompt
 from vllm_omni_helpers import PARAMS, open_engine
 
-import train_flowgrpo as app
-
 PAGE = (REPO / "docs" / "engines.md").read_text("utf-8")
 TRAPS = (REPO / "tests" / "vllm_engine" / "README.md").read_text("utf-8")
-PERFORMANCE = (REPO / "docs" / "evidence" / "performance.md").read_text("utf-8")
 README = (REPO / "packages" / "omni-rollout" / "README.md").read_text("utf-8")
 PROMPTS = [Prompt('a red sign that says "AB"', group=0, index=0, seed=0)]
 
@@ -61,48 +54,6 @@ def rows(capfd):
     _, _, *lines = capfd.readouterr().out.splitlines()
     assert all(line.startswith("| ") for line in lines)
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
-
-
-def test_every_command_is_there(benchmark):
-    ours = [words for words in commands(PERFORMANCE) if words[0] == ".venv-vllm-omni/bin/python"]
-    found = commands(PAGE) + ours
-    for first, what, *flags in found:
-        if first == "make":
-            recipe = subprocess.run(["make", "-n", what, *flags], cwd=REPO, capture_output=True, text=True, check=True)
-            scripts = re.findall(r"scripts/\w+", recipe.stdout)
-            assert scripts
-            assert all((REPO / script).is_file() for script in scripts)
-            continue
-        assert first in (".venv-vllm-omni/bin/python", "python")
-        assert (REPO / what).is_file()
-        if what.startswith("apps/"):
-            planned = [*flags, "--dry-run"]  # with no scorer there
-            assert parse_cli(app.Args, app.check_args, planned, app=app.__name__).engine == "vllm-omni"
-        else:
-            module = benchmark(what.removeprefix("benchmarks/").removesuffix(".py"))
-            parse_cli(module.Args, module.check_args, flags, app=module.__name__)
-
-
-def test_flags_and_metrics_are_those_of_the_trainer():
-    documented = (REPO / "docs" / "metrics.md").read_text("utf-8")  # which a test of the trainer holds to its log
-    flags = {flag_of(name) for name in leaves(app.Args)}
-    assert {flag.replace("--no-", "--") for flag in re.findall(r"`(--[a-z.-]+)", PAGE)} <= flags
-    for name in re.findall(r"`((?:perf|policy)/\w+)`", PAGE):
-        assert f"`{name}`" in documented, name
-
-
-def test_every_trap_has_a_test_that_exists():
-    exist = {
-        node.name
-        for path in (REPO / "tests" / "vllm_engine").glob("test_*.py")
-        for node in ast.parse(path.read_text("utf-8")).body
-        if isinstance(node, ast.FunctionDef)
-    }
-    assert len(traps()) > 20
-    for trap, _, tests in traps():
-        named = re.findall(r"`(test_\w+)`", tests)
-        assert named, trap
-        assert set(named) <= exist, trap
 
 
 def test_the_class_of_a_model_is_shown_as_it_is():

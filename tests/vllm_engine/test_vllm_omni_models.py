@@ -14,25 +14,10 @@ from omni_train.weights.full import named_weights
 from vllm_omni_helpers import open_engine
 
 MODELS = (
-    "qwen-image",
-    "sd35-medium",
-    "sd35-large",
-    "flux-dev",
-    "flux-schnell",
-    "flux-kontext",
-    "flux2-klein",
-    "flux2-klein-base",
-    "qwen-image-edit",
-    "qwen-image-edit-plus",
-    "wan21",
-    "wan22",
-    "wan22-ti2v",
-    "wan22-ti2v-first",
-    "wan21-i2v",
-    "wan22-i2v",
-    "ltx2",
-    "ltx23",
-)
+    "qwen-image", "sd35-medium", "sd35-large", "flux-dev", "flux-schnell", "flux-kontext", "flux2-klein",
+    "flux2-klein-base", "qwen-image-edit", "qwen-image-edit-plus", "wan21", "wan22", "wan22-ti2v", "wan22-ti2v-first",
+    "wan21-i2v", "wan22-i2v", "ltx2", "ltx23",
+)  # fmt: skip
 OLDER = {"ltx2": replace(ROWS["ltx23"], checkpoint=built("ltx2"))}  # the same sizes, other flags
 
 
