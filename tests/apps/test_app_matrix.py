@@ -1,8 +1,7 @@
 """Every algorithm trains every model: two steps of all weights on a small checkpoint, guided, in this process.
 
-Each pair of a model and an algorithm is a test. One model trains with every algorithm, and every model with one that
-TEST_SEED draws, as it does some of the others, which run no other lines. `scripts/model_table.py`
-runs all of them and writes what trained to docs/evidence/models.md.
+Each pair of a model and an algorithm is a test. One model trains with every algorithm, and half of the others with one;
+TEST_SEED draws these and some more. `scripts/model_table.py` runs all of them and writes docs/evidence/models.md.
 """
 
 import json
@@ -50,8 +49,7 @@ TRAINERS = ("flowgrpo", "nft", "dpo offline", "srpo")
 DRAWN = random.Random(TEST_SEED)
 ALWAYS = [cell for cell in CELLS if cell.startswith("qwen-image: ")] + [
     DRAWN.choice([cell for cell in CELLS if cell.split(": ")[0] == model and cell.split(": ")[1] in TRAINERS])
-    for model in ROWS
-    if model != "qwen-image"
+    for model in DRAWN.sample([model for model in ROWS if model != "qwen-image"], 12)
 ]
 
 
@@ -76,7 +74,7 @@ def write_inputs(folder, num_images, latents=None):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("cell", sampled(CELLS, 4, always=ALWAYS))
+@pytest.mark.parametrize("cell", sampled(CELLS, 2, always=ALWAYS))
 def test_an_algorithm_trains_a_model(cell, tmp_path, monkeypatch, bright_urls, record_property):
     name, algorithm = cell.split(": ")
     (app, changes), row = ALGORITHMS[algorithm], ROWS[name]
