@@ -9,7 +9,7 @@ demo: ## Teach the shipped Qwen-Image-shaped model to spell, on the CPU; ARGS="-
 
 demo-short: ## The same, three steps
 	rm -rf runs/demo-short
-	UV_NO_DEV=1 scripts/env scripts/demo --name demo-short --train-steps 3 --eval-every 3
+	UV_NO_DEV=1 scripts/env scripts/demo --name demo-short --train-steps 3 --eval.every 3
 
 leaderboard: ## Train every algorithm on tiny-signs with three seeds (hours) and write docs/evidence/leaderboard.md; ARGS="--only nft" chooses
 	scripts/env python scripts/leaderboard.py $(ARGS)

@@ -26,7 +26,7 @@ from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import REQUIRED, at_least, between, check_bounds, flag, require
-from omni_rl.settings.toml import fitting
+from omni_rl.settings.toml import fitting, plain
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
@@ -94,8 +94,9 @@ def settle(args: Args) -> Args:
         for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # of weights from the hub, and of a run's
             if file.is_file():
                 with flag(f"{file}: "):
-                    run = tomllib.loads(file.read_text("utf-8"))
-                run["num_inference_steps"] = run.get("eval_num_inference_steps", found["num_inference_steps"])
+                    run = plain(tomllib.loads(file.read_text("utf-8")))
+                steps = run.get("eval_num_inference_steps", found["num_inference_steps"])  # of a run before groups
+                run["num_inference_steps"] = run.get("eval.num_inference_steps", steps)
                 kinds = get_type_hints(Args)
                 found |= {name: fitting(kinds[name], run[name], f"{file}: {name}") for name in found if name in run}
     given = {name: value for name in found if (value := vars(args)[name]) is not None}

@@ -9,7 +9,7 @@ student's own path). A teacher with guidance teaches it to do without.
 
     python apps/train_distill.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
     torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
-        --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval-prompts eval.txt
+        --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval.prompts eval.txt
 
 The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its
 rank or with all weights. A prompt names its own as `"teacher"` in its line; one that names none has all of them.
@@ -30,10 +30,18 @@ from typing import Annotated, Literal
 
 from omni_rl.settings.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
 from omni_train.prompts.files import load_prompts
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
+
+
+@dataclass(frozen=True)
+class FewStepEval(MediaEval):
+    """Evaluations of the student."""
+
+    num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 4  # Denoising steps in an evaluation
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Args(ScoredArgs):
 
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
-    eval_num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 4  # Denoising steps in an evaluation
+    eval: FewStepEval = FewStepEval()  # Held-out prompts, and what is done with them
 
     # Algorithm
     algo: Literal["opd", "opd-cps", "opd-ode"] = "opd-ode"  # Algorithm, a row of the table ALGOS

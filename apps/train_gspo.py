@@ -6,7 +6,7 @@ A group of answers is drawn for each prompt. A rule grades them. An answer bette
 worse one less; GSPO weighs and clips an answer as a whole (arXiv 2507.18071), the others a token at a time.
 
     python apps/train_gspo.py --preset tiny-beeps
-    torchrun --nproc-per-node 8 apps/train_gspo.py --preset qwen3-omni-lora --prompts a.jsonl --eval-prompts b.jsonl
+    torchrun --nproc-per-node 8 apps/train_gspo.py --preset qwen3-omni-lora --prompts a.jsonl --eval.prompts b.jsonl
 
 Differences from the released code of the papers:
 1. Old log-probs come from the function and the batches of the update. Before the first update of every step the ratio

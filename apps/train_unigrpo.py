@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
 from omni_rl.settings.cli import parse_cli
+from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import at_least, between, flag, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
@@ -36,14 +37,23 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class ThoughtEval(MediaEval):
+    """Evaluations, of thoughts too."""
+
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
+    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
+
+
+@dataclass(frozen=True)
 class Args(ScoredArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Sampling
     max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
-    eval_temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
-    eval_top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
+
+    # Data
+    eval: ThoughtEval = ThoughtEval()  # Held-out prompts, and what is done with them
 
     # Scorer
     thought_reward: str = ""  # Rules that grade thoughts, added to the picture's score, as in '0.5*contains'
@@ -146,7 +156,7 @@ def main(args: Args, world: World) -> None:
 def thinking(args: Args) -> ThinkingKind:
     """Return what a run does that thinks as the settings say."""
     thought = TokenParams(args.max_thought_tokens, args.temperature)
-    return thoughts(thought, replace(thought, temperature=args.eval_temperature, top_p=args.eval_top_p), rules_of(args))
+    return thoughts(thought, replace(thought, temperature=args.eval.temperature, top_p=args.eval.top_p), rules_of(args))
 
 
 def needs_of(args: Args) -> Needs:

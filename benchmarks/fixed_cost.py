@@ -32,6 +32,7 @@ from omni_rl.run.run import MediaRun
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
+from omni_rl.settings.eval_sets import MediaEval
 from omni_rollout import Params, Prompt, Samples
 from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw
@@ -85,7 +86,7 @@ def open_run(args: Args) -> MediaRun[MediaArgs]:
         train_steps=args.start + args.steps,
         batch_size=args.images,
         save_every=args.save_every,
-        eval_every=args.eval_every,
+        eval=MediaEval(every=args.eval_every),
         ema_decay=0.9,
         height=args.side,
         width=args.side,

@@ -53,12 +53,12 @@ SETS = {
     "TokenEvalSet": "all trainers of policies over tokens",
 }
 SETS_HEAD = """
-## [[eval]]
+## [[eval.sets]]
 
-A file of settings may end with evaluation sets beside `eval_prompts`, a table each:
+A file of settings may end with evaluation sets beside `eval.prompts`, a table each:
 
 ```toml
-[[eval]]
+[[eval.sets]]
 name = "long"
 prompts = "data/tiny-signs/long.txt"
 num_inference_steps = 20
@@ -66,8 +66,8 @@ samples_per_prompt = 4
 pass_threshold = 0.9
 ```
 
-Their metrics are `eval/long/reward` and so on. Messages count them from 1: `eval[2].prompts must be given`. The copy of
-the settings in `runs/NAME/config.toml` has `scorer_url = "..."` where a set has a scorer of its own.
+Their metrics are `eval/long/reward` and so on. Messages count them from 1: `eval.sets[2].prompts must be given`. The
+copy of the settings in `runs/NAME/config.toml` has `scorer_url = "..."` where a set has a scorer of its own.
 """
 
 

@@ -39,7 +39,7 @@ OURS = {
     "sharding.mode",
     "model",
     "prompts",
-    "eval_prompts",
+    "eval.prompts",
     "reward_model",
 }  # settings that a run here has of its own
 
@@ -70,7 +70,7 @@ class Job:
     def settings(self) -> dict[str, Any]:
         """Return the settings of the recipe that a run keeps."""
         recipe = plain(tomllib.loads(recipes(self.entry.app)[self.entry.preset]))
-        steps = {"train_steps": 2, "eval_every": 2} if self.trial else {}
+        steps = {"train_steps": 2, "eval.every": 2} if self.trial else {}
         return {name: value for name, value in (recipe | steps).items() if name not in OURS}
 
     def is_finished(self) -> bool:
@@ -124,8 +124,8 @@ def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> Non
 def train_command(job: Job, server: Server) -> list[str]:
     """Return the command of the row's trainer with its recipe; with a gradient the OCR only evaluates."""
     flags = ["--preset", job.entry.preset, "--name", job.name, "--seed", str(job.seed), "--sharding.mode", "none"]
-    flags += ["--eval-prompts", "data/tiny-signs/test.txt"]
-    flags += ["--train-steps", "2", "--eval-every", "2"] if job.trial else []
+    flags += ["--eval.prompts", "data/tiny-signs/test.txt"]
+    flags += ["--train-steps", "2", "--eval.every", "2"] if job.trial else []
     flags += ["--preferences", str(job.pairs / "pairs.jsonl")] if job.pairs else []
     scored = server.flags if job.entry.app != "train_srpo" else [f"--watch{server.flags[0][1:]}", *server.flags[1:]]
     return [f"apps/{job.entry.app}.py", *flags, *scored]

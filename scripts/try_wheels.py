@@ -146,7 +146,7 @@ def try_command(place: Path, python: Path) -> None:
         "2",
         "--batch-size",
         "4",
-        "--eval-prompts",
+        "--eval.prompts",
         "few.txt",
     ]
     command = [str(python), "-m", "omni_reward.testing", "ocr", "--option", "reading=line", "--", *train, *little]

@@ -99,13 +99,13 @@ def test_a_size_that_cannot_be_drawn(folder, case):
 
 def test_a_size_of_the_evaluation_that_the_model_lacks(folder):
     (folder / "sizes.jsonl").write_text('{"prompt": "x"}\n{"prompt": "y", "height": 50, "width": 48}')
-    said = r"--eval-prompts: sizes\.jsonl, line 2: height must be a positive multiple of 16 pixels, such as 48, got 50"
-    lives.assert_refused(folder, ["--eval-prompts", "sizes.jsonl"], said)
+    said = r"--eval.prompts: sizes\.jsonl, line 2: height must be a positive multiple of 16 pixels, such as 48, got 50"
+    lives.assert_refused(folder, ["--eval.prompts", "sizes.jsonl"], said)
 
 
 ON_TWO_RANKS = {
     "--batch-size 8": r"--batch-size times ranks \(16\) must divide a step's samples \(8\)",
-    "--eval-prompts gone.txt": r"--eval-prompts: path must be a file that can be read, got gone\.txt",
+    "--eval.prompts gone.txt": r"--eval.prompts: path must be a file that can be read, got gone\.txt",
     "--model gone": "rank 0: --model must be a folder or a hub id .*, found nothing at gone",
     "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
 }

@@ -80,7 +80,7 @@ def settings(row, url):
             Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         places = {"prompts": "train.jsonl", "eval_prompts": "eval.jsonl"}
         model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
-        return app, change(app.Args(model=str(model), **places), **({"train_steps": 2} | changes))
+        return app, change(app.Args(model=str(model)), **places, **({"train_steps": 2} | changes))
     return app, tiny(recipe(app, "tiny-signs"), **changes)
 
 

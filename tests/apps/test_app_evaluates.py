@@ -10,7 +10,7 @@ from omni_reward import Scorer
 from omni_reward.testing import serving_here
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.world import World
-from omni_rl.settings.eval_sets import MediaEvalSet, TokenEvalSet
+from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
 from trainer_runs import recipe, tiny, train
@@ -35,7 +35,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
             MediaEvalSet("few", "eval.txt", num_prompts=2, samples_per_prompt=3, pass_threshold=0.5, seed=7),
             MediaEvalSet("minus", "eval.txt", num_inference_steps=3, height=64, width=64, scorer_url=minus),
         )
-        args = change(TINY, scorer_url=bright_url, eval=sets, name="first")
+        args = change(TINY, scorer_url=bright_url, eval_sets=sets, name="first")
         lines = train(app, args, report=True)
         for line in (lines[0], lines[-1]):
             assert line["eval/same/reward"] == line["eval/reward"]
@@ -53,7 +53,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert "held-out, minus" in card
         assert "| lora_rank | 4 |" in card
         assert "| profile |" not in card  # as by default
-        assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"][2]["scorer_url"] == "..."
+        assert tomllib.loads(Path("runs/first/config.toml").read_text())["eval"]["sets"][2]["scorer_url"] == "..."
 
         alone = change(args, eval_only=True)
         train(app, alone, report=True)
@@ -62,7 +62,7 @@ def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, ca
         assert Path("runs/first/eval-000002/report.html").is_file()
         assert "held-out score" in capfd.readouterr().out
     assert load_metrics(Path("runs/first/metrics.jsonl")) == lines
-    goes_on = train(app, change(args, eval=(), train_steps=3))
+    goes_on = train(app, change(args, eval_sets=(), train_steps=3))
     assert len(goes_on) == 4
 
 
@@ -84,7 +84,7 @@ def test_an_evaluation_alone_refuses_what_only_training_can_do(here):
         ({"profile": 1}, "--profile"),
         ({"dry_run": True, "memory_device_gb": 8.0}, "--memory.device-gb"),
     ):
-        with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval-only takes none"):
+        with pytest.raises(ValueError, match=f"^{flag} .* training step, and --eval.only takes none"):
             app.check_args(change(TINY, scorer_url="http://a:1", eval_only=True, **changes))
 
 
@@ -104,8 +104,8 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
         )
         args = train_gspo.Args(
             model=str(build_tiny_models.tiny_checkpoint("qwen3", REPO / ".pytest_cache" / "tiny-models")),
-            prompts="a.jsonl", eval_prompts="a.jsonl", prompts_per_step=2, group_size=4, batch_size=4,
-            max_new_tokens=5, reward="regex", pass_threshold=1.0, eval=sets, eval_only=True,
+            prompts="a.jsonl", prompts_per_step=2, group_size=4, batch_size=4, max_new_tokens=5, reward="regex",
+            eval=TokenEval("a.jsonl", only=True, pass_threshold=1.0, sets=sets),
         )  # fmt: skip
         train_gspo.check_args(args)
         train_gspo.main(args, World.join(args))
@@ -114,6 +114,6 @@ def test_token_policies_are_evaluated_on_sets_too(tmp_path, monkeypatch):
         assert line["eval/more/best@4"] >= line["eval/more/pass@1"]
         assert line["eval/length/reward"] >= 0.0
         Path("b.jsonl").write_text('{"prompt": "no pattern"}\n')
-        bad = change(args, eval=(TokenEvalSet("bad", "b.jsonl"),))
-        with pytest.raises(ValueError, match=r"^eval\[1\].prompts: b.jsonl, line 1: .*pattern"):
+        bad = change(args, eval_sets=(TokenEvalSet("bad", "b.jsonl"),))
+        with pytest.raises(ValueError, match=r"^eval\.sets\[1\].prompts: b.jsonl, line 1: .*pattern"):
             train_gspo.main(bad, World.join(bad))

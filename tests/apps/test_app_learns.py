@@ -9,7 +9,7 @@ from omni_reward.scorers import load_scorer
 from omni_reward.scorers.color import load_color, named_colors
 from omni_reward.scorers.ocr import load_ocr
 from omni_reward.testing import serving_here
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from trainer_runs import recipe, train
 
 import train_flowgrpo
@@ -63,7 +63,7 @@ def test_a_small_model_of_videos_with_sound_learns_to_draw_the_tone_that_it_is_a
     monkeypatch.chdir(tmp_path)
     with serving_here(load_scorer("pitch"), name="pitch") as url:
         args = recipe(train_flowgrpo, "tiny-tones")
-        places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+        places = {name: str(REPO / values_of(args)[name]) for name in ("model", "prompts", "eval.prompts")}
         lines = train(train_flowgrpo, change(args, scorer_url=url, **places))
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1
@@ -76,7 +76,7 @@ def test_a_small_video_model_learns_to_move_a_word_as_it_is_told(app, preset, tm
     monkeypatch.chdir(tmp_path)
     with serving_here(load_scorer(f"python:{REPO}/scripts/moved.py:moved"), name="moved") as url:
         args = recipe(app, preset)
-        places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+        places = {name: str(REPO / values_of(args)[name]) for name in ("model", "prompts", "eval.prompts")}
         lines = train(app, change(args, scorer_url=url, **places))
     scores = [line["eval/reward"] for line in lines if "eval/reward" in line]
     assert scores[-1] - scores[0] >= 0.1

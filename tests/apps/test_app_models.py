@@ -58,7 +58,7 @@ def settings(app, model, urls, **changes):
     args = tiny(recipe(app, "tiny-signs"), **(SIZES | CHANGES[app] | scorer | {"num_frames": row.guided.num_frames}))
     guidance = ",".join(f"{name}={value}" for name, value in row.guided.guidance.items())
     scale = row.guided.guidance_scale
-    files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval_prompts)}
+    files = {"prompts": add_references(row, args.prompts), "eval_prompts": add_references(row, args.eval.prompts)}
     return change(args, model=str(row.checkpoint()), guidance_scale=scale, guidance=guidance, **(files | changes))
 
 

@@ -57,7 +57,7 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     _, args = recipe_of(case)
     model, release = open_model(args.model), RELEASES[args.model]
     base = params_of(args)
-    for params in (base, replace(base, num_inference_steps=args.eval_num_inference_steps)):
+    for params in (base, replace(base, num_inference_steps=args.eval.num_inference_steps)):
         model.check(params)
         sigmas = model.sigmas(params)
         assert len(sigmas) == params.num_inference_steps + 1

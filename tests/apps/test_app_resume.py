@@ -22,7 +22,7 @@ import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
 from omni_rl.report.process import ReportProcess
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from omni_rl.settings.toml import to_toml
 from omni_train.checkpoint.state import train_state
 from omni_train.checkpoint.store import Checkpoint
@@ -164,7 +164,7 @@ def small(name, url):
     module, preset, changes, ranks = TRAINERS[name]
     trainer = importlib.import_module(module)
     args = recipe(trainer, preset)
-    places = {key: str(REPO / getattr(args, key)) for key in ("model", "prompts", "eval_prompts")}
+    places = {key: str(REPO / values_of(args)[key]) for key in ("model", "prompts", "eval.prompts")}
     places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
     own = {"group_size": 2} if hasattr(args, "group_size") else {}
     own |= {"scorer_url": url} if hasattr(args, "scorer_url") and "beeps" not in preset else {}

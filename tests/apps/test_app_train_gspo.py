@@ -21,8 +21,8 @@ from omni_rl.run import texts
 from omni_rl.run.run import Step
 from omni_rl.run.start import Needs
 from omni_rl.run.world import World
-from omni_rl.settings.eval_sets import TokenEvalSet
-from omni_rl.settings.fields import change
+from omni_rl.settings.eval_sets import TokenEval, TokenEvalSet
+from omni_rl.settings.fields import change, values_of
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_train.files import load_metrics
@@ -33,8 +33,8 @@ from trainer_runs import exported, place, recipe, train, train_on_ranks, unclock
 import train_gspo as app
 
 TINY = app.Args(
-    prompts="train.jsonl", eval_prompts="eval.jsonl", prompts_per_step=2, group_size=4, batch_size=4, max_new_tokens=5,
-    train_steps=2, eval_every=2, save_every=1, lr=1e-3, reward="regex", hang_timeout_s=60.0,
+    prompts="train.jsonl", eval=TokenEval("eval.jsonl", every=2), prompts_per_step=2, group_size=4, batch_size=4,
+    max_new_tokens=5, train_steps=2, save_every=1, lr=1e-3, reward="regex", hang_timeout_s=60.0,
 )  # fmt: skip
 
 
@@ -367,7 +367,7 @@ def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
         Path("train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         Path("eval.jsonl").write_text(json.dumps(lines[0]) + "\n")
         texts.read(tiny(), World(place(rank, 2)), Needs())
-    assert seen == [[0, 0], [0, 2], [0, 4], [0, 0], [1, 1], [1, 3]]  # the fourth is of --eval-prompts
+    assert seen == [[0, 0], [0, 2], [0, 4], [0, 0], [1, 1], [1, 3]]  # the fourth is of --eval.prompts
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
@@ -437,7 +437,7 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
         ({"algo": "gspo", "rollout_correction": "token_mask"}, "must be of a sequence for gspo, got token_mask"),
         ({"temperature": 2.5}, r"those of eval must be from 0.01 to 2 for vllm, got \[2.5, 1.0\]"),
         ({"eval_temperature": 0.005}, "must be from 0.01 to 2 for vllm"),  # which it would draw as 0.01
-        ({"eval": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),
+        ({"eval_sets": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),
         (
             {"memory_base_dtype": "nf4", "lora_rank": 2, "memory_gradient_checkpointing": True},
             "fits the embedded engine alone",
@@ -456,7 +456,7 @@ def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatc
     monkeypatch.setattr("omni_rollout.engines.vllm.VllmEngine", lambda model, **settings: settings)
     sets = (TokenEvalSet("a", "a.txt", max_new_tokens=30), TokenEvalSet("b", "b.txt"))
     for most, wanted in [(48, 78), (0, 0)]:
-        args = tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval=sets)
+        args = tiny(engine="vllm", max_prompt_tokens=most, max_new_tokens=8, eval_sets=sets)
         inputs = SimpleNamespace(model=None)
         assert (
             texts.open_engine(args, World(place()), inputs, torch.nn.Linear(2, 2), Needs())[1]["max_tokens"] == wanted
@@ -476,6 +476,6 @@ def test_the_page_shows_a_line_of_the_shipped_prompts_and_a_chat(tmp_path):
 @pytest.mark.parametrize("preset", ["tiny-beeps", "tiny-beeps-lora"])
 def test_the_shipped_thinker_learns_to_say_what_it_hears(preset, here):
     args = recipe(app, preset)
-    places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+    places = {name: str(REPO / values_of(args)[name]) for name in ("model", "prompts", "eval.prompts")}
     lines = train(app, change(args, **places))
     assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.2

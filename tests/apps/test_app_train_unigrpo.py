@@ -15,7 +15,7 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import ThoughtScorer
 from omni_rl.run.run import Run
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, values_of
 from omni_rollout.models import open_model
 from omni_rollout.models.bagel_think import ThinkingBagel
 from safetensors.torch import load_file
@@ -24,8 +24,8 @@ from trainer_runs import exported, place, recipe, train, train_on_ranks, undocum
 import train_unigrpo as app
 
 TINY = app.Args(
-    prompts="train.jsonl", eval_prompts="eval.jsonl", prompts_per_step=2, group_size=2, batch_size=2, height=32,
-    width=48, num_inference_steps=3, eval_num_inference_steps=2, max_thought_tokens=4, train_steps=2, eval_every=2,
+    prompts="train.jsonl", eval=app.ThoughtEval("eval.jsonl", every=2, num_inference_steps=2), prompts_per_step=2,
+    group_size=2, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4, train_steps=2,
     save_every=1, lr=1e-3, thought_reward="0.5*regex", hang_timeout_s=60.0,
 )  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_a_mistake_is_named(changes, words, tiny):
 def test_the_shipped_model_learns_to_think_of_a_color_and_to_draw_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = recipe(app, "tiny-colors")
-    places = {name: str(REPO / getattr(args, name)) for name in ("model", "prompts", "eval_prompts")}
+    places = {name: str(REPO / values_of(args)[name]) for name in ("model", "prompts", "eval.prompts")}
     with serving_here(tiny_colors.color, name="color") as url:
         lines = train(app, change(args, scorer_url=url, **places))
     for part in ("eval/image", "eval/thought"):

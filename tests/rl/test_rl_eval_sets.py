@@ -21,13 +21,13 @@ from omni_rollout.tokens import TokenParams
 TEXT = """
 lr = 1e-4
 
-[[eval]]
+[[eval.sets]]
 name = "long"
 prompts = "a.txt"
 num_inference_steps = 20
 guidance_scale = 2
 
-[[eval]]
+[[eval.sets]]
 name = "other"
 prompts = "b.txt"
 scorer_url = "http://a:1"
@@ -36,45 +36,46 @@ scorer_url = "http://a:1"
 
 def test_sets_are_tables_that_come_back_from_toml():
     args = build(MediaArgs, from_toml(TEXT, MediaArgs, "mine"))
-    assert args.eval[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
-    assert args.eval[1].scorer_url == "http://a:1"
+    assert from_toml(TEXT.replace("eval.sets", "eval"), MediaArgs, "old") == from_toml(TEXT, MediaArgs, "mine")
+    assert args.eval.sets[0] == MediaEvalSet("long", "a.txt", num_inference_steps=20, guidance_scale=2.0)
+    assert args.eval.sets[1].scorer_url == "http://a:1"
     assert build(MediaArgs, from_toml(to_toml(args), MediaArgs, "mine")) == args
-    assert tomllib.loads(to_toml(args))["eval"][0]["name"] == "long"
-    assert [own.scorer_url for own in without_secrets(args).eval] == ["", "..."]
-    assert to_toml(MediaArgs()).count("eval =") == 0
+    assert tomllib.loads(to_toml(args))["eval"]["sets"][0]["name"] == "long"
+    assert [own.scorer_url for own in without_secrets(args).eval.sets] == ["", "..."]
+    assert to_toml(MediaArgs()).count("sets =") == 0
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         (
-            "[[eval]]\nname = 'a'\n[[eval]]\npromts = 'b'",
-            r"mine: eval\[2\]: unknown key 'promts'; did you mean 'prompts'",
+            "[[eval.sets]]\nname = 'a'\n[[eval.sets]]\npromts = 'b'",
+            r"mine: eval\.sets\[2\]: unknown key 'promts'; did you mean 'prompts'",
         ),
-        ("[[eval]]\nheight = 'x'", r"mine: eval\[1\].height must be a whole number, got 'x'"),
-        ("eval = 'x'", "mine: eval must be tables, each below a line of its own with two brackets, got 'x'"),
-        ("[[eval]]\ntop_p = 0.5", r"mine: eval\[1\]: unknown key 'top_p'"),
+        ("[[eval.sets]]\nheight = 'x'", r"mine: eval\.sets\[1\].height must be a whole number, got 'x'"),
+        ("eval.sets = 'x'", r"mine: eval\.sets must be tables, each below a line of its own with two brackets, got 'x'"),
+        ("[[eval.sets]]\ntop_p = 0.5", r"mine: eval\.sets\[1\]: unknown key 'top_p'"),
     ],
 )
 def test_a_mistake_in_a_table_names_its_number(text, words):
     with pytest.raises(ValueError, match=words):
         from_toml(text, MediaArgs, "mine")
     if "top_p" in text:
-        assert from_toml(text, TokenArgs, "mine")["eval"][0].top_p == 0.5
+        assert from_toml(text, TokenArgs, "mine")["eval.sets"][0].top_p == 0.5
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"name": "1"}, r"eval\[2\].name must be a letter, then letters, digits, _ and -, got '1'"),
-        ({"name": "a"}, r"eval\[1\].name must be that of no other set, got 'a'"),
-        ({"prompts": ""}, r"eval\[2\].prompts must be given"),
-        ({"prompts": "a.csv"}, r"eval\[2\].prompts: path must end in"),
-        ({"samples_per_prompt": 0}, r"eval\[2\].samples_per_prompt must be >= 1, got 0"),
-        ({"pass_threshold": math.nan}, r"eval\[2\].pass_threshold must be .* got nan"),
-        ({"guidance_scale": -1.0}, r"eval\[2\].guidance_scale must be >= 0, got -1.0"),
-        ({"num_prompts": 2}, r"eval\[2\].num_prompts must be at most 1, those of a.txt, got 2"),
-        ({"scorer_url": "..."}, r"eval\[2\].scorer_url must be http"),
+        ({"name": "1"}, r"eval\.sets\[2\].name must be a letter, then letters, digits, _ and -, got '1'"),
+        ({"name": "a"}, r"eval\.sets\[1\].name must be that of no other set, got 'a'"),
+        ({"prompts": ""}, r"eval\.sets\[2\].prompts must be given"),
+        ({"prompts": "a.csv"}, r"eval\.sets\[2\].prompts: path must end in"),
+        ({"samples_per_prompt": 0}, r"eval\.sets\[2\].samples_per_prompt must be >= 1, got 0"),
+        ({"pass_threshold": math.nan}, r"eval\.sets\[2\].pass_threshold must be .* got nan"),
+        ({"guidance_scale": -1.0}, r"eval\.sets\[2\].guidance_scale must be >= 0, got -1.0"),
+        ({"num_prompts": 2}, r"eval\.sets\[2\].num_prompts must be at most 1, those of a.txt, got 2"),
+        ({"scorer_url": "..."}, r"eval\.sets\[2\].scorer_url must be http"),
     ],
 )
 def test_a_set_that_cannot_be_evaluated_is_refused_by_its_number(change, words, tmp_path, monkeypatch):

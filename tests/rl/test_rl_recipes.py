@@ -13,7 +13,7 @@ from omni_reward.scorers import load_scorer
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
-from omni_rl.settings.toml import from_toml, recipes
+from omni_rl.settings.toml import from_toml, plain, recipes
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
@@ -90,7 +90,7 @@ def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name:
     size = {"max_new_tokens"} if app == "train_gspo" else {"height", "width"}
     if "duration" in values.get("guidance", ""):  # of sound
         size = {"guidance"}
-    assert {"name", "model", "prompts", "eval_prompts", "lr"} | size <= set(values)
+    assert {"name", "model", "prompts", "eval.prompts", "lr"} | size <= set(plain(values))
     assert "scorer_url" not in values
     if "qwen" in values["model"].lower():
         assert "guidance_scale" not in values, "Qwen-Image's pipeline calls it true_cfg_scale"
@@ -160,7 +160,7 @@ def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, mo
     monkeypatch.setenv("RANK", "0")  # as under torchrun
     (tmp_path / "x.txt").write_text('a sign that says "K7"\n' * 128)
     module = importlib.import_module("train_flowgrpo")
-    prompts = [word for key in ("--prompts", "--eval-prompts") for word in (key, str(tmp_path / "x.txt"))]
+    prompts = [word for key in ("--prompts", "--eval.prompts") for word in (key, str(tmp_path / "x.txt"))]
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, ["--preset", preset, *prompts], app="train_flowgrpo")
     assert f"; start one: omni-rl serve {command}" in capsys.readouterr().err

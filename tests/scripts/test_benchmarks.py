@@ -19,7 +19,7 @@ def table(text):
 def test_fixed_cost_speaks_of_every_step(capfd):
     import fixed_cost
 
-    fixed_cost.main(["--steps", "4", "--start", "2", "--side", "32", "--work-s", "0", "--eval-every", "3"])
+    fixed_cost.main(["--steps", "4", "--start", "2", "--side", "32", "--work-s", "0", "--eval.every", "3"])
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["3 to 6"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])

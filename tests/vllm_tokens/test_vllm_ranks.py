@@ -9,8 +9,8 @@ from vllm_models import build_qwen3
 
 APP = Path(__file__).parents[2] / "apps" / "train_gspo.py"
 SETTINGS = (
-    "--model model --prompts train.jsonl --eval-prompts train.jsonl --prompts-per-step 2 --group-size 4 --batch-size 2 "
-    "--max-prompt-tokens 48 --max-new-tokens 8 --train-steps 2 --eval-every 2 --lr 1e-2 --reward regex --lora.rank 0 "
+    "--model model --prompts train.jsonl --eval.prompts train.jsonl --prompts-per-step 2 --group-size 4 --batch-size 2 "
+    "--max-prompt-tokens 48 --max-new-tokens 8 --train-steps 2 --eval.every 2 --lr 1e-2 --reward regex --lora.rank 0 "
     "--sharding.mode fsdp2 --engine vllm --gpu-memory-utilization 0.05 --algo grpo --name run"
 )
 

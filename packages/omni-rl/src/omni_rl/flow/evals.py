@@ -24,7 +24,7 @@ Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media by kind of each sa
 class HeldOut(Generic[ParamsT, ScorerT]):
     """A set of prompts to evaluate on: `samples` of each, drawn with `params`.
 
-    name: empty for --eval-prompts. threshold: score from which on a sample passes. scorer: that alone grades them, if
+    name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: that alone grades them, if
     not the run's.
     """
 

@@ -71,7 +71,7 @@ class Loop:
     def _left(self) -> Iterator[Step]:
         """The steps that are left, with what happens before, between and after them."""
         run, args = self.run, self.run.args
-        if args.eval_only:
+        if args.eval.only:
             return self._evaluate_alone()
         stopping = run.session.first_step == 0 and self._finish(Step(-1))  # line 0: the model as it was given
         for number in range(max(self._done, 0), args.train_steps):
@@ -130,7 +130,7 @@ class Loop:
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
         flops = run.flops.total(run.calls) if run.flops else {}
-        if done % args.eval_every == 0 or done == args.train_steps:
+        if done % args.eval.every == 0 or done == args.train_steps:
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._evals)
         run.session.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
@@ -161,7 +161,7 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
         run.sync_weights(done)
         metrics = run.evaluate(run, done)
         evals += [metrics] if "eval/reward" in metrics else []
-        if done and not run.args.eval_only:
+        if done and not run.args.eval.only:
             card = _model_card(run, evals) if "eval/reward" in metrics else None
             run.export(run, card)
     run.sync_weights(done)

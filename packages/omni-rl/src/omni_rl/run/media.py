@@ -69,7 +69,7 @@ def read(args: MediaArgs, world: World, needs: Needs) -> Inputs[Model, Params]:
     with flag("--model: "):
         model = open_model(args.model)
     params = params_of(args)
-    eval_params = replace(params, num_inference_steps=args.eval_num_inference_steps)
+    eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
     return read_all(args, world, needs, model, params, eval_params)
 
 

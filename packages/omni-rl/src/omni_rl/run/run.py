@@ -50,7 +50,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     """One rank of a run.
 
     base_params: what training samples with, without any stochastic step. held_out: the sets of an evaluation; that of
-    --eval-prompts is the first. watch: a second scorer of evaluations. evaluate: `(run, step) -> metrics` of samples
+    --eval.prompts is the first. watch: a second scorer of evaluations. evaluate: `(run, step) -> metrics` of samples
     that are drawn without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights. trained:
     the experts that are trained, as `Model.nets` has them. algorithm and base: for the model card. parts: of scores,
     which steps log. sleeps: True if the engine sleeps during updates. version: of the weights that the engine has.

@@ -42,7 +42,7 @@ class Session:
         self.log = RunLog("", is_main=False, total_steps=args.train_steps)
         self.lock: RunLock | None = None
         self.report: ReportProcess | None = None
-        if args.eval_only:
+        if args.eval.only:
             self.folder /= f"eval-{max(self.first_step - 1, 0):06}"
 
     @property
@@ -71,7 +71,7 @@ class Session:
         """
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
-        if was != version and not (args.eval_only or args.dry_run):
+        if was != version and not (args.eval.only or args.dry_run):
             raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
 
     def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
@@ -82,7 +82,7 @@ class Session:
         claim_folder(dist, self.folder, has_checkpoint=self.saved is not None)
         if dist.is_main:
             start = self.begins if self.saved else "begins"
-            start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval_only else start
+            start = f"evaluates step {self.saved.step if self.saved else 0}" if args.eval.only else start
             ranks = f"{dist.world_size} {'rank' if dist.world_size == 1 else 'ranks'} on {dist.device.type}"
             place = f"report in {self.folder}/report.html; loading {args.model}"
             print(f"{self.folder} {start}: {ranks}, weights {mode}; {place}", flush=True)
@@ -92,7 +92,7 @@ class Session:
     ) -> None:
         """Open the log, with the report and trackers as a sink; beside it the settings and all versions.
 
-        nets: of which a profile tells. rewards: names of held-out metrics beside that of --eval-prompts. unshard: the
+        nets: of which a profile tells. rewards: names of held-out metrics beside that of --eval.prompts. unshard: the
         phases in which weights are gathered once.
         """
         dist, folder = world.dist, self.folder
@@ -111,9 +111,9 @@ class Session:
             folder=folder,
             is_main=dist.is_main,
             total_steps=args.train_steps,
-            eval_every=args.eval_every,
+            eval_every=args.eval.every,
             columns=[*COLUMNS[:2], *rewards, *COLUMNS[2:]],
-            resume_step=-1 if args.eval_only else self.first_step - 1,
+            resume_step=-1 if args.eval.only else self.first_step - 1,
             sinks=[self.report] if self.report else [],
         )
 

@@ -238,7 +238,7 @@ def beside(how: Preparation, needs: Needs, adapters: Mapping[str, Path]) -> Prep
 
 
 def read_prompts(args: RunArgs, check: RecordCheck) -> tuple[PromptSampler, list[PromptRecord]]:
-    """Return the prompts of training and of --eval-prompts, of which each is checked."""
+    """Return the prompts of training and of --eval.prompts, of which each is checked."""
     with flag("--prompts: "):
         prompts = PromptSampler(
             args.prompts,
@@ -247,8 +247,8 @@ def read_prompts(args: RunArgs, check: RecordCheck) -> tuple[PromptSampler, list
             check=check,
             media_root=args.media_root,
         )
-    with flag("--eval-prompts: "):
-        return prompts, load_prompts(args.eval_prompts, check=check, media_root=args.media_root)
+    with flag("--eval.prompts: "):
+        return prompts, load_prompts(args.eval.prompts, check=check, media_root=args.media_root)
 
 
 def read_sets(
@@ -259,18 +259,18 @@ def read_sets(
     check_graded: RecordCheck,
     check_params: Callable[[AnyParamsT], None] = lambda params: None,
 ) -> list[HeldOut[AnyParamsT, Any]]:
-    """Return the sets of an evaluation, the first of which has the records of --eval-prompts.
+    """Return the sets of an evaluation, the first of which has the records of --eval.prompts.
 
     check: called with each prompt of a set that has a scorer of its own; check_graded: with that of another set.
     """
-    samples, threshold = args.eval_samples_per_prompt, args.pass_threshold
+    samples, threshold = args.eval.samples_per_prompt, args.eval.pass_threshold
     sets: list[HeldOut[AnyParamsT, Any]] = [HeldOut("", records, params, samples=samples, threshold=threshold)]
-    for number, own in enumerate(args.eval, start=1):
-        with flag(f"eval[{number}].prompts: "):
+    for number, own in enumerate(args.eval.sets, start=1):
+        with flag(f"eval.sets[{number}].prompts: "):
             found = load_prompts(
                 own.prompts, check=check if own.scorer_url else check_graded, media_root=args.media_root
             )
-        with flag(f"eval[{number}]: "):
+        with flag(f"eval.sets[{number}]: "):
             check_params(own_params := params_of(own, params))
         limit = threshold if own.pass_threshold is None else own.pass_threshold
         own_samples = own.samples_per_prompt or samples
@@ -280,9 +280,9 @@ def read_sets(
 
 def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
     """Open what grades an evaluation set alone. connect: a function of its URL, the setting's name and its prompts."""
-    for place, own in enumerate(args.eval, start=1):
+    for place, own in enumerate(args.eval.sets, start=1):
         if own.scorer_url:
-            scorer = connect(own.scorer_url, f"eval[{place}].scorer_url", sets[place].records)
+            scorer = connect(own.scorer_url, f"eval.sets[{place}].scorer_url", sets[place].records)
             sets[place] = replace(sets[place], scorer=scorer)
 
 

@@ -57,7 +57,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
     prompts, records = read_prompts(args, check_graded)
     params = TokenParams(args.max_new_tokens, args.temperature)
-    eval_params = TokenParams(args.max_new_tokens, args.eval_temperature, args.eval_top_p)
+    eval_params = TokenParams(args.max_new_tokens, args.eval.temperature, args.eval.top_p)
     form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{model.prefix}".rstrip(".")}
     adapters = {"": Path(args.init_weights)} if args.init_weights else {}
     with flag("--init-weights: "):
@@ -131,7 +131,7 @@ def open_engine(
     if args.engine == "vllm":
         from omni_rollout.engines.vllm import VllmEngine
 
-        answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval)])
+        answer = max([args.max_new_tokens, *(held.max_new_tokens or 0 for held in args.eval.sets)])
         most = args.max_prompt_tokens and args.max_prompt_tokens + answer
         dtype, share = getattr(torch, args.dtype), args.gpu_memory_utilization
         return model, VllmEngine(model, device=dist.device, dtype=dtype, memory_share=share, max_tokens=most)

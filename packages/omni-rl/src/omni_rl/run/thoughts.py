@@ -69,7 +69,7 @@ def _read(
 
     plain = params_of(args)
     params = ThinkingParams(**vars(plain), thought=thought)
-    eval_plain = replace(plain, num_inference_steps=args.eval_num_inference_steps)
+    eval_plain = replace(plain, num_inference_steps=args.eval.num_inference_steps)
     eval_params = ThinkingParams(**vars(eval_plain), thought=eval_thought)
 
     def check_graded(record: PromptRecord) -> None:

@@ -18,18 +18,20 @@ from omni_train.prompts.sampler import PromptSampler
 from omni_rl.media.images import AllOrNone, reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.sinks import check_tracker
-from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet, check_sets, check_urls
+from omni_rl.settings.eval_sets import Eval, MediaEval, check_sets, check_urls
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
     SECRET,
     at_least,
     between,
+    change,
     check_bounds,
     flag,
     flag_of,
     marked,
     require,
+    values_of,
 )
 from omni_rl.settings.groups import Lora, MediaMemory, Memory, Sharding, Tracking
 
@@ -42,7 +44,7 @@ ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 @dataclass(frozen=True)
 class RunArgs:
-    """Settings of a run. `model`, `prompts` and `eval_prompts` must be given; a preset may give them.
+    """Settings of a run. `model`, `prompts` and `eval.prompts` must be given; a preset may give them.
 
     OFFLOAD: the parts that --memory.offload may name, in ascending order of the time of their copies. RATES: the
     default learning rates, of all weights and of LoRA.
@@ -58,8 +60,6 @@ class RunArgs:
     save_every: Annotated[int, at_least(1), MAY_CHANGE] = 10  # Training steps between two checkpoints
     keep_checkpoints: Annotated[int, at_least(1), MAY_CHANGE] = 2  # Number of newest checkpoints to keep
     async_save: Annotated[bool, MAY_CHANGE] = True  # Write checkpoints from a copy on the host while training goes on
-    eval_every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
-    eval_only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
     tracking: Tracking = Tracking()  # Trackers that get metrics and images too
     profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
     hang_timeout_s: Annotated[float, between(1, 1e6), MAY_CHANGE] = 1800.0  # Longest wait for a rank in seconds
@@ -77,11 +77,8 @@ class RunArgs:
 
     # Data
     prompts: Annotated[str, REQUIRED] = ""  # File of training prompts, .txt, .jsonl or .parquet
-    eval_prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # File of evaluation prompts
     media_root: Annotated[str, MAY_CHANGE] = ""  # Folder below which prompts may name files, beside their own file's
-    eval: Annotated[tuple[EvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
-    eval_samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
-    pass_threshold: Annotated[float | None, MAY_CHANGE] = None  # Score from which on a sample passes, for eval/pass@k
+    eval: Eval = Eval()  # Held-out prompts, and what is done with them
     prompts_per_step: Annotated[int, at_least(1)] = 32  # Prompts in a training step, over all ranks
     group_size: Annotated[int, between(1, 65_536)] = 16  # Samples of each prompt
     batch_size: Annotated[int, between(1, 65_536)] = 16  # Samples per forward of a rank, in rollout and update alike
@@ -114,10 +111,9 @@ class MediaArgs(RunArgs):
     """Settings of a run that draws pictures, videos or sound."""
 
     # Run
-    eval_num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
 
     # Data
-    eval: Annotated[tuple[MediaEvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
+    eval: MediaEval = MediaEval()  # Held-out prompts, and what is done with them
 
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
@@ -186,7 +182,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         check_tracker(args.tracking.to, args.tracking.project)
     lora, memory, shards = args.lora, args.memory, args.sharding
     name, mode = PurePath(args.name), sharding(args, world_size)
-    missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not vars(args)[name]), "")
+    values = values_of(args)
+    missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
     offload, lora_only = offloaded(args), {"targets": lora.targets, "init": lora.init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
     require(
@@ -202,7 +199,7 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
          f"--sharding.unshard {shards.unshard} needs --sharding.mode fsdp2"),
         (lora.rank or args.dtype == "float32" or mode == "fsdp2",
          f"--dtype {args.dtype} needs --lora.rank > 0 or --sharding.mode fsdp2, which trains float32 weights"),
-        (not args.eval_only or not args.profile, "--profile traces a training step, and --eval-only takes none"),
+        (not args.eval.only or not args.profile, "--profile traces a training step, and --eval.only takes none"),
         (args.profile <= args.train_steps,
          f"--profile must be <= --train-steps ({args.train_steps}), got {args.profile}"),
         (lora.rank or not unused, f"--lora.{unused} needs --lora.rank > 0"),
@@ -234,8 +231,8 @@ def check_media(args: MediaArgs, world_size: int) -> None:
     engine = ENGINES.get(args.engine)
     require(
         (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
-        (not args.eval_only or not memory.device_gb,
-         "--memory.device-gb plans a training step, and --eval-only takes none"),
+        (not args.eval.only or not memory.device_gb,
+         "--memory.device-gb plans a training step, and --eval.only takes none"),
         (not (memory.device_gb and engine and engine.library),
          f"--memory.device-gb plans the embedded engine alone, got --engine {args.engine}"),
         (not (args.compile and engine and engine.library), f"--compile needs --engine diffusers, got {args.engine}"),
@@ -258,9 +255,9 @@ def check_media(args: MediaArgs, world_size: int) -> None:
             check=check,
             media_root=args.media_root,
         )
-    with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts, check=AllOrNone(), media_root=args.media_root)
-    check_sets(args.eval, AllOrNone, media_root=args.media_root)
+    with flag("--eval.prompts: "):
+        load_prompts(args.eval.prompts, check=AllOrNone(), media_root=args.media_root)
+    check_sets(args.eval.sets, AllOrNone, media_root=args.media_root)
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:
@@ -411,9 +408,7 @@ def secret_flags(args: RunArgs) -> list[str]:
 
 
 def without_secrets(args: ArgsT) -> ArgsT:
-    """The settings without those that are not for files others may read."""
+    """Return the settings without those that are not for files others may read."""
     hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
-    sets = tuple(
-        replace(own, scorer_url=own.scorer_url and "...") for own in args.eval
-    )  # "..." is refused, not guessed
-    return replace(args, **hidden, eval=sets)
+    sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # refused, not guessed
+    return change(args, **hidden, eval_sets=tuple(sets))

@@ -120,9 +120,9 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
         switches = [f"no_{key}" for key, own in leaves(cls).items() if kind_of(own.type) is bool]
         raise ValueError(f"unknown flag {name}{suggest(name, map(flag_of, sorted([*names, *switches])))}")
-    for name, value in values_of(view).items():  # those of programs, those below a title, those of a group
-        title, _, rest = name.partition(".")
-        values |= {name if title.islower() else rest: value} if rest else {}
+    for name, value in values_of(view).items():  # settings are below a title, what is every program's is not
+        _, below, field_name = name.partition(".")
+        values |= {field_name.replace("__", "."): value} if below else {}
     return build(cls, values)
 
 
@@ -137,19 +137,19 @@ def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], sho
         if name in shown and get_origin(kind) is not tuple:  # tables of a TOML file
             title = "Required" if REQUIRED in notes_of(own.type) else name.rpartition(".")[0] or note.group
             titled.setdefault(title, []).append(row_of(name, kind, values.get(name, own.default), note.text))
-    flattened: Any = tyro.conf.OmitArgPrefixes  # where the title is none of a group, which is a word in lower case
+    flattened: Any = tyro.conf.OmitArgPrefixes
     rows = [row_of(name, *row) for name, row in OWN.items() if name in shown]
     for title, part in [(title, make_dataclass(title, part)) for title, part in titled.items() if part]:
-        rows.append((title, part if title.islower() else flattened[part], field(default_factory=part)))
+        rows.append((title, flattened[part], field(default_factory=part)))
     return make_dataclass("Settings", rows)
 
 
 def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
     """Return a field for tyro, which leaves the word of a flag to our own conversion and messages."""
-    last = name.rpartition(".")[2]
+    identifier = name.replace(".", "__")
     if kind is bool:
         switch = tyro.conf.FlagCreatePairsOff[bool] if name in OWN else bool
-        return last, Annotated[switch, tyro.conf.arg(help=text)], default
+        return identifier, Annotated[switch, tyro.conf.arg(name=name, help=text)], default
 
     def read(words: list[str]) -> object:
         """Convert the one word of a flag."""
@@ -166,7 +166,7 @@ def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any
     form = f"{{{choices}}}" if choices else {int: "INT", float: "FLOAT"}.get((*get_args(kind), kind)[0], "TEXT")
     spec = PrimitiveConstructorSpec("*", form, read, is_instance=lambda _: True, str_from_instance=lambda v: [str(v)])
     hint = "" if default in ("", None) else f"(default: {default})"
-    return last, Annotated[kind, spec, tyro.conf.arg(help=text, help_behavior_hint=hint)], default
+    return identifier, Annotated[kind, spec, tyro.conf.arg(name=name, help=text, help_behavior_hint=hint)], default
 
 
 def print_help(view: type, presets: Mapping[str, str], description: str) -> None:

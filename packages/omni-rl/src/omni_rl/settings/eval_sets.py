@@ -1,4 +1,4 @@
-"""Evaluation sets beside --eval-prompts: a table [[eval]] each, in a TOML file of settings. Imports no torch."""
+"""Evaluations: their settings, and sets beside --eval.prompts, each a table [[eval.sets]]. Imports no torch."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from omni_train.prompts.files import RecordCheck, load_prompts
 
-from omni_rl.settings.fields import REQUIRED, SECRET, at_least, between, check_bounds, flag, require
+from omni_rl.settings.fields import MAY_CHANGE, REQUIRED, SECRET, Was, at_least, between, check_bounds, flag, require
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,37 @@ class TokenEvalSet(EvalSet):
     """A set of a run that draws text."""
 
     max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Most tokens of an answer (default: the run's)
-    temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval-temperature)
-    top_p: Annotated[float | None, between(1e-3, 1)] = None  # As --eval-top-p, the default
+    temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval.temperature)
+    top_p: Annotated[float | None, between(1e-3, 1)] = None  # As --eval.top-p, the default
+
+
+@dataclass(frozen=True)
+class Eval:
+    """Evaluations on held-out prompts."""
+
+    prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # File of evaluation prompts
+    every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
+    only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
+    samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
+    pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
+    sets: Annotated[tuple[EvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+
+
+@dataclass(frozen=True)
+class MediaEval(Eval):
+    """Evaluations of a run on images, videos or sound."""
+
+    num_inference_steps: Annotated[int, between(2, 10_000), MAY_CHANGE] = 10  # Denoising steps in an evaluation
+    sets: Annotated[tuple[MediaEvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
+
+
+@dataclass(frozen=True)
+class TokenEval(Eval):
+    """Evaluations of a run on text."""
+
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature in an evaluation
+    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
+    sets: Annotated[tuple[TokenEvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
 
 
 def check_sets(
@@ -54,7 +83,7 @@ def check_sets(
     """
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
-        at = f"eval[{number}]"
+        at = f"eval.sets[{number}]"
         require(
             (re.fullmatch(r"[A-Za-z][\w-]*", own.name, re.ASCII),
              f"{at}.name must be a letter, then letters, digits, _ and -, got {own.name!r}"),

@@ -132,7 +132,7 @@ def check_bounds(config: Any, place: str = "") -> None:
     """Check that numbers of a dataclass are within their bounds, and fit the arithmetic of their types.
 
     Floats are finite in float32, and integers without a bound have 32 bits. place: what the messages call the
-    dataclass, as eval[1]; a setting of the command line is called by its flag.
+    dataclass, as eval.sets[1]; a setting of the command line is called by its flag.
 
     Raises:
         ValueError: one is not.

@@ -8,8 +8,8 @@ from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
 from omni_rl.settings.args import RunArgs, check_run
-from omni_rl.settings.eval_sets import TokenEvalSet, check_sets, check_urls
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, at_least, between, flag, require
+from omni_rl.settings.eval_sets import TokenEval, check_sets, check_urls
+from omni_rl.settings.fields import SECRET, at_least, between, flag, require
 
 if TYPE_CHECKING:
     from omni_reward.rules import Rules
@@ -26,12 +26,10 @@ class TokenArgs(RunArgs):
     max_prompt_tokens: Annotated[int, at_least(0)] = 0  # Most tokens of a prompt and its media; 0 is any
     max_new_tokens: Annotated[int, between(1, 2**20)] = 1024  # Most tokens of an answer
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of the rollout and of trained log-probs
-    eval_temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of an evaluation
-    eval_top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
 
     # Data
     group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
-    eval: Annotated[tuple[TokenEvalSet, ...], MAY_CHANGE] = ()  # Further evaluation sets, each a table [[eval]]
+    eval: TokenEval = TokenEval()  # Held-out prompts, and what is done with them
 
     # Engine
     engine: Literal["transformers", "vllm"] = "transformers"  # Engine that samples, in the trainer's process
@@ -66,13 +64,13 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
-    own = [held.temperature for held in args.eval if held.temperature is not None]
-    temperatures = [args.temperature, args.eval_temperature, *own]  # vLLM would draw with 0.01 for any below
+    own = [held.temperature for held in args.eval.sets if held.temperature is not None]
+    temperatures = [args.temperature, args.eval.temperature, *own]  # vLLM would draw with 0.01 for any below
     require(
         (args.engine != "vllm" or find_spec("vllm"),
          "--engine vllm must be installed: pip install 'omni-rollout[vllm]', or for a CPU make install-vllm"),
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
-         f"--temperature, --eval-temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
+         f"--temperature, --eval.temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
         (args.engine != "vllm" or args.memory.base_dtype == "auto",
          f"--memory.base-dtype {args.memory.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
     )  # fmt: skip
@@ -88,6 +86,6 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     )
     with flag("--prompts: "):
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, media_root=args.media_root)
-    with flag("--eval-prompts: "):
-        load_prompts(args.eval_prompts, media_root=args.media_root)
-    check_sets(args.eval, media_root=args.media_root)
+    with flag("--eval.prompts: "):
+        load_prompts(args.eval.prompts, media_root=args.media_root)
+    check_sets(args.eval.sets, media_root=args.media_root)

@@ -115,7 +115,7 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
     Raises:
         ValueError: one of them does.
     """
-    for row in [*map(vars, values.get("eval", ())), values]:
+    for row in [*map(vars, values.get("eval.sets", ())), values]:
         for key, value in row.items():
             is_place = key in ("scorer_url", "watch_scorer_url", "scorer_token_file", "media_root")
             what = f"a {key}" if is_place else f"python: in {key}"
