@@ -11,7 +11,7 @@ it follows from few numbers that it has sent, such as noise levels or the mask o
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Self
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from omni_train.dist import Dist
@@ -109,8 +109,8 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         out = self.run(func, args, kwargs)
-        for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(tensor, Tensor) and tensor.device == self.device:
+        for tensor in _tensors_of(out if isinstance(out, tuple | list) else (out,)):
+            if tensor.device == self.device:
                 self._see(tensor.untyped_storage())
         if (formula := _FLOPS.get(func._overloadpacket)) is not None:
             self.add_flops(formula(*args, **kwargs, out_val=out))
@@ -157,13 +157,13 @@ class PlannedDevice(Meter):
         """What the operator gives: fake tensors on the device, or what the host reads from there."""
         if func in _DRAWS and not isinstance(args[0], FakeTensor) and args[0].numel() > MAX_KNOWN[True]:
             return args[0]  # first weights: no one looks at them
-        leaves, device = tree_leaves((args, kwargs)), kwargs.get("device")
-        from_device = any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        tensors, device = _tensors_of((*args, *kwargs.values())), kwargs.get("device")
+        from_device = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not from_device and device != PLANNED:
             return func(*args, **kwargs)
         if func is _ATEN._local_scalar_dense.default:
             return _values(args[0]).item()
-        known = _known(func, args, kwargs, leaves)
+        known = _known(func, args, kwargs, tensors)
         if func is _ATEN.equal.default:
             return args[0].shape == args[1].shape if known is None else known
         if from_device and device is not None and device != PLANNED and not args[0].is_floating_point():
@@ -177,7 +177,8 @@ class PlannedDevice(Meter):
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
             del args[0].known
         if known is not None:
-            for tensor, values in zip(tree_leaves(out), tree_leaves(known), strict=True):
+            outs, values_of = ((each,) if isinstance(each, Tensor) else each for each in (out, known))
+            for tensor, values in zip(outs, values_of, strict=True):
                 if isinstance(tensor, FakeTensor):
                     tensor.known = values  # type: ignore[attr-defined]
         return out
@@ -233,9 +234,14 @@ def planned_ranks(num_ranks: int) -> Iterator[Dist]:
         torch_dist.destroy_process_group()
 
 
-def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], leaves: list[Any]) -> Any:
+def _tensors_of(values: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, and those in their lists."""
+    lists = [value if isinstance(value, tuple | list) else (value,) for value in values]
+    return [value for each in lists for value in each if isinstance(value, Tensor)]
+
+
+def _known(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: list[Tensor]) -> Any:
     """What an operator gives for few numbers that are known, computed on the host; else None."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if any(t.numel() > MAX_KNOWN[t.dtype not in _INTEGERS] for t in tensors):
         return None
     if any(t.is_meta or (isinstance(t, FakeTensor) and not hasattr(t, "known")) for t in tensors):

@@ -285,6 +285,7 @@ class PlannedWorld(World):
         device, offloads = self.device, [p for p in run.args.OFFLOAD.split() if p != "encoder" or run.model.encoders]
         run.prompts, loaded = _Alike(run.args), Counter(device.peaks)
         _fuse(run.policy.optimizer)
+        _repeat_steps(run.policy.optimizer, device)
         for run.prompts.prompts_per_step in self.counts:
             run.args = replace(run.args, prompts_per_step=run.prompts.prompts_per_step)
             for counted in (device.peaks, device.flops, self._forwards, self._tokens):
@@ -490,6 +491,30 @@ def _fuse(optimizer: torch.optim.Optimizer) -> None:
     """Have the optimizer take all parameters at once, as torch has it on an accelerator, except sharded ones."""
     for group in optimizer.param_groups:
         group["foreach"] = not any(isinstance(p, DTensor) for p in group["params"])
+
+
+def _repeat_steps(optimizer: torch.optim.Optimizer, device: PlannedDevice) -> None:
+    """Have each step from the third on take what the second took, the first that finds its moments."""
+    taken: list[int] = []  # bytes of each step beyond those alive before it
+    inner = 0  # a step may be several of its base class
+
+    def before(*_: object) -> None:
+        nonlocal inner
+        inner += 1
+        if inner == 1 and len(taken) < 2:
+            taken.append(-device.start_window())
+        elif inner == 1:
+            device.burst(taken[1], 0)
+            optimizer.zero_grad()  # without gradients nothing is done
+
+    def after(*_: object) -> None:
+        nonlocal inner
+        inner -= 1
+        if not inner and taken[-1] < 0:
+            taken[-1] += device.window
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
 
 
 class _Text(str):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -318,8 +319,8 @@ class DiffusersModel:
         if not issubclass(cls, nn.Module):
             return (open_tokenizer if "tokenizer" in part else open_processor)(cls, self.folder / part)
         if not self.reads_weights:
-            empty = partial(torch.empty_like, dtype=dtype, device=device)
-            return self._empty(part, buffers=True)._apply(lambda t: empty(t) if t.is_meta else t.to(device)).eval()
+            with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
+                return nn.Module.to(self._make(part), device, dtype).requires_grad_(False).eval()
         folder = self.weight_files(part)[0].parent  # there are some, or the library looks for other formats
         module, missing = self._read(part, dtype)
         if missing:  # the library has drawn them at random
@@ -404,6 +405,17 @@ class Experts(nn.Module):
         """Have all nets run their blocks by that function, as each of diffusers' models does."""
         for net in self.children():
             net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within the `with` block, new tensors of floats have that dtype, as `from_pretrained` makes them."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
