@@ -392,7 +392,7 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer-url says, got regex"),
         ({"scorer_url": "a:1"}, r"--scorer-url must be http\(s\)://host"),
         ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
-        ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact asks for'),
+        ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact requires'),
         ({"reward": "ocr"}, "--reward: must be one of exact, "),
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),

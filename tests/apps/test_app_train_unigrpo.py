@@ -127,7 +127,7 @@ def test_a_score_is_the_sum_of_picture_and_thought_or_none():
             "--model must be .* 'QwenImagePipeline'",
         ),
         ({"thought_reward": "ocr"}, "--thought-reward: must be one of exact, "),
-        ({"thought_reward": "exact"}, 'line 1: must have the key "answer", which --thought-reward exact asks for'),
+        ({"thought_reward": "exact"}, 'line 1: must have the key "answer", which --thought-reward exact requires'),
         ({"engine": "vllm-omni"}, "--engine"),
         ({"dry_run": True, "memory_device_gb": 1.0}, "--memory.device-gb does not plan thoughts"),
         ({"compile": True}, "--compile does not go with thoughts"),

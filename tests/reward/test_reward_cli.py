@@ -166,7 +166,7 @@ def test_the_command_line_sets_the_limits(launch: Callable[..., tuple[subprocess
         (["--scorer", "ocr", "--host", "256.0.0.1"], "--host must be an address of this machine, got '256.0.0.1'"),
         (["--scorer", "ocr", "--token-file", "{tmp}/none"], "No such file or directory: '{tmp}/none'"),
         (["--scorer", "ocr", "--token-file", "{tmp}/empty"], "token must be printable ASCII"),
-        (["--scorer", "ocr", "--url-file", "{tmp}/no/url"], "--url-file must lie in a folder that exists"),
+        (["--scorer", "ocr", "--url-file", "{tmp}/no/url"], "--url-file must be in a folder that exists"),
         (["--scorer", "ocr", "--threads", "0"], "threads must be >= 1, got 0"),
     ],
 )

@@ -91,7 +91,7 @@ def test_only_a_name_alone_is_plain() -> None:
         ("ocr\njpeg", "in it"),
         ("1e999*ocr", "a number must be finite, got"),
         ("nan*ocr", "got 'nan*ocr' in it"),
-        ("ocr + ocr", "must not have two terms 'ocr'; 'as' gives one a name"),
+        ("ocr + ocr", "must not have two terms 'ocr'; 'as' gives one another name"),
         ("ocr as a + jpeg as a", "must not call both ocr and jpeg 'a'"),
         ("python:a.py:f + python:b.py:f", "must not call both python:a.py:f and python:b.py:f 'f'"),
         ("ocr + gate", "must not have a term 'gate'"),

@@ -131,7 +131,7 @@ def test_a_body_in_tiny_chunks_is_refused_before_they_are_parsed() -> None:
     connection.receive_data(HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 40_000)
     events = iter(connection.next_event, h11.NEED_DATA)
     assert len(list(islice(events, server.FREE_CHUNKS + 2))) == server.FREE_CHUNKS + 2  # the head is one
-    with pytest.raises(h11.RemoteProtocolError, match="the chunks of a body must have 1024 bytes in the mean"):
+    with pytest.raises(h11.RemoteProtocolError, match="the chunks of a body must have 1024 bytes on average"):
         next(events)
 
 

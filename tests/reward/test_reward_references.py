@@ -59,7 +59,7 @@ def test_a_request_without_references_has_the_bytes_of_before() -> None:
 
 def test_bad_references_are_refused_on_the_side_that_sends() -> None:
     for references, message in (
-        ([(SMALL,)], r"references must hold the pictures of each prompt \(3\), got 1"),
+        ([(SMALL,)], r"references must hold the images of each prompt \(3\), got 1"),
         ([(SMALL,) * (MAX_REFERENCES + 1)] * 3, "references must hold at most 16 of a sample, got 17"),
         ([(SMALL.astype(float),)] * 3, "references must be uint8 arrays, got dtype"),
         ([("a.png",)] * 3, "references must be uint8 arrays, got 'a.png'"),

@@ -289,7 +289,7 @@ def test_check_scores_a_canary_on_every_server(serve: Callable[..., str]) -> Non
 def test_check_takes_a_canary_of_one_s_own(serve: Callable[..., str]) -> None:
     latents = {"latent": np.zeros((2, 16, 4, 4), np.float32)}
     with RewardClient(serve(Scorer(halves, media=("latent",)))) as client:
-        with pytest.raises(ValueError, match="media must be given to ask a scorer of \\['latent'\\]"):
+        with pytest.raises(ValueError, match="media must be given for a scorer of \\['latent'\\]"):
             client.check()
         assert client.check(latents, PROMPTS) == [GOOD]
 

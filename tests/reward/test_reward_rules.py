@@ -77,7 +77,7 @@ def test_math_asks_math_verify(monkeypatch):
     assert value("math", "0.5", answer=".5") == 1
     assert value("math", "no idea", answer=2) == 0
     assert asked == [([0.5], [0.5]), ([2.0], [])]
-    with pytest.raises(ValueError, match="\"answer\" must be what math-verify reads, got ''"):
+    with pytest.raises(ValueError, match="\"answer\" must be one that math-verify can parse, got ''"):
         check_meta(open_rules("math"), {"answer": ""})
 
 
@@ -99,7 +99,7 @@ def test_a_function_of_the_users_grades(tmp_path):
     with pytest.raises(ValueError, match="must have a function 'long', got None"):
         open_rules(f"python:{file}:long")
     (tmp_path / "needs.py").write_text("import no_such_library\n")
-    with pytest.raises(ValueError, match=r"needs what is not installed: .*no_such_library"):
+    with pytest.raises(ValueError, match=r"needs a package that is not installed: .*no_such_library"):
         open_rules(f"python:{tmp_path}/needs.py:f")
     with pytest.raises(ValueError, match="a file that exists"):
         open_rules(f"python:{tmp_path}/gone.py:f")
@@ -110,7 +110,7 @@ def test_a_function_of_the_users_grades(tmp_path):
     [
         ("ocr", r"must be one of exact, .*, format=PATTERN or python:FILE.py:FUNCTION, got 'ocr'"),
         ("", "a reward must be a name or read like .* got ''"),
-        ("exact + 2*exact", "a reward must not have two terms 'exact'; 'as' gives one a name of its own"),
+        ("exact + 2*exact", "a reward must not have two terms 'exact'; 'as' gives one another name"),
         ("format=(", r"format must be a regular expression, got '\(': "),
     ],
 )
@@ -122,7 +122,7 @@ def test_a_reward_that_is_none_is_refused(reward, message):
 @pytest.mark.parametrize(
     ("reward", "meta", "message"),
     [
-        ("choice", {"word": "B"}, 'must have the key "answer", which --reward choice asks for'),
+        ("choice", {"word": "B"}, 'must have the key "answer", which --reward choice requires'),
         ("choice", {"answer": "Bee"}, "\"answer\" must be one letter, got 'Bee'"),
         ("regex", {"pattern": "("}, "\"pattern\" must be a regular expression, got '\\('"),
         ("json", {"json": "n"}, "\"json\" must be an object or a list of keys, got 'n'"),

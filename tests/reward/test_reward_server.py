@@ -110,7 +110,7 @@ def test_a_server_of_loopback_without_a_token_answers_loopback_s_names_alone(
         assert ask(url, host).status_code == 200
     for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "10.0.0.1", "[::2", "0.0.0.0"):
         message = assert_refused(ask(url, host), 403, "forbidden")
-        assert message.startswith("Host must be a name of loopback, such as localhost, where the server has no token")
+        assert message.startswith("Host must be a name of loopback, such as localhost, as the server has no token")
         assert host in message
     with_token = serve(halves, token="s3cret")
     assert ask(with_token, "node0:8100", Authorization="Bearer s3cret").status_code == 200
@@ -243,7 +243,7 @@ def test_a_server_of_one_s_own_tells_what_the_scorer_raised(serve: Callable[...,
     url = serve(fail, show_errors=True)
     message = assert_refused(post(url, pack(1)), 500, "scorer_failed")
     assert message.startswith("the scorer raised KeyError: 'target")
-    assert message.endswith("; the server's log says where")
+    assert message.endswith("; the server's log has the traceback")
     assert len(assert_refused(post(url, pack(2)), 500, "scorer_failed")) < 400
 
 

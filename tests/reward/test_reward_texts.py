@@ -118,7 +118,7 @@ def test_rules_grade_over_the_wire_as_in_the_trainer(serve: Callable[..., str]) 
     with RewardClient(serve(load_scorer(f"rules:{reward}"))) as client:
         scores = client.submit({"text": [*answers, "7"]}, ["p"] * 4, [*meta, {}]).result(60)
     assert scores[:3] == grade(open_rules(reward), answers, meta)
-    assert scores[3] == Score(None, abstained='must have the key "answer", which the rule contains asks for')
+    assert scores[3] == Score(None, abstained='must have the key "answer", which the rule contains requires')
 
 
 def test_a_rule_that_hangs_or_dies_costs_its_sample_alone(tmp_path) -> None:

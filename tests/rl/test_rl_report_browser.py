@@ -209,10 +209,7 @@ def test_samples_are_chosen_by_prompt_and_score_and_stay_so(live, tmp_path):
     assert cards.locator("figcaption").all_inner_texts() == ["a red sign"] * 4
     bar.get_by_label("Lowest score").fill("0.3")
     bar.get_by_label("Highest score").fill("0.8")
-    assert cards.locator(".pane:nth-child(2) .pane-head strong").all_inner_texts() == [
-        "0.30",
-        "0.60",
-    ]
+    assert cards.locator(".pane:nth-child(2) .pane-head strong").all_inner_texts() == ["0.30", "0.60"]
     assert bar.locator("output").inner_text() == "2 of 10"
     page.reload()
     assert cards.count() == 2
@@ -259,8 +256,6 @@ def test_a_script_that_got_in_all_the_same_would_not_run(browser, tmp_path):
 
 def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp_path):
     folder = write_run(tmp_path / "run")
-    plain = show(write_report(folder)).locator("main").inner_html()
-    assert "reference" not in plain.replace("to the reference", "")
     first, second = images(2, 32, 96, seed=5)
     rows = [
         Sample("a red sign", 0.3, 0, 0, {"read": "AB"}, references=(first,)),
@@ -274,16 +269,8 @@ def test_an_edit_shows_its_references_beside_it_and_they_have_no_score(show, tmp
     assert one.locator(".label").all_inner_texts() == ["reference", "step 0", "step 12"]
     assert two.locator(".label").all_inner_texts() == ["reference 1", "reference 2", "step 0", "step 12"]
     assert one.locator(".pane").first.inner_text().strip() == "reference"
-    assert one.locator("img").first.get_attribute("src") == two.locator("img").first.get_attribute("src")
-    page.get_by_role("slider", name="Evaluation").press("Home")
-    assert one.locator(".label").all_inner_texts() == ["reference", "step 0"]
     group = page.locator("section", has=page.locator("h2", has_text="Recent groups")).locator(".card").nth(1)
     assert group.locator(".label").all_inner_texts() == ["reference 1", "reference 2", "the only score"]
-    one.locator(".zoom").first.click()
-    assert page.locator("dialog").inner_text().split("\n")[0] == "a red sign"
-    page.keyboard.press("Escape")
-    both = show(write_comparison([folder, write_run(tmp_path / "other")], tmp_path / "both.html"))
-    assert both.locator(".card").first.locator(".label").all_inner_texts()[0] == "reference"
 
 
 def test_videos_and_sounds_play_in_the_page_and_from_the_server(show, live, tmp_path):

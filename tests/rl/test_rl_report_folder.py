@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import subprocess
 from dataclasses import replace
 from importlib.metadata import version
@@ -13,7 +12,8 @@ import torch
 from omni_rl.report import Sample, write_eval, write_samples, write_versions
 from omni_rl.report import folder as folder_module
 from omni_rl.report.data import evaluations
-from omni_rl.report.folder import command_line, read_lines, step_folders
+from omni_rl.report.folder import command_line, step_folders
+from omni_train.files import read_jsonl
 from PIL import Image
 from rl.report_runs import images, samples
 
@@ -89,9 +89,9 @@ def test_starts_are_lines_and_a_torn_one_is_dropped(tmp_path):
     write_versions(tmp_path, argv=["first.py"])
     with path.open("a") as file:
         file.write('{"started": "to')
-    assert [entry["command"] for entry in read_lines(path)] == ["python first.py"]
+    assert [entry["command"] for entry in read_jsonl(path)] == ["python first.py"]
     write_versions(tmp_path, argv=["second.py"])
-    assert [entry["command"] for entry in read_lines(path)] == ["python first.py", "python second.py"]
+    assert [entry["command"] for entry in read_jsonl(path)] == ["python first.py", "python second.py"]
 
 
 def test_the_command_can_be_pasted_and_hides_what_it_should():
@@ -128,23 +128,20 @@ def test_versions_name_the_commit_and_whether_files_differ_from_it(tmp_path):
     program = tmp_path / "repo" / "train.py"
     program.parent.mkdir()
     program.write_text("1")
-    env = os.environ | {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
 
     def git(*words: str) -> str:
-        who = ("-c", "user.name=n", "-c", "user.email=e")
-        return subprocess.run(
-            ["git", *who, *words], cwd=program.parent, env=env, check=True, capture_output=True, text=True
-        ).stdout.strip()
+        command = ["git", "-C", program.parent, "-c", "user.name=n", "-c", "user.email=e", *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     git("init", "-q")
     git("add", ".")
-    git("commit", "-q", "-m", "first")
+    git("commit", "-q", "-m", "first", "--no-gpg-sign", "--no-verify")
     write_versions(tmp_path, argv=[str(program)], facts={"ranks": 2})
     program.write_text("2")
     write_versions(tmp_path, argv=[str(program)])
     outside = tmp_path / "other.py"
     write_versions(tmp_path, argv=[str(outside)])
-    clean, changed, none = read_lines(tmp_path / "versions.jsonl")
+    clean, changed, none = read_jsonl(tmp_path / "versions.jsonl")
     assert clean["commit"] == git("rev-parse", "HEAD")
     assert changed["commit"] == clean["commit"] + "+"
     assert none["commit"] == ""

@@ -1,11 +1,11 @@
-"""Feeds one scorer, a call at a time, from the requests of many clients.
+"""Batches of the requests of many clients, for one scorer that is called from one thread.
 
-The queue belongs to the event loop; only the calls themselves run in the worker, which is a thread of this process. A
-process of its own would cost a second copy of the media (12 ms for 16 images of 512 x 512) and could only run what can
-be imported there. What it would bring is small: the libraries that scorers use let go of the interpreter's lock while
-they compute. On 2 cores `/healthz` then answers within 1 ms at the median and 76 ms at worst; with a scorer of pure
-Python within 11 ms and 46 ms. A scorer that holds the lock for seconds in one C call does delay it by as much, and one
-that crashes takes the server down, which the client's retries bridge once something starts it again.
+The queue belongs to the event loop; only the calls run in the worker, a thread of this process. A separate process
+would need a second copy of the media (12 ms for 16 images of 512 x 512) and could run only importable functions. It
+would gain little, as the libraries of scorers release the interpreter's lock while they compute. On 2 cores `/healthz`
+then answers within 1 ms at the median and 76 ms at worst; with a scorer in pure Python, within 11 ms and 46 ms. A
+scorer that holds the lock for seconds delays it as long. One that crashes ends the server; clients retry until a
+supervisor has restarted it.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from omni_reward.wire import Score, Scorer
 
 
 class ScorerFailedError(Exception):
-    """A scorer raised, or returned something else than scores: the cause."""
+    """The scorer raised the cause, or returned something else than scores."""
 
 
 @dataclass(eq=False)
@@ -69,7 +69,7 @@ class Batcher:
         return [score for piece in pieces for score in await piece.scores]
 
     def drop(self, request: ScoreRequest) -> bool:
-        """Take a request off the queue unless its scoring has begun; True if it was taken off."""
+        """Take a request off the queue unless its scoring has begun; return True if it was taken off."""
         is_whole = sum(piece.size for piece in self._queue if piece.request is request) == len(request.prompts)
         if is_whole:
             self._forget(request)

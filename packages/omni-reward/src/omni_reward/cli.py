@@ -1,4 +1,4 @@
-"""The server's command line: its flags, and the files and the socket that come before the server."""
+"""The server's command line: its flags, files and socket."""
 
 import argparse
 import os
@@ -12,10 +12,10 @@ from omni_reward.transport import is_loopback
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser whose errors are one line, without the usage."""
+    """Parser with errors of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
-        """End the process with the message on stderr."""
+        """Exit with the message on stderr."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
@@ -24,41 +24,41 @@ def build_parser() -> Parser:
     parser = Parser(prog="omni_reward.server", description="Serves one scorer over HTTP.")
     add = parser.add_argument
     scorers = f"one of {', '.join(sorted(SCORERS))}; python:FILE.py:FUNCTION; or several, as in '0.7*ocr + 0.3*jpeg'"
-    scorers += "; or rules:REWARD, which grades texts"
-    options = "setting of the scorer, or SCORER.NAME=VALUE of one of several; may be given again"
+    scorers += "; or rules:REWARD for texts"
+    options = "option of the scorer, or SCORER.NAME=VALUE of one of several; may be repeated"
     add("--scorer", required=True, help=scorers)
     add("--option", action="append", default=[], metavar="NAME=VALUE", help=options)
-    add("--host", default="127.0.0.1", help="address to bind; beyond loopback it takes a token")
-    add("--port", type=int, default=0, help="0 takes a free port")
+    add("--host", default="127.0.0.1", help="address to bind; other than loopback, it requires a token")
+    add("--port", type=int, default=0, help="port; 0 takes a free one")
     add("--token-file", type=Path, help="file with the bearer token that clients must send")
-    add("--url-file", type=Path, help="file to write the URL to once the server answers")
-    add("--threads", type=int, default=1, help="cores that one request may use; more than 1 pays on idle cores only")
-    add("--batch-size", type=int, help="most samples in one call of the scorer; its own by default")
+    add("--url-file", type=Path, help="file to write the URL to when the server answers")
+    add("--threads", type=int, default=1, help="cores per request; more than 1 helps only if they are idle")
+    add("--batch-size", type=int, help="most samples in one call of the scorer; default: the scorer's")
     add("--max-body-mb", type=int, default=256, help="largest request, in MiB")
     add("--max-batch", type=int, default=1024, help="most samples in a request")
-    add("--max-connections", type=int, default=512, help="most connections, beyond which requests get a 503")
-    add("--shutdown-timeout-s", type=float, default=60, help="seconds that SIGTERM leaves for the accepted requests")
+    add("--max-connections", type=int, default=512, help="most connections; beyond them requests get a 503")
+    add("--shutdown-timeout-s", type=float, default=60, help="seconds to finish the accepted requests after SIGTERM")
     add("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
     return parser
 
 
 def refuse_without(exc: ImportError) -> NoReturn:
-    """End a process that lacks the server's libraries, after an answer to --help and to wrong flags."""
+    """Answer --help and wrong flags, else exit with the name of the missing library."""
     parser = build_parser()
     parser.parse_args()
     parser.error(f"needs {exc.name}: install omni-reward[server]")
 
 
 def public_name(scorer: str) -> str:
-    """Return the text of --scorer without the folders of files."""
+    """Return the value of --scorer without the folders of files."""
     return re.sub(r"python:[^\s*]*/", "python:", scorer)
 
 
 def read_options(items: list[str]) -> dict[str, str]:
-    """Return the scorer's settings by name, from the NAME=VALUE texts of the command line.
+    """Parse NAME=VALUE texts to options by name.
 
     Raises:
-        ValueError: a text is something else.
+        ValueError: a text has another form.
     """
     for item in items:
         if "=" not in item or not item.partition("=")[0].replace(".", "_").isidentifier():
@@ -67,11 +67,11 @@ def read_options(items: list[str]) -> dict[str, str]:
 
 
 def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
-    """Bind a socket to the address, so that nobody can take the port before the server listens.
+    """Bind a socket to the address before the server starts, so that the port is not taken meanwhile.
 
     Raises:
-        ValueError: there is no such address, or others can reach it and there is no token.
-        OSError: the address is taken.
+        ValueError: the address does not exist, or other machines can reach it and there is no token.
+        OSError: the address is in use.
     """
     if not 0 <= port <= 65535:
         raise ValueError(f"--port must be 0 to 65535, got {port}")
@@ -92,19 +92,19 @@ def bind(host: str, port: int, *, has_token: bool) -> socket.socket:
 
 
 def forget_url(path: Path | None) -> None:
-    """Remove an old URL file, which would send clients to a server that is gone.
+    """Remove an old URL file, which names a server that has ended.
 
     Raises:
-        ValueError: the file cannot be written later, as its folder does not exist.
+        ValueError: the file's folder does not exist.
     """
     if path is not None:
         if not path.parent.is_dir():
-            raise ValueError(f"--url-file must lie in a folder that exists, got {path}")
+            raise ValueError(f"--url-file must be in a folder that exists, got {path}")
         path.unlink(missing_ok=True)
 
 
 def announce_url(path: Path | None, sock: socket.socket) -> None:
-    """Print the server's URL, and write it to the file: all of it or nothing."""
+    """Print the server's URL, and write it to the file atomically."""
     host, port = sock.getsockname()[:2]
     url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
     if path is not None:

@@ -1,13 +1,13 @@
-"""Client: media and prompts go out to a scorer, a future of scores comes back at once.
+"""Client of reward servers: `submit` sends media and prompts, and returns a future of their scores at once.
 
     with RewardClient("http://127.0.0.1:8100") as client:
         client.check()
         future = client.submit({"image": images}, prompts)     # images: uint8 [N, H, W, 3]
-        ...                                                    # the accelerator works on the next batch meanwhile
-        scores = future.result()                               # N times a Score, or a RewardError
+        ...                                                    # meanwhile, sample the next batch
+        scores = future.result()                               # N Scores, or a RewardError is raised
 
-A sample gets a value, or none with the reason in `Score.abstained`; or its request fails, which `on_failure` turns into
-an exception or a reason. Nothing ever becomes a 0.
+A sample gets a value, or the reason for its lack in `Score.abstained`. If a request fails, `on_failure` decides between
+an exception and a reason. A failure never becomes a 0.
 
 Letters: N samples, H height, W width.
 """
@@ -41,21 +41,20 @@ CANARY_PROMPT = 'a sign that says "OK"'
 class RewardClient:
     """A scorer at one URL or several. Threads may share one client.
 
-    A request is tried again, under the same id and so without being scored twice, when no server answers, when the
-    connection breaks, and at status 429, 502, 503 and 504; with a growing pause, or the one that the server asks for.
-    Among several servers the least busy one that is well gets the request. Nothing else is tried again.
+    A request is retried if no server answers, if the connection breaks, and at status 429, 502, 503 and 504, after a
+    growing pause or the one that the server asks for. It keeps its id, so that it is not scored twice. Among several
+    servers it goes to the least busy one that has not just failed.
 
     Args:
-        url: base URL of the scorer, http or https, or several of servers with the same scorer.
-        token: bearer token, when the scorer asks for one.
-        timeout_s: longest that one request may take in all from when it is its turn, all attempts and pauses included.
-        max_in_flight: most requests at a time; the media of others wait here, and nobody for them.
+        url: base URL of the scorer, http or https, or of several servers with the same scorer.
+        token: bearer token, if the scorer requires one.
+        timeout_s: limit of a request from the start of its first attempt, with all retries and pauses.
+        max_in_flight: concurrent requests; the media of others wait in the client.
         on_failure: fate of the samples of a failed request. `raise`: the future's `result()` raises. `mask`:
-            they come back without a value, with the failure as the reason. `mask_group`: the same, and
-            `Score.mask_group` asks the trainer to leave out their whole groups. A failure that no later request can
-            escape, as something is set up wrongly (`RewardError.fatal`), raises in any case.
-        mask_limit: most failures in a row that are masked; from then on they raise, until a request succeeds.
-        proxy: `none` talks to the servers directly; `env` goes through the proxy that HTTP_PROXY or HTTPS_PROXY names.
+            they have no value, and the failure is the reason. `mask_group`: the same, and `Score.mask_group` asks the
+            trainer to leave out their entire groups. A failure of the setup (`RewardError.fatal`) always raises.
+        mask_limit: most failures in a row that are masked; further ones raise, until a request succeeds.
+        proxy: `none` connects to the servers directly, `env` through the proxy in HTTP_PROXY or HTTPS_PROXY.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -96,18 +95,18 @@ class RewardClient:
     def submit(
         self, media: Media, prompts: Sequence[str], meta: Meta | None = None, references: References | None = None
     ) -> Future[list[Score]]:
-        """Return a future of N scores, in order; its `result()` raises a RewardError when the request fails.
+        """Return a future of N scores, in order; its `result()` raises a RewardError if the request fails.
 
-        The arguments are encoded and sent in a thread of the client, from where they lie: do not change them before
-        the future is done. Meta that JSON cannot hold is a ValueError of the `result()`.
+        The arguments are encoded and sent in a thread of the client and not copied: do not modify them before the
+        future is done. Its `result()` raises ValueError if meta holds something that JSON cannot.
 
         Args:
             media: array [N, ...] by kind, as in `omni_reward.media`: `image` is [N, H, W, 3], uint8, RGB. `text` is a
-                list of N strings, which takes a server of protocol 2.
+                list of N strings, for a server of protocol 2.
             prompts: N prompts.
             meta: N mappings of JSON values for the scorer; with `fps` for video and `sample_rate` for audio.
-            references: for each of the N samples the pictures that it was made from, uint8 [H, W, 3] each, exactly
-                where the scorer takes them. Samples that share one array send it once.
+            references: the reference images of each of the N samples, uint8 [H, W, 3] each; given if and only if the
+                scorer takes them. An array that samples share is sent once.
 
         Raises:
             ValueError: an argument breaks its rule.
@@ -121,27 +120,27 @@ class RewardClient:
 
     @cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of media that the scorer takes; asks the (first) server when it is first read.
+        """The kinds of media that the scorer takes; the first access asks the first server.
 
         Raises:
-            RewardError: as of `info`.
+            RewardError: as in `info`.
         """
         return tuple(self.info()["media"])
 
     @cached_property
     def takes_references(self) -> bool:
-        """True if the scorer takes the samples' references; asks the (first) server when it is first read.
+        """True if the scorer takes the samples' references; the first access asks the first server.
 
         Raises:
-            RewardError: as of `info`.
+            RewardError: as in `info`.
         """
         return bool(self.info()["references"])
 
     @property
     def busy_s(self) -> float:
-        """Seconds in which at least one request was under way, since the client was made.
+        """Seconds with at least one running request since the client was created.
 
-        Less what a caller waited for, it is the scoring time that other work has hidden.
+        Minus the time that callers waited, this is the scoring time that other work has hidden.
         """
         with self._lock:
             return self._busy_s + (time.perf_counter() - self._busy_since if self._num_under_way else 0.0)
@@ -152,7 +151,7 @@ class RewardClient:
         `limits["max_waiting"]` is the number of requests that may wait there while one is scored.
 
         Raises:
-            RewardError: the server could not be asked, or speaks another protocol.
+            RewardError: the server does not answer, or has another protocol.
         """
         return self._info(self.urls[0])
 
@@ -163,20 +162,20 @@ class RewardClient:
         meta: Meta | None = None,
         references: References | None = None,
     ) -> list[list[Score]]:
-        """Score a canary on each server, after a check that all are up, take the token and have the same scorer.
+        """Score a canary on each server, after a check that all answer, accept the token and have the same scorer.
 
-        Worth a call before the first step: mistakes in the setup show here, and raise whatever `on_failure` says. The
-        scores show the scorer's `parts` too, unless it abstains.
+        Call it before the first step: it raises on every mistake in the setup, with any `on_failure`. The scores have
+        the scorer's `parts` too, unless it abstains.
 
         Args:
             media: N samples to score, as in `submit`; grey, silent or empty ones by default.
             prompts: their N prompts.
-            meta: their N mappings; a scorer that reads a key of its own needs those of a real prompt.
-            references: theirs, as in `submit`; a grey one each by default, where the scorer takes them.
+            meta: their N mappings; a scorer that reads other keys needs those of a real prompt.
+            references: theirs, as in `submit`; by default one grey image each, if the scorer takes them.
 
         Raises:
-            RewardError: a server is not as it should be; the class and the message say what is wrong.
-            ValueError: an argument breaks its rule, or the scorer's kinds of media have no canary that suits them all.
+            RewardError: a server has a fault, which the class and the message name.
+            ValueError: an argument breaks its rule, or a kind of media has no default canary.
         """
         infos = [(self._ask(url, "/healthz"), self._info(url))[1] for url in self.urls]
         for url, info in zip(self.urls, infos, strict=True):
@@ -205,7 +204,7 @@ class RewardClient:
         self.close()
 
     def _count(self, change: int) -> None:
-        """Update the number of requests under way, and the clock that runs while there are any."""
+        """Update the number of running requests, and the clock that runs with them."""
         with self._lock:
             now = time.perf_counter()
             if self._num_under_way:
@@ -214,7 +213,7 @@ class RewardClient:
             self._num_under_way += change
 
     def _score(self, request: ScoreRequest) -> list[Score]:
-        """Return the scores of a request, or abstentions when it fails and may be masked; runs in a worker thread."""
+        """Return the scores of a request, or abstentions if it fails and may be masked; runs in a worker thread."""
         try:
             scores = self._exchange(self._endpoints, request, time.monotonic() + self._timeout_s)
         except RewardError as exc:
@@ -231,7 +230,7 @@ class RewardClient:
         return scores
 
     def _exchange(self, endpoints: Endpoints, request: ScoreRequest, deadline: float) -> list[Score]:
-        """Return the scores of a request, after as many attempts as it takes and the deadline allows."""
+        """Return the scores of a request, with retries until the deadline."""
         body = wire.encode_request(request)
 
         def attempt(url: str) -> list[Score]:
@@ -268,6 +267,6 @@ def _build_request(
         raise ValueError(f"prompts must be a list of str, got {prompts!r:.80}")
     given = [{}] * len(prompts) if meta is None else meta
     objects = [dict(item) if isinstance(item, Mapping) else item for item in given]
-    pictures = [tuple(own) for own in references or ()]
+    images = [tuple(own) for own in references or ()]
     arrays: Any = {kind: as_texts(samples) if kind == TEXT else samples for kind, samples in media.items()}
-    return ScoreRequest(arrays, list(prompts), objects, request_id=uuid.uuid4().hex, references=pictures)
+    return ScoreRequest(arrays, list(prompts), objects, request_id=uuid.uuid4().hex, references=images)

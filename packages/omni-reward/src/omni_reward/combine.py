@@ -1,9 +1,8 @@
-"""Several scorers as one: a reward of `omni_reward.terms` whose terms are scorers.
+"""Combinations of scorers: a reward of `omni_reward.terms` whose terms are scorers.
 
-The sum is taken over the scores as they are: a weight also makes up for a scorer's unit. Where the unit should not
-matter, the trainer can normalize every scorer by itself: each one's raw score stands in `Score.parts` under its name,
-and `stack_parts` puts them into a table. When a scorer abstains on a sample, there is neither a sum nor a verdict, and
-the combination abstains.
+The sum is of raw scores, so a weight must also account for a scorer's unit. A trainer can instead normalize each scorer
+separately: `Score.parts` has each raw score under the scorer's name, and `stack_parts` returns them as a table. If a
+scorer abstains on a sample, so does the combination.
 
 Letters: N samples, R scorers.
 """
@@ -21,11 +20,11 @@ from omni_reward.wire import Score, Scorer
 
 
 def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
-    """Return the scorer of a reward; it takes all kinds of media that its scorers take, and references if one does.
+    """Return the scorer of a reward; it takes the media of all its scorers, and references if one of them does.
 
     Args:
-        reward: what to combine.
-        scorers: scorer by name, for each name in reward.specs. None is called with more than its batch size.
+        reward: the weighted sum.
+        scorers: scorer by name, for each name in reward.specs. Each is called with at most its batch size.
     """
     sizes = [scorer.batch_size for scorer in scorers.values()]
     known = [size for size in sizes if size is not None]
@@ -44,10 +43,10 @@ def combine(reward: Reward, scorers: Mapping[str, Scorer]) -> Scorer:
 
 
 def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
-    """Return parts [N, R], float64, of N scores by R names; NaN where a score has no such part.
+    """Return parts [N, R], float64, of N scores by R names; NaN if a score lacks a part.
 
-    As rewards for `omni_losses.multi_reward_advantages`, which normalizes each column by itself. Leave out the samples
-    that the trainer masks anyway, and add the column "gate" where a veto should count.
+    These are rewards for `omni_losses.multi_reward_advantages`, which normalizes each column separately. Leave out the
+    samples that the trainer masks, and add the column "gate" if a veto should count.
     """
     return np.array([[score.parts.get(name, math.nan) for name in names] for score in scores]).reshape(-1, len(names))
 
@@ -55,7 +54,7 @@ def stack_parts(scores: Sequence[Score], names: Sequence[str]) -> np.ndarray:
 def score_in_batches(
     scorer: Scorer, media: Arrays, prompts: list[str], meta: Meta, references: References, since: float
 ) -> list[Score]:
-    """Return N scores by a scorer that is called with no more than its batch size. since: as `Scorer.timed`."""
+    """Return N scores of a scorer, called with at most its batch size. since: as in `Scorer.timed`."""
     scores: list[Score] = []
     size = scorer.batch_size or len(prompts)
     for start in range(0, len(prompts), size):
@@ -66,7 +65,7 @@ def score_in_batches(
 
 
 def _join(reward: Reward, scores: Mapping[str, Score]) -> Score:
-    """Return one sample's score, from that by each scorer; details that several give have the scorer's name before."""
+    """Return a sample's score from those of the scorers; details of several scorers get the scorer's name as prefix."""
     values = {name: score.value for name, score in scores.items() if score.value is not None}
     parts = values | {f"{name}.{part}": value for name, score in scores.items() for part, value in score.parts.items()}
     givers = Counter(key for score in scores.values() for key in score.details)

@@ -1,8 +1,8 @@
-"""Chooses the server that takes an attempt at a request: the least busy one that is well.
+"""Choice of a server for each attempt at a request: the least busy one that has not just failed.
 
-A server that fails rests for a while, longer each time, and the others get its requests. One that has failed a few
-times in a row then gets a single request on trial, and the rest follow once that has been answered. A request for which
-no server is free waits; LAST_TRY_S before its deadline it takes one that rests, and that attempt is its last.
+A server that fails is paused, each time for longer, and the others get its requests. After several failures in a row it
+gets a single request on trial, and more once that has succeeded. A request waits while no server is free; LAST_TRY_S
+before its deadline it takes a paused one, and that attempt is its last.
 """
 
 import random
@@ -16,7 +16,7 @@ from omni_reward.errors import RewardConnectError, RewardError, RewardHTTPError,
 
 FIRST_REST_S = 0.1
 MAX_REST_S = 10.0
-MAX_RETRY_AFTER_S = 30.0  # however long a server asks us to wait
+MAX_RETRY_AFTER_S = 30.0  # longest pause that a server can ask for
 LAST_TRY_S = 0.5
 NUM_FAILURES_TO_TRIAL = 3
 RETRY_STATUSES = frozenset({429, 502, 503, 504})
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def is_worth_a_retry(error: RewardError) -> bool:
-    """True when the same request may well succeed a moment later: the server is down, restarting or full."""
+    """True if the same request may soon succeed: the server is down, restarting or full."""
     if isinstance(error, RewardHTTPError):
         return error.status in RETRY_STATUSES
     return isinstance(error, RewardConnectError)
@@ -32,21 +32,21 @@ def is_worth_a_retry(error: RewardError) -> bool:
 
 @dataclass(eq=False)
 class Endpoint:
-    """A server with its requests and failures. Times are on the monotonic clock."""
+    """A server with its requests and failures; times are on the monotonic clock."""
 
     url: str
-    num_requests: int = 0  # under way
-    num_failures: int = 0  # in a row; those of attempts that ran side by side count once
+    num_requests: int = 0  # that are running
+    num_failures: int = 0  # in a row; failures of concurrent attempts count once
     failed_at: float = 0.0
     rests_until: float = 0.0
 
     def is_free(self, now: float, last: float) -> bool:
-        """True when it can take an attempt of a request whose last one is due at `last`; on trial it takes one."""
+        """True if it can take an attempt at a request whose last attempt is due at `last`; on trial it takes one."""
         is_on_trial = self.num_failures >= NUM_FAILURES_TO_TRIAL
         return now >= min(self.rests_until, last) and not (is_on_trial and self.num_requests)
 
     def fail(self, error: RewardError, *, started: float, now: float) -> None:
-        """Send it to rest after an attempt that began at `started`."""
+        """Pause it after a failed attempt that began at `started`."""
         if started >= self.failed_at:
             self.num_failures += 1
             self.failed_at = now
@@ -65,10 +65,10 @@ class Endpoints:
         self._last_failure = "none yet"
 
     def call(self, attempt: Callable[[str], T], deadline: float) -> T:
-        """Return what the first attempt that succeeds does, each at the URL of a server, until one fails for good.
+        """Return the result of the first successful attempt, each with the URL of a server.
 
         Raises:
-            RewardError: that of the last attempt.
+            RewardError: the last attempt failed, or one failed in a way that no retry can mend.
         """
         error: RewardError | None = None
         for number, endpoint in enumerate(iter(lambda: self.take(deadline), None), start=1):
@@ -85,7 +85,7 @@ class Endpoints:
         raise error or RewardConnectError(f"no server could be asked in time; last failure: {self._last_failure}")
 
     def take(self, deadline: float) -> Endpoint | None:
-        """Return the server for one attempt, to be given back; None when none can take it before the deadline."""
+        """Return the server for one attempt, to be given back; None if none is free before the deadline."""
         last = deadline - LAST_TRY_S
         with self._changed:
             while (now := time.monotonic()) < deadline:
@@ -99,7 +99,7 @@ class Endpoints:
         return None
 
     def give_back(self, endpoint: Endpoint, error: RewardError | None, *, started: float) -> None:
-        """Note the end of the attempt that began at `started`; an error that blames the request is no failure."""
+        """Record the end of an attempt that began at `started`; errors of the request itself are no failures."""
         with self._changed:
             endpoint.num_requests -= 1
             if error is not None and (is_worth_a_retry(error) or isinstance(error, RewardTimeoutError)):

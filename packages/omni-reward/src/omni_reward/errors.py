@@ -1,27 +1,27 @@
 """Failures between a trainer and a scorer, as one small tree.
 
-    RewardError                 anything below; catch this to drop or stop
-    |-- RewardTimeoutError      the deadline passed before the whole reply was here
-    |-- RewardConnectError      no server answered, or the connection broke before the whole reply was here
+    RewardError                 any of these
+    |-- RewardTimeoutError      the deadline passed before the reply was complete
+    |-- RewardConnectError      no server answered, or the connection broke before the reply was complete
     |-- RewardHTTPError         the server answered with an error; `.status` and `.code` say which
-    `-- RewardFormatError       the server answered with something that is not the protocol
+    `-- RewardFormatError       the reply does not follow the protocol
 
-A failed request is never a score of 0: with `RewardClient(on_failure=)` it raises or leaves its samples out. A scorer
-that cannot judge one sample of a good request is no error: that sample has its reason in `Score.abstained`.
+A failed request is never a score of 0: `RewardClient(on_failure=)` makes it raise or masks its samples. If a scorer
+cannot judge one sample of a valid request, that is not an error: the reason is in `Score.abstained`.
 """
 
 TRANSIENT_STATUSES = frozenset({408, 429})  # besides those from 500 on
 
 
 class RewardError(Exception):
-    """A scoring request that brought no scores.
+    """A request that failed.
 
     Args:
-        message: what happened, with the URL.
-        fatal: whether something is set up wrongly, so that no later request can do better; it is never masked.
+        message: the failure, with the URL.
+        fatal: True if the setup is wrong, so that no later request can succeed; such a failure is never masked.
     """
 
-    num_attempts = 1  # how often the request was sent before this ended it
+    num_attempts = 1  # times that the request was sent
 
     def __init__(self, message: str, *, fatal: bool = False) -> None:
         super().__init__(message)
@@ -33,27 +33,27 @@ class RewardError(Exception):
 
 
 class RewardTimeoutError(RewardError):
-    """The deadline passed before the whole reply was here."""
+    """The deadline passed before the reply was complete."""
 
 
 class RewardConnectError(RewardError):
-    """No server answered, or the connection broke before the whole reply was here."""
+    """No server answered, or the connection broke before the reply was complete."""
 
 
 class RewardFormatError(RewardError):
-    """The reply is not the protocol: not JSON, not finite, too long.
+    """The reply does not follow the protocol: not JSON, not finite, too long.
 
-    Fatal when it speaks another version, or answers another request, another number of samples or another order.
+    Fatal if it has another version, or is for another request, another number of samples or another order.
     """
 
 
 class RewardHTTPError(RewardError):
-    """The server answered with an error status; fatal unless that status passes by itself: 408, 429, 500 and above.
+    """The server answered with an error status; fatal unless it is transient: 408, 429, 500 and above.
 
     Args:
-        message: what happened, with the URL.
+        message: the failure, with the URL.
         status: HTTP status, such as 401 or 503.
-        code: the protocol's word for the error, such as "malformed"; empty when something else than a scorer answered.
+        code: the protocol's name of the error, such as "malformed"; empty if the server is not a reward server.
         retry_after_s: seconds that the server asked to wait.
     """
 

@@ -1,14 +1,14 @@
-"""Samples to score: the kinds of media that a scorer may be sent, and the rules that arrays, prompts and meta follow.
+"""Samples to score: the kinds of media, and the rules for arrays, prompts and meta.
 
 | kind   | dtype            | shape               | rate in the sample's meta | content                               |
 |--------|------------------|---------------------|---------------------------|---------------------------------------|
 | image  | uint8            | [N, H, W, 3]        |                           | RGB, rows from the top                |
 | video  | uint8            | [N, T, H, W, 3]     | fps, frames a second      | RGB frames                            |
 | audio  | float32          | [N, S, C]           | sample_rate, Hz           | amplitude, full scale is -1 to 1      |
-| latent | float32, float16 | [N, ...], 2-8 axes  |                           | whatever the latent reward model takes|
+| latent | float32, float16 | [N, ...], 2-8 axes  |                           | the input of a latent reward model    |
 | text   | object           | [N]                 |                           | str, such as answers to the prompts   |
 
-A sample of an edit also has references, the pictures it was made from: uint8 [H, W, 3] each, of any sizes.
+An edited sample also has references, its input images: uint8 [H, W, 3] each, of any sizes.
 
 Letters: N samples, T frames, H height, W width, S points in time, C channels.
 """
@@ -23,10 +23,10 @@ import numpy as np
 MAX_AXES = 8
 MAX_REFERENCES = 16  # of a sample
 MAX_TEXT_CHARS = 2**20  # of a sample
-TEXT = "text"  # the one kind that travels in no tensor
+TEXT = "text"  # the only kind that is not sent as a tensor
 Arrays = dict[str, np.ndarray]
 Meta = list[dict[str, object]]
-References = Sequence[tuple[np.ndarray, ...]]  # of N samples, each with its own number of them; () for none at all
+References = Sequence[tuple[np.ndarray, ...]]  # of each of N samples; () if the scorer takes none
 
 
 _SHORT = reprlib.Repr()
@@ -34,15 +34,15 @@ _SHORT.maxlist, _SHORT.maxstring, _SHORT.maxlong, _SHORT.maxother = 30, 100, 100
 
 
 def shown(value: object) -> str:
-    """Return the start of a value's repr, which is never made in full: a client may have sent megabytes."""
+    """Return the start of a value's repr without making all of it, since a client may have sent megabytes."""
     return _SHORT.repr(value)[:80]
 
 
 @dataclass(frozen=True)
 class MediaKind:
-    """Dtypes and axes of one kind of media, and the rate that a sample's meta must give for it.
+    """Dtypes and axes of one kind of media, and the rate that a sample's meta must have for it.
 
-    An axis that is a number must have that size, a letter any size above 0, and "..." stands for one axis or more.
+    A numeric axis must have that size, a letter may have any size above 0, and "..." is one axis or more.
     """
 
     dtypes: tuple[str, ...]
@@ -67,9 +67,9 @@ class ScoreRequest:
         media: array [N, ...] by kind.
         prompts: N prompts.
         meta: N objects of JSON values for the scorer.
-        request_id: the caller's name for this request; the reply repeats it.
-        ids: N different names of the samples, each repeated next to its score; "0", "1", ... where none are given.
-        references: of the N samples, for a scorer that takes them; () for all others.
+        request_id: name of this request, which the reply repeats.
+        ids: N different names of the samples, repeated beside their scores; "0", "1", ... by default.
+        references: of the N samples, for a scorer that takes them; else ().
 
     Raises:
         ValueError: media, prompts, meta or references break a rule.
@@ -106,12 +106,12 @@ def check_text(name: str, text: str) -> None:
     """Raise ValueError unless the text can be encoded."""
     try:
         text.encode()
-    except UnicodeEncodeError as exc:  # JSON can spell half of a surrogate pair; no tokenizer can read one
+    except UnicodeEncodeError as exc:  # JSON can hold a lone surrogate, which no tokenizer can read
         raise ValueError(f"{name} must be Unicode text, got {shown(text)}") from exc
 
 
 def check_media(kind: str, array: object, meta: Meta) -> None:
-    """Raise ValueError unless the array fits MEDIA_KINDS, with a sample for each meta and its rate in there."""
+    """Raise ValueError unless the array fits MEDIA_KINDS, with one sample per meta, which has its rate."""
     rule = media_kind(kind)
     if not isinstance(array, np.ndarray) or str(array.dtype) not in rule.dtypes:
         dtype = getattr(array, "dtype", type(array).__name__)
@@ -130,7 +130,7 @@ def as_texts(texts: object) -> np.ndarray:
     """Return an array [N] of the strings in a list.
 
     Raises:
-        ValueError: it is no list, or a string is none, too long or no Unicode.
+        ValueError: it is not a list, or an item is not a string, too long or not Unicode.
     """
     if not isinstance(texts, list | tuple | np.ndarray):
         raise ValueError(f"{TEXT} must be a list of strings, got {shown(texts)}")
@@ -142,37 +142,37 @@ def as_texts(texts: object) -> np.ndarray:
 
 
 def check_references(references: References, count: int) -> None:
-    """Raise ValueError unless there is a tuple of pictures, uint8 [H, W, 3], for each of `count` samples."""
+    """Raise ValueError unless each of `count` samples has a tuple of images, uint8 [H, W, 3]."""
     if len(references) != count:
-        raise ValueError(f"references must hold the pictures of each prompt ({count}), got {len(references)}")
+        raise ValueError(f"references must hold the images of each prompt ({count}), got {len(references)}")
     for own in references:
         if len(own) > MAX_REFERENCES:
             raise ValueError(f"references must hold at most {MAX_REFERENCES} of a sample, got {len(own)}")
-        for picture in own:
-            if not isinstance(picture, np.ndarray) or picture.dtype != np.uint8:
-                raise ValueError(f"references must be uint8 arrays, got {shown(getattr(picture, 'dtype', picture))}")
-            if not _fits(picture.shape, ("H", "W", 3)):
-                raise ValueError(f"references must have the shape [H, W, 3], got {picture.shape}")
+        for image in own:
+            if not isinstance(image, np.ndarray) or image.dtype != np.uint8:
+                raise ValueError(f"references must be uint8 arrays, got {shown(getattr(image, 'dtype', image))}")
+            if not _fits(image.shape, ("H", "W", 3)):
+                raise ValueError(f"references must have the shape [H, W, 3], got {image.shape}")
 
 
 def canary(kinds: Sequence[str], count: int) -> tuple[Arrays, dict[str, object]]:
-    """Return grey, silent or empty samples of these kinds, and the rates for the meta of each.
+    """Return grey, silent or empty samples of these kinds, and the rates for their meta.
 
     Raises:
-        ValueError: a kind has no sample that suits every scorer.
+        ValueError: a kind has no sample that is valid for every scorer.
     """
     grey, silence = np.full((count, 8, 64, 64, 3), 128, np.uint8), np.zeros((count, 16_000, 1), np.float32)
     samples: Arrays = {"image": grey[:, 0], "video": grey, "audio": silence, TEXT: np.full(count, "", object)}
     if missing := set(kinds) - set(samples):
-        raise ValueError(f"media must be given to ask a scorer of {sorted(missing)}: no sample suits all of them")
+        raise ValueError(f"media must be given for a scorer of {sorted(missing)}: no sample is valid for all of them")
     return {kind: samples[kind] for kind in kinds}, {"fps": 8.0, "sample_rate": 16_000}
 
 
 def media_kind(kind: object) -> MediaKind:
-    """Return the kind of that name.
+    """Return the kind of this name.
 
     Raises:
-        ValueError: there is none.
+        ValueError: it does not exist.
     """
     if not isinstance(kind, str) or kind not in MEDIA_KINDS:
         raise ValueError(f"media must be of the kinds {sorted(MEDIA_KINDS)}, got {shown(kind)}")

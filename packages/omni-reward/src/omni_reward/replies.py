@@ -1,7 +1,7 @@
-"""Remembers the latest replies by request id, so that a request sent twice is scored once.
+"""Cache of the latest replies by request id, so that a request sent twice is scored once.
 
-A client that never saw the reply sends the same bytes again under the same id. Whether the first request is still being
-scored or long done, the second one gets its reply.
+A client that did not receive the reply sends the same bytes again, with the same id. It then gets the reply to the
+first request, which may still be running.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ class _Entry:
 
 
 class Replies:
-    """Replies that are being made, and the latest ones made; failures are forgotten, so that a repeat tries again.
+    """Replies that are being made, and the latest finished ones. Failures are not cached: a repeat tries again.
 
     Args:
-        max_replies: most finished replies that are kept.
-        max_bytes: most bytes that they may have together.
+        max_replies: most finished replies in the cache.
+        max_bytes: most bytes of them.
     """
 
     def __init__(self, *, max_replies: int = MAX_REPLIES, max_bytes: int = MAX_BYTES) -> None:
@@ -43,18 +43,18 @@ class Replies:
         self._num_bytes = 0
 
     async def get(self, request_id: str, body: bytes | bytearray, make: Make, drop: Drop = lambda: False) -> bytes:
-        """Return the reply to the request, made unless it is there already.
+        """Return the reply to the request, from the cache if it has one.
 
         Args:
-            request_id: the request's name.
+            request_id: of the request.
             body: its bytes.
-            make: makes the reply; its exceptions go to all who wait for it.
-            drop: called when all who waited have been cancelled; True when the work had not begun and never will.
+            make: makes the reply; its exceptions go to all callers that wait for it.
+            drop: called when all waiting callers were cancelled; True if it has taken back work that had not begun.
 
         Raises:
             IdReusedError: the id belongs to a request with another body.
         """
-        # In a thread, at the same time as the scorer: the digest is needed only once the id comes again.
+        # In a thread, concurrently with the scorer: the digest is needed only if the id comes again.
         digest = asyncio.ensure_future(asyncio.to_thread(lambda: hashlib.sha256(body).digest()))
         entry = self._entries.get(request_id)
         if entry is None:

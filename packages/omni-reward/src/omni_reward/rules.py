@@ -1,4 +1,4 @@
-r"""Rules that grade texts: functions of an answer and of what its prompt's line of the file says besides the prompt.
+r"""Rules that grade texts: functions of an answer and of the other entries in its prompt's line of the file.
 
 {"prompt": "What is 3 + 4?", "answer": "7"}
 
@@ -21,11 +21,11 @@ from omni_reward.wire import Score
 Rule = Callable[[str, Mapping[str, object]], float]
 
 _FENCE = re.compile(r"```(?:json)?\s*\n(.*)\n\s*```", re.DOTALL)
-_NUMBER = re.compile(  # never tries fewer digits; of groups that fail, all but the last are passed over at once
+_NUMBER = re.compile(  # never backtracks into digits; of groups that fail, all but the last are skipped at once
     r"((?<![\w.])-?(?>\d{1,3}(?:,\d{3})+|\d+)(?:\.\d++)?(?!,*\d))"
     r"|(?<![\w.])\d{1,3}(?:,\d{3}(?=,\d{3}))*+(?=,\d{3})"
 )
-_LETTER_ALONE = re.compile(r"\W*([A-Za-z])\W*")
+_SINGLE_LETTER = re.compile(r"\W*([A-Za-z])\W*")
 _LETTER_STATED = re.compile(
     r"(?:(?i:\b(?:answer|option|choice)(?:\s+is)?)[\s:=*(\[\"'$]{1,6}|\\boxed\{(?:\\(?:text|mathrm|textbf)\{)?\W*)"
     r"([A-Z](?!\w)|[b-hj-z](?![\w'\u2019]|\.\w)|[ai](?=[)\].,*\"'}$]*(?:\s*$|\n)|[)\]}]))"  # none in "is a good one"
@@ -36,14 +36,14 @@ _LETTER = re.compile(
 
 
 def exact(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the answer is the line's "answer", spaces around it aside, else 0."""
+    """Return 1 if the answer is the line's "answer", without spaces around it, else 0."""
     return float(answer.strip() == str(meta["answer"]).strip())
 
 
 def contains(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the line's "answer" stands in the answer as a word or a number of its own, else 0.
+    """Return 1 if the answer contains the line's "answer" as a separate word or number, else 0.
 
-    A number is not found in a longer one: 7 neither in 7.5, 1.7, 3/7 and 7,000 nor in -7.
+    A number is not found in a longer one: 7 is not in 7.5, 1.7, 3/7, 7,000 or -7.
     """
     wanted = str(meta["answer"]).strip()
     before, after = r"(?<!\w)", r"(?!\w)"
@@ -55,29 +55,29 @@ def contains(answer: str, meta: Mapping[str, object]) -> float:
 
 
 def regex(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the line's "pattern", a regular expression, is found in the answer, else 0."""
+    """Return 1 if the line's "pattern", a regular expression, matches in the answer, else 0."""
     return float(_compile('"pattern"', str(meta["pattern"])).search(answer) is not None)
 
 
 def choice(answer: str, meta: Mapping[str, object]) -> float:
-    r"""Return 1 where the option that the answer states last is the line's "answer", a letter, else 0.
+    r"""Return 1 if the option that the answer states last is the line's "answer", a letter, else 0.
 
-    An option is stated by a lone letter, by "answer is B", "option (B)" or "\boxed{B}", else by a capital on its own.
+    An option is stated by a single letter, by "answer is B", "option (B)" or "\boxed{B}", else by a separate capital.
     """
-    if not (right := _LETTER_ALONE.fullmatch(str(meta["answer"]))):
+    if not (right := _SINGLE_LETTER.fullmatch(str(meta["answer"]))):
         raise ValueError(f'"answer" must be one letter, got {meta["answer"]!r:.80}')
-    if alone := _LETTER_ALONE.fullmatch(answer):
-        return float(alone[1].upper() == right[1].upper())
+    if single := _SINGLE_LETTER.fullmatch(answer):
+        return float(single[1].upper() == right[1].upper())
     stated = _LETTER_STATED.findall(answer) or _LETTER.findall(answer)
     return float([letter.upper() for letter in stated[-1:]] == [right[1].upper()])
 
 
 def number(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the answer and the line's "answer" have one last number, else 0; in either, that after "####"."""
-    right, said = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
+    """Return 1 if the answer and the line's "answer" have the same last number, else 0; "####" may mark it."""
+    right, given = (numbers(text.rpartition("####")[2]) for text in (str(meta["answer"]), answer))
     if not right:
         raise ValueError(f'"answer" must hold a number, got {meta["answer"]!r:.80}')
-    return float(bool(said) and float(said[-1].replace(",", "")) == float(right[-1].replace(",", "")))
+    return float(bool(given) and float(given[-1].replace(",", "")) == float(right[-1].replace(",", "")))
 
 
 def numbers(text: str) -> list[str]:
@@ -86,34 +86,34 @@ def numbers(text: str) -> list[str]:
 
 
 def math(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
+    """Return 1 if math-verify finds the answer equal to the line's "answer", a number or LaTeX, else 0."""
     from math_verify import parse, verify
 
     return float(verify(_right(str(meta["answer"])), parse(answer)))
 
 
 def json_entries(answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the answer is a JSON object, maybe fenced, with the entries or keys of "json", else 0."""
+    """Return 1 if the answer is a JSON object, maybe fenced, with the entries or keys of "json", else 0."""
     wanted = meta["json"]
     if not isinstance(wanted, dict | list):
         raise ValueError(f'"json" must be an object or a list of keys, got {wanted!r:.80}')
     fenced = _FENCE.fullmatch(answer.strip())
     try:
-        said = json.loads(fenced[1] if fenced else answer)
+        given = json.loads(fenced[1] if fenced else answer)
     except (ValueError, RecursionError):
         return 0.0
-    if not isinstance(said, dict) or not all(key in said for key in wanted):
+    if not isinstance(given, dict) or not all(key in given for key in wanted):
         return 0.0
-    return float(isinstance(wanted, list) or all(_same(said[key], value) for key, value in wanted.items()))
+    return float(isinstance(wanted, list) or all(_same(given[key], value) for key, value in wanted.items()))
 
 
 def has_format(pattern: re.Pattern[str], answer: str, meta: Mapping[str, object]) -> float:
-    """Return 1 where the pattern fits the whole answer, else 0."""
+    """Return 1 if the pattern matches the entire answer, else 0."""
     return float(pattern.fullmatch(answer) is not None)
 
 
-SCORER = "scorer"  # the term that stands for what a server says
-# The rules, and the entry of a prompt's line that each asks for. One more is one more row.
+SCORER = "scorer"  # the term for the score of a reward server
+# The rules, and the entry of a prompt's line that each requires; a new rule is a new row.
 RULES: dict[str, tuple[Rule, str]] = {
     "exact": (exact, "answer"),
     "contains": (contains, "answer"),
@@ -127,7 +127,7 @@ RULES: dict[str, tuple[Rule, str]] = {
 
 @dataclass(frozen=True)
 class Term:
-    """A rule, the entry of a prompt's line that it asks for, and its file, if any."""
+    """A rule, the entry of a prompt's line that it requires, and its file, if any."""
 
     name: str
     rule: Rule
@@ -137,7 +137,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Rules:
-    """A reward whose terms are rules; those that a server says are in the reward only."""
+    """A reward whose terms are rules; terms that a server scores are only in the reward."""
 
     reward: Reward
     terms: tuple[Term, ...]
@@ -147,11 +147,11 @@ class Rules:
 def open_rules(text: str, *, remote: bool = False) -> Rules:
     """Return the rules of a reward, as in `omni_reward.terms`.
 
-    A term is one of RULES, `format=PATTERN`, or `python:FILE.py:FUNCTION`, whose file is run. remote: SCORER may be a
-    term too, which `grade` does not know.
+    A term is one of RULES, `format=PATTERN`, or `python:FILE.py:FUNCTION`, whose file is executed. remote: True if
+    SCORER may be a term too, which `grade` does not compute.
 
     Raises:
-        ValueError: it is no reward, there is no such rule, file or function, or a library is not installed.
+        ValueError: the text is not a reward, a rule, file or function does not exist, or a library is not installed.
     """
     reward = parse(text, [*RULES, SCORER])
     known = [*RULES, *[SCORER] * remote]
@@ -167,7 +167,7 @@ def _term(name: str, spec: str, known: Sequence[str]) -> Term:
         try:
             own: Callable[..., float] = load_user(spec)  # type: ignore[assignment]  # a Rule, as docs/tokens.md says
         except ImportError as exc:
-            raise ValueError(f"{spec} needs what is not installed: {exc}") from exc
+            raise ValueError(f"{spec} needs a package that is not installed: {exc}") from exc
         return Term(name, own, file=Path(spec.removeprefix("python:").rpartition(":")[0]))
     if spec not in RULES:
         raise ValueError(f"must be one of {', '.join(known)}, format=PATTERN or python:FILE.py:FUNCTION, got {spec!r}")
@@ -180,7 +180,7 @@ def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
     """Grade an empty answer.
 
     Raises:
-        ValueError: a prompt's line lacks what a rule asks for, or a rule fails on it.
+        ValueError: a prompt's line lacks an entry that a rule requires, or a rule fails on it.
     """
     check_keys(rules, meta, flag=flag)
     for term in rules.terms:
@@ -193,14 +193,14 @@ def check_meta(rules: Rules, meta: Mapping[str, object], *, flag: str = "--rewar
 
 
 def check_keys(rules: Rules, meta: Mapping[str, object], *, flag: str = "--reward") -> None:
-    """Raise ValueError for a prompt's line without what a rule asks for. flag: that names the rules, for messages."""
+    """Raise ValueError if a prompt's line lacks an entry that a rule requires. flag: the setting of the rules."""
     for term in rules.terms:
         if term.key and term.key not in meta:
-            raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} asks for')
+            raise ValueError(f'must have the key "{term.key}", which {flag} {term.name} requires')
 
 
 def version_of(rules: Rules) -> str:
-    """Return a short name for what runs beside this file: users' files as they are now, and math-verify."""
+    """Return the versions of what the rules use: users' files, as they are now, and math-verify."""
     found = []
     for term in rules.terms:
         if term.file:
@@ -208,13 +208,13 @@ def version_of(rules: Rules) -> str:
         if term.rule is math:
             try:
                 found.append(f"math-verify {version('math-verify')}")
-            except PackageNotFoundError:  # a copy that is no package
+            except PackageNotFoundError:  # a copy without metadata
                 found.append("math-verify")
     return "; ".join(found)
 
 
 def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[dict[str, float]]:
-    """Return what each rule says of answers, each with what its prompt's line says."""
+    """Return the value of each rule for each answer. metas: the answers' lines."""
     return [
         {term.name: float(term.rule(answer, meta)) for term in rules.terms}
         for answer, meta in zip(answers, metas, strict=True)
@@ -222,7 +222,7 @@ def judge(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, obj
 
 
 def grade(rules: Rules, answers: Sequence[str], metas: Sequence[Mapping[str, object]]) -> list[Score]:
-    """Return the reward of answers, with what the rules say as its parts where it is more than one rule."""
+    """Return the reward of each answer; with several rules, their values are its parts."""
     scores = []
     for values in judge(rules, answers, metas):
         value, gate = rules.reward.total(values)
@@ -241,14 +241,14 @@ def _compile(name: str, pattern: str) -> re.Pattern[str]:
 
 @lru_cache(maxsize=4096)
 def _right(answer: str) -> list[object]:
-    """Return what math-verify reads in a line's answer, which needs no dollars around it."""
+    """Parse a line's answer, with or without dollars around it, by math-verify."""
     from math_verify import parse
 
     found: list[object] = parse(answer if "$" in answer or "\\boxed" in answer else f"${answer}$")
     if not found:
-        raise ValueError(f'"answer" must be what math-verify reads, got {answer!r:.80}')
+        raise ValueError(f'"answer" must be one that math-verify can parse, got {answer!r:.80}')
     return found
 
 
-def _same(said: object, wanted: object) -> bool:
-    return said == wanted and isinstance(said, bool) == isinstance(wanted, bool)  # True == 1
+def _same(given: object, wanted: object) -> bool:
+    return given == wanted and isinstance(given, bool) == isinstance(wanted, bool)  # True == 1

@@ -3,8 +3,8 @@
     python -m omni_reward.server --scorer ocr --port 0 --url-file scorer.url
 
 The event loop only moves bytes: requests are parsed in a thread pool and scored in one worker thread (batching.py), so
-`/healthz` answers while a slow scorer works. Requests wait in a queue with a bound on their number and one on their
-bytes; beyond either, the answer is 503. A request that comes again gets the reply of the first (replies.py).
+that `/healthz` answers while a slow scorer works. The queue of requests has limits on its number and bytes; beyond
+them, the answer is 503. A repeated request gets the reply to the first one (replies.py).
 """
 
 import asyncio
@@ -50,10 +50,10 @@ except ImportError as missing:
     raise
 
 MB = 2**20
-HEAD_S = 10  # longest that the head of a request may take to arrive
-IDLE_S = 150  # a trainer calls once per step; its connection should live from one step to the next
-LAST_BODY_S = 1  # that SIGTERM leaves for bodies on their way
-CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of the chunks of a body, and how many may have any size
+HEAD_S = 10  # limit for the head of a request
+IDLE_S = 150  # a trainer's connection should last from one step to the next
+LAST_BODY_S = 1  # limit for incomplete bodies after SIGTERM
+CHUNK_BYTES, FREE_CHUNKS = 1024, 1024  # least mean size of a body's chunks, and the number of free ones
 
 logger = logging.getLogger("omni_reward.server")
 
@@ -113,7 +113,7 @@ def create_app(
             references=)` changes that. It is called from one thread, never concurrently.
         name: of the scorer in replies.
         token: bearer token that /score and /info require. If None, anyone may use them; over loopback, only with a
-            Host header that names loopback, so that no web page reaches the server by a name of its own.
+            Host header that names loopback, so that no web page can reach the server by DNS rebinding.
         host: one more name of loopback.
         limits: of requests.
         show_errors: True if clients get the type and message of the scorer's errors, which are always in the log.
@@ -143,7 +143,7 @@ class _Service:
         self._scorer, self._name, self._host, self._show_errors = scorer, name, host, show_errors
         self._credentials, self._limits = credentials, limits
         self._batcher, self._replies = Batcher(scorer), Replies()
-        self._num_requests, self._num_bytes = 0, 0  # let in and not answered yet; only the event loop counts them
+        self._num_requests, self._num_bytes = 0, 0  # accepted and not answered; only the event loop counts them
 
     async def info(self, request: Request) -> Response:
         self._check_access(request)
@@ -186,7 +186,7 @@ class _Service:
         return request
 
     async def _answer(self, request: ScoreRequest) -> bytes:
-        """Return the body of the reply, once the scorer has had its turn at the request."""
+        """Score the request, and return the body of the reply."""
         try:
             scores = await self._batcher.score(request)
         except ScorerFailedError as exc:
@@ -197,15 +197,15 @@ class _Service:
 
     def _failure(self, error: ScorerFailedError) -> str:
         if not self._show_errors:
-            return "the scorer failed; the server's log says why"
+            return "the scorer failed; the server's log has the error"
         cause = "".join(traceback.format_exception_only(error.__cause__)).strip()
-        return f"the scorer raised {wire.clean(cause, 300)}; the server's log says where"
+        return f"the scorer raised {wire.clean(cause, 300)}; the server's log has the traceback"
 
     def _check_access(self, request: Request) -> None:
         if self._credentials is None:
             address, _ = request.scope.get("server") or ("", None)
             if is_loopback(address) and not names_loopback(asked := request.headers.get("host", ""), self._host):
-                rule = "Host must be a name of loopback, such as localhost, where the server has no token"
+                rule = "Host must be a name of loopback, such as localhost, as the server has no token"
                 raise HTTPException(403, f"{rule}, got {wire.clean(asked, 80)!r}")
             return
         given = request.headers.get("authorization", "").encode("latin-1")
@@ -214,15 +214,15 @@ class _Service:
 
     @asynccontextmanager
     async def _receive(self, request: Request) -> AsyncIterator[bytearray]:
-        """Yield the body of a request, which counts as long as the `with` lasts."""
-        body = bytearray()  # the scorer's arrays lie in it, and may be written to
+        """Yield the body of a request, and count it until the block ends."""
+        body = bytearray()  # not bytes: the scorer may write to its arrays, which share this memory
         try:
             try:
                 async with asyncio.timeout(self._limits.receive_timeout_s):
                     await self._collect(request, body)
             except TimeoutError as exc:
                 raise HTTPException(408, "the body took too long to arrive") from exc
-            self._num_requests += 1  # only now: bodies that trickle take nobody's place
+            self._num_requests += 1  # not before: slow bodies must not fill the queue
             try:
                 yield body
             finally:
@@ -231,16 +231,16 @@ class _Service:
             self._num_bytes -= len(body)
 
     async def _collect(self, request: Request, body: bytearray) -> None:
-        """Fill the body, which is refused as soon as it is too long, whatever its Content-Length."""
+        """Fill the body, and refuse it as soon as it is too long, with any Content-Length."""
         declared = request.headers.get("content-length", "")
         self._check_room(int(declared) if declared.isdecimal() else 0)
-        async for chunk in request.stream():  # the last one is empty, so that there is room when all are there
+        async for chunk in request.stream():  # the last one is empty, and checks the complete body
             body += chunk
             self._num_bytes += len(chunk)
             self._check_room(len(body))
 
     def _check_room(self, length: int) -> None:
-        """Refuse a body that is so long already, and any while too many requests or bytes wait."""
+        """Refuse a body of this length if it is too long, or if too many requests or bytes wait."""
         limits = self._limits
         if length > limits.max_body_bytes:
             raise HTTPException(413, f"the body must be at most {limits.max_body_bytes} bytes")
@@ -249,7 +249,7 @@ class _Service:
 
 
 async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> bytes:
-    """Return the result of the work, which is cancelled when the client hangs up."""
+    """Return the result of the work, which is cancelled if the client disconnects."""
     reply, gone = asyncio.ensure_future(work), asyncio.ensure_future(_hang_up(request))
     try:
         await asyncio.wait({reply, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -262,9 +262,9 @@ async def _unless_gone(request: Request, work: Coroutine[None, None, bytes]) -> 
 
 
 async def _hang_up(request: Request) -> None:
-    """Return when the client of a request with a whole body hangs up."""
+    """Wait until the client of a request, whose body is complete, disconnects."""
     if (await request.receive())["type"] != "http.disconnect":
-        await asyncio.Event().wait()  # a server that does not tell
+        await asyncio.Event().wait()  # a server that does not report it
 
 
 def _json_reply(content: object, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -278,16 +278,16 @@ async def _error_reply(request: Request, exc: Exception) -> Response:
 
 
 async def _no_reply(request: Request, exc: Exception) -> Response:
-    return Response(status_code=400)  # the client hung up while sending, so nobody reads this
+    return Response(status_code=400)  # for the log only: the client has disconnected
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Serve one scorer until SIGTERM or SIGINT, then finish the accepted requests."""
+    """Serve one scorer until SIGTERM or SIGINT, and finish the accepted requests."""
     parser = cli.build_parser()
     args = parser.parse_args(argv)
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn drains first, then hands the signal on to this
+        signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn finishes first, and then raises the signal again
     try:
         token = args.token_file.read_text().strip() if args.token_file else None
         wire.check_token(token)
@@ -309,31 +309,31 @@ def main(argv: list[str] | None = None) -> None:
         log_level="warning",
         access_log=False,
         timeout_keep_alive=IDLE_S,
-        limit_concurrency=args.max_connections + 1,  # uvicorn refuses the one that reaches it
-        backlog=128,  # asyncio logs a line for each when it runs out of descriptors
+        limit_concurrency=args.max_connections + 1,  # uvicorn refuses the connection that reaches it
+        backlog=128,  # without descriptors, asyncio logs a line for each
     )
     _Server(config, args.url_file, args.shutdown_timeout_s).run(sockets=[sock])
 
 
 class _Connection(h11.Connection):
-    """h11's connection, which refuses bodies in tiny chunks: parsing one takes as long as parsing a kilobyte."""
+    """h11's connection, which refuses bodies in tiny chunks: each takes as long to parse as a kilobyte."""
 
     _credit = 0  # bytes
 
     def next_event(self) -> Any:
-        """See the base class; a chunk costs CHUNK_BYTES of the credit, and brings its own bytes."""
+        """Return the next event; a chunk costs CHUNK_BYTES of the credit, and adds its own bytes."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._credit = FREE_CHUNKS * CHUNK_BYTES
         elif isinstance(event, h11.Data):
             self._credit += len(event.data) - CHUNK_BYTES * event.chunk_start
             if self._credit < 0:
-                raise h11.RemoteProtocolError(f"the chunks of a body must have {CHUNK_BYTES} bytes in the mean")
+                raise h11.RemoteProtocolError(f"the chunks of a body must have {CHUNK_BYTES} bytes on average")
         return event
 
 
 class _Protocol(H11Protocol):
-    """uvicorn's connection, closed where no request begins in time."""
+    """uvicorn's connection, closed if no request begins in time."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -346,14 +346,14 @@ class _Protocol(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which announces its URL and ends in time."""
+    """uvicorn's server, with an announced URL and a limited shutdown."""
 
     def __init__(self, config: uvicorn.Config, url_file: Path | None, shutdown_timeout_s: float) -> None:
         super().__init__(config)
         self._url_file, self._shutdown_timeout_s = url_file, shutdown_timeout_s
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if not self.should_exit:  # a scorer that hangs would keep the process: then its stack is printed, and all ends
+        if not self.should_exit:  # if the scorer hangs, print its stack and exit
             faulthandler.dump_traceback_later(self._shutdown_timeout_s, exit=True)
         super().handle_exit(sig, frame)
 
@@ -368,9 +368,8 @@ class _Server(uvicorn.Server):
         closing.cancel()
 
     async def _close_late_connections(self) -> None:
-        # uvicorn tells the connections it has to close after their reply, then waits until none is left. One that was
-        # accepted in the same moment would be kept alive instead, and the process with it. A request whose body is
-        # still on its way has not been accepted.
+        # uvicorn lets each connection close after its reply, and waits for all of them. It misses one that was accepted
+        # in the same moment, which would keep the process alive. A request without its complete body is not accepted.
         since = time.monotonic()
         while True:
             await asyncio.sleep(0.1)

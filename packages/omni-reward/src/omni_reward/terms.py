@@ -1,17 +1,17 @@
-"""One grammar of rewards, for scorers and for rules: a weighted sum, with gates that veto.
+"""The grammar of rewards, for scorers and for rules: a weighted sum, with gates that veto.
 
     0.7*ocr + 0.3*jpeg
     0.7*ocr + 0.3*vlm as look if clip >= 0.2 and look >= 0.5 else -1
     math + 0.1*format=<think>.*</think>.* if json >= 1 else -1
 
-A term is a name, `python:FILE.py:FUNCTION` or `format=PATTERN`, with a weight (1 where none is given) and, after `as`,
-a name of its own, which a term needs that occurs twice. A weight of 0 shows a term without rewarding it. A pattern may
-hold anything; it ends before " + " and what reads like another term.
+A term is a name, `python:FILE.py:FUNCTION` or `format=PATTERN`, with a weight (1 by default) and, after `as`, another
+name, which is necessary if it occurs twice. A term of weight 0 is reported but not rewarded. A pattern may contain any
+character; it ends before " + " and another term.
 
-A gate names a term, which may be one of the sum, and the least value that passes. A sample below it gets the number
-after `else`, the veto, or its sum where that is lower still, so that a veto never pays. A veto is a value and no
-abstention: a sample that cheats has to end up below the others of its group, while one that abstains would be left out
-and never unlearned. The part GATE is 1 where all gates passed and 0 where one did not.
+A gate names a term, of the sum or not, and the least value that passes. A sample below it gets the number after `else`,
+the veto, or its sum if that is lower, so that a veto never pays. A veto is a value, not an abstention: a sample that
+cheats must score below the others of its group, while an abstention would be left out and never unlearned. The part
+GATE is 1 if all gates passed, else 0.
 """
 
 import math
@@ -32,10 +32,10 @@ _EXAMPLE = "'0.7*ocr + 0.3*jpeg' or '0.7*ocr + 0.3*jpeg if clip >= 0.2 else 0'"
 
 @dataclass(frozen=True)
 class Reward:
-    """A weighted sum as it was written.
+    """A parsed reward.
 
     Args:
-        specs: what each name stands for: all that the sum and the gates need.
+        specs: the scorer or rule of each name in the sum and the gates.
         weights: weight in the sum, by name.
         gates: least value that passes, by name.
         veto: value of a sample that does not pass; None without gates.
@@ -48,11 +48,11 @@ class Reward:
 
     @property
     def is_plain(self) -> bool:
-        """True for one term as it is."""
+        """True for a single term of weight 1."""
         return not self.gates and list(self.weights.values()) == [1.0]
 
     def total(self, values: Mapping[str, float]) -> tuple[float, dict[str, float]]:
-        """Return the value of a sample, from its value by each name, and the part GATE where there are gates."""
+        """Return the value of a sample from its values by name, and the part GATE if there are gates."""
         total = math.fsum(weight * values[name] for name, weight in self.weights.items())
         if self.veto is None:
             return total, {}
@@ -61,12 +61,12 @@ class Reward:
 
 
 def parse(text: str, names: Collection[str] = ()) -> Reward:
-    """Return the reward that a text describes.
+    """Parse a reward.
 
-    names: those that end a pattern where they stand as a term.
+    names: terms that end a pattern.
 
     Raises:
-        ValueError: it does not read as in this module's docstring.
+        ValueError: the text does not follow the grammar in this module's docstring.
     """
     whole = _WHOLE.fullmatch(text)
     if whole is None:
@@ -83,7 +83,7 @@ def parse(text: str, names: Collection[str] = ()) -> Reward:
         left = left[term.end() :]
         name = _add(specs, term)
         if name in weights:
-            raise ValueError(f"a reward must not have two terms {name!r}; 'as' gives one a name of its own")
+            raise ValueError(f"a reward must not have two terms {name!r}; 'as' gives one another name")
         weights[name] = _finite(term["sign"] + "1") * _finite(term["weight"] or "1")
     gates: dict[str, float] = {}
     for part in re.split(r"\s+and\s+", whole["gates"]) if whole["gates"] else []:
@@ -98,7 +98,7 @@ def parse(text: str, names: Collection[str] = ()) -> Reward:
 
 
 def _add(specs: dict[str, str], found: re.Match[str]) -> str:
-    """Return the name of the term that was found, now also in specs."""
+    """Add a term to specs, and return its name."""
     own = found.groupdict()
     spec = own.get("spec") or own["pattern"]
     name = own.get("name") or (spec.rpartition(":")[2] if own.get("spec") else FORMAT.rstrip("="))

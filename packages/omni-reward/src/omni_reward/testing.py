@@ -1,9 +1,9 @@
-"""Reward servers that last as long as a block: in a process of their own, or in this one for tests.
+"""Reward servers for the duration of a block: in a separate process, or in this one for tests.
 
     python -m omni_reward.testing ocr -- python train.py ...
 
-runs a command with the flags of a scorer appended, and ends the scorer with it. Flags of `omni_reward.server` may stand
-before the two dashes.
+starts a server, runs the command with the server's flags appended, and then ends the server. Flags of
+`omni_reward.server` may precede the two dashes.
 """
 
 import os
@@ -27,7 +27,7 @@ Env = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Server:
-    """A reward server in a process of its own."""
+    """A reward server in a separate process."""
 
     url: str
     token_file: Path | None
@@ -35,7 +35,7 @@ class Server:
 
     @property
     def flags(self) -> list[str]:
-        """Flags that name the server to a trainer."""
+        """The flags of a trainer that name the server."""
         return ["--scorer-url", self.url, *(("--scorer-token-file", str(self.token_file)) if self.token_file else ())]
 
 
@@ -43,19 +43,19 @@ class Server:
 def serving(
     scorer: str, *flags: str, token: str | None = None, python: str = sys.executable, env: Env | None = None
 ) -> Iterator[Server]:
-    """Start a server of a scorer, which ends with the block; an interrupt from the keyboard does not reach it.
+    """Start a server of a scorer, which ends with the block; Ctrl-C does not reach it.
 
     Args:
-        scorer: as of `python -m omni_reward.server --scorer`.
+        scorer: as in `python -m omni_reward.server --scorer`.
         flags: further flags of that command.
-        token: bearer token that the server asks for.
-        python: interpreter of the environment that has the scorer.
+        token: bearer token that the server requires.
+        python: interpreter of the environment with the scorer.
         env: environment variables in addition to this process's.
 
     Raises:
-        RuntimeError: the server ended before it was ready; its own message is on stderr.
+        RuntimeError: the server ended before it was ready; its message is on stderr.
     """
-    with TemporaryDirectory() as scratch:  # its owner's alone
+    with TemporaryDirectory() as scratch:  # only its owner can read it
         url_file, token_file = Path(scratch) / "url", Path(scratch) / "token" if token else None
         command = [python, "-m", "omni_reward.server", "--scorer", scorer, "--url-file", str(url_file), *flags]
         if token_file is not None:
@@ -94,13 +94,13 @@ def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = N
 
 
 def main(argv: list[str]) -> int:
-    """Run a command beside a scorer, and return its exit code."""
+    """Run a command beside a server, and return its exit code."""
     end = argv.index("--") if "--" in argv else 0
     if not 0 < end < len(argv) - 1:
         raise SystemExit("usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND")
     with serving(*argv[:end], token=secrets.token_urlsafe(32)) as server:
-        signal.signal(signal.SIGINT, lambda *_: None)  # the terminal sends it to the command too, which decides
-        typed = shlex.join([sys.orig_argv[0], "-m", "omni_reward.testing", *argv])  # what continues a run of a trainer
+        signal.signal(signal.SIGINT, lambda *_: None)  # the command gets it too, and decides
+        typed = shlex.join([sys.orig_argv[0], "-m", "omni_reward.testing", *argv])  # continues a run
         process = subprocess.Popen([*argv[end + 1 :], *server.flags], env={**os.environ, "OMNI_RL_COMMAND": typed})
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         code = process.wait()

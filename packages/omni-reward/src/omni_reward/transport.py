@@ -1,8 +1,8 @@
-"""One HTTP exchange under one deadline; each kind of failure has its class in `omni_reward.errors`.
+"""HTTP exchanges, each with one deadline; each kind of failure has its class in `omni_reward.errors`.
 
-`requests` restarts its read timeout at every packet, so a server that trickles can hold a caller for ever. Here each
-exchange has a thread, and its caller waits for it until the deadline and no longer. A thread that is left behind ends
-with the next packet of the reply's body, or when no packet comes for as long as the exchange had.
+`requests` restarts its read timeout at every packet, so a slow server could block a caller for ever. Therefore each
+exchange runs in a thread, and its caller waits for it until the deadline. A thread that its caller left ends with the
+next packet of the reply's body, or after as long without a packet as the exchange had time.
 """
 
 import ipaddress
@@ -23,13 +23,13 @@ from omni_reward.errors import RewardConnectError, RewardFormatError, RewardHTTP
 from omni_reward.wire import check_token, clean
 
 Proxy = Literal["none", "env"]
-NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests asks the environment only for those that are not given
+NO_PROXIES = {"http": "", "https": "", "all": ""}  # requests reads the environment only for missing keys
 MAX_REPLY_BYTES = 16 * 2**20
-MAX_KEPT = 256  # connections that are kept alive
+MAX_KEPT = 256  # servers, and connections to each, that are kept alive
 
 
 class _Body:
-    """A request's body in parts, so that they are sent from where they lie and never joined."""
+    """A request's body in parts, which are sent from their own memory and never joined."""
 
     def __init__(self, parts: Sequence[bytes | memoryview]) -> None:
         self._parts = parts
@@ -88,10 +88,10 @@ class Transport:
             response, reply = answer.result(timeout_s)
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
             if isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
-                raise RewardTimeoutError(f"{where}: no whole reply after {timeout_s:.1f} s") from exc
+                raise RewardTimeoutError(f"{where}: no complete reply after {timeout_s:.1f} s") from exc
             raise RewardConnectError(f"{where}: {exc}") from exc
         if len(reply) > MAX_REPLY_BYTES:
-            raise RewardFormatError(f"{where}: the reply is longer than {MAX_REPLY_BYTES} bytes")
+            raise RewardFormatError(f"{where}: the reply must have at most {MAX_REPLY_BYTES} bytes")
         if response.status_code != 200:
             code, message = _error_in(reply)
             wait_s = _seconds_in(response.headers.get("Retry-After", ""))
@@ -129,21 +129,21 @@ class Transport:
         return response, bytes(reply)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # as `auth`, not as a header: requests lets a .netrc entry replace an Authorization header
+        # As `auth`, since requests replaces an Authorization header by an entry of .netrc.
         if self._token is not None:
             request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 
 
 def is_loopback(host: str) -> bool:
-    """True for a host name or address that means this machine only."""
-    with suppress(ValueError):  # a name
+    """True if a host name or address is this machine's loopback."""
+    with suppress(ValueError):  # a name, not an address
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
 
 
 def names_loopback(host_header: str, own: str) -> bool:
-    """True for a Host header that names loopback, or the server's own name. A page that rebinds a name sends that."""
+    """True if a Host header names loopback or is the server's own name; a web page that rebinds DNS sends another."""
     try:
         host = urlsplit(f"//{host_header}").hostname or ""
     except ValueError:
@@ -165,15 +165,15 @@ def check_url(url: str) -> None:
 
 
 def _seconds_in(retry_after: str) -> float:
-    """Return the seconds from now that a Retry-After header asks for, as a number or a date; 0 for anything else."""
+    """Return the seconds that a Retry-After header asks to wait, given as a number or a date; else 0."""
     try:
         return urllib3.Retry().parse_retry_after(retry_after)
-    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # the last two of numbers, dates too far away
+    except (urllib3.exceptions.InvalidHeader, ValueError, OverflowError):  # the last two for huge numbers and dates
         return 0.0
 
 
 def _error_in(reply: bytes) -> tuple[str, str]:
-    """Return code and message of an error reply; the code is empty when it is not one of a scorer's."""
+    """Return the code and the message of an error; the code is empty if the reply is not from a reward server."""
     try:
         error = json.loads(reply)["error"]
         return clean(str(error["code"]), 80), clean(str(error["message"]), 500)

@@ -1,11 +1,10 @@
-"""Bytes that travel between a trainer and a scorer, and the rules that both ends hold them to.
+"""The protocol between a trainer and a scorer: its bytes, and its rules on both ends.
 
 A request is one safetensors blob: a tensor per kind of media and per reference, and the prompts and texts as JSON in
-the blob's metadata. A reply is JSON. Nothing in either can run code. Both ends build the same `ScoreRequest` and
-`Score`, so they share one set of rules; every broken rule is a `ValueError` that names the field, the rule and the
-value.
+the blob's metadata. A reply is JSON. Neither can run code. Both ends build the same `ScoreRequest` and `Score`, and so
+share one set of rules; a broken rule is a `ValueError` that names the field, the rule and the value.
 
-Letters: N samples. The page for people who write a client or a scorer is docs/reward-protocol.md.
+Letters: N samples. docs/reward-protocol.md specifies the protocol for other clients and scorers.
 """
 
 import inspect
@@ -36,16 +35,16 @@ from omni_reward.media import (
     shown,
 )
 
-PROTOCOLS = (1, 2)  # the second is that of texts, and else the same
-# JSON is parsed whole, under the interpreter's lock, so no request may hold more of it than 0.2 s can read.
-MAX_HEADER_BYTES = 8 * 2**20  # in front of the tensors
+PROTOCOLS = (1, 2)  # the second adds texts
+# JSON is parsed in one call, under the interpreter's lock: these limits bound it to 0.2 s.
+MAX_HEADER_BYTES = 8 * 2**20  # before the tensors
 MAX_VALUES = 2**16  # of the header, and of the request in it
-MAX_DIGITS = 300  # of an integer, which a float can hold
+MAX_DIGITS = 300  # of an integer, which a float can represent
 MAX_ID_CHARS = 128
-REFERENCE = "reference."  # and a number: the names of references among the tensors
-MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute with float32
+REFERENCE = "reference."  # prefix of the names of references; a number follows
+MAX_VALUE = float(np.finfo(np.float32).max)  # trainers compute in float32
 MAX_REASON_CHARS = 1000
-MAX_DETAILS_BYTES = 2**16  # of one sample, as JSON
+MAX_DETAILS_BYTES = 2**16  # of a sample, as JSON
 MAX_DETAILS_DEPTH = 16
 Parts = Mapping[str, float]
 Details = Mapping[str, object]
@@ -54,20 +53,20 @@ NUMPY = {code: "<" + np.dtype(name).str[1:] for name, code in DTYPES.items()}
 
 
 class MismatchError(ValueError):
-    """A sound message, but not the awaited one: of another protocol, or the reply to other samples or another order."""
+    """A valid message of another protocol, or a reply to other samples or in another order."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """One sample's score, or the reason why there is none.
+    """A sample's score, or the reason for its lack.
 
     Args:
-        value: score in the scorer's unit, finite in float32, or None when the scorer abstains.
-        abstained: reason for the lack of a score, set exactly when value is None; cut after MAX_REASON_CHARS.
+        value: score in the scorer's unit, finite in float32; None if the scorer abstains.
+        abstained: reason for the lack of a score; set if and only if value is None; cut after MAX_REASON_CHARS.
         parts: named terms of the value, each finite in float32.
-        details: anything else worth logging, such as the text that the scorer read, as JSON values: at most
-            MAX_DETAILS_DEPTH deep and MAX_DETAILS_BYTES long. A copy is kept, as JSON would bring it back.
-        mask_group: True asks the trainer to leave out the sample's whole group; a client sets it, never a scorer.
+        details: more to log, such as the text that the scorer read, as JSON values: at most MAX_DETAILS_DEPTH deep and
+            MAX_DETAILS_BYTES long. They are copied by way of JSON.
+        mask_group: True asks the trainer to leave out the sample's entire group; set by clients, never by scorers.
 
     Raises:
         ValueError: both or neither of value and abstained are set, or a field breaks its rule.
@@ -81,9 +80,9 @@ class Score:
 
     def __post_init__(self) -> None:
         if self.value is None and not (isinstance(self.abstained, str) and self.abstained):
-            raise ValueError(f"abstained must be a reason when value is None, got {shown(self.abstained)}")
+            raise ValueError(f"abstained must be a reason if value is None, got {shown(self.abstained)}")
         if self.value is not None and self.abstained is not None:
-            raise ValueError(f"abstained must be None when there is a value, got {shown(self.abstained)}")
+            raise ValueError(f"abstained must be None if there is a value, got {shown(self.abstained)}")
         if not isinstance(self.parts, Mapping) or not isinstance(self.details, Mapping):
             raise ValueError(f"parts and details must be mappings, got {shown(self.parts)} and {shown(self.details)}")
         if self.value is not None:
@@ -96,32 +95,32 @@ class Score:
 
     @classmethod
     def of(cls, value: float, *, parts: Parts | None = None, details: Details | None = None) -> "Score":
-        """Return the score of a model's number; one that float32 cannot hold, such as NaN, becomes an abstention."""
+        """Return the score of a model's number, or an abstention if it is not finite in float32."""
         if abs(value) <= MAX_VALUE:
             return cls(float(value), parts=parts or {}, details=details or {})
         return cls(None, abstained=f"the scorer returned {value}", details=details or {})
 
 
 ScoreFn = Callable[..., Sequence[Score | float]]
-"""A scorer: media by kind (each [N, ...]), N prompts, N meta objects -> N scores in the same order.
+"""A function of media by kind (each [N, ...]), N prompts and N meta objects that returns N scores in the same order.
 
-One that takes references has a fourth argument: for each sample a tuple of pictures, uint8 [H, W, 3] each.
+If it takes references, they are a fourth argument: for each sample a tuple of images, uint8 [H, W, 3] each.
 """
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A score function with its media, batch size and version; a call goes to the function.
+    """A score function with its media, batch size and version.
 
     Args:
-        score_fn: the function.
-        media: kinds that a request must hold, no more and no less; keys of `omni_reward.media.MEDIA_KINDS`.
-        batch_size: most samples of one call. Samples of concurrent requests are put together up to this number where
-            their arrays have the same shapes and dtypes, and a longer request is cut. None calls once per request, with
-            all of its samples: nothing that other clients do can then touch a score, not even in its last bit.
-        version: of the scorer, its weights or its prompt; another one means that scores may have changed.
-        references: True for a function that takes the samples' references too; only then do clients send them.
-        timed: True for a function that takes, last, when the first request of a call came, on the monotonic clock.
+        score_fn: the function, which a call of the Scorer calls.
+        media: the kinds that each request has; keys of `omni_reward.media.MEDIA_KINDS`.
+        batch_size: most samples of a call. Concurrent requests are batched up to this number if their arrays have the
+            same shapes and dtypes, and a longer request is split. None calls once per request, with all of its
+            samples: then other clients cannot change a score, not even in its last bit.
+        version: of the scorer, its weights or its prompt; scores of different versions may differ.
+        references: True if the function takes the samples' references too; clients send them only then.
+        timed: True if its last argument is the time when the first request of the call came, on the monotonic clock.
 
     Raises:
         ValueError: an argument breaks its rule.
@@ -151,12 +150,12 @@ class Scorer:
 
     @property
     def protocol(self) -> int:
-        """The version of the protocol that its requests speak."""
+        """The version of the protocol of its requests."""
         return protocol_of(self.media)
 
     @classmethod
     def of(cls, score_fn: ScoreFn) -> "Scorer":
-        """Return the Scorer itself, or one of images around a plain function."""
+        """Return a Scorer as it is, or a Scorer of images around a plain function."""
         return score_fn if isinstance(score_fn, Scorer) else cls(score_fn)
 
     def _more(self, references: References, since: float) -> list[object]:
@@ -166,7 +165,7 @@ class Scorer:
     def __call__(
         self, media: Arrays, prompts: list[str], meta: Meta, references: References = (), *, since: float | None = None
     ) -> list[Score]:
-        """Return N scores, in the order of the samples. since: as `timed` has it, now if it is not given.
+        """Return N scores, in the order of the samples. since: the time for a timed function; now by default.
 
         Raises:
             ValueError: the function returned another number of scores.
@@ -179,29 +178,28 @@ class Scorer:
 
 
 def protocol_of(media: Collection[str]) -> int:
-    """Return the version of the protocol for these kinds of media: the first one that has them."""
+    """Return the first version of the protocol that has these kinds of media."""
     return 2 if TEXT in media else 1
 
 
 def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
-    """Return the body of a request in parts, to be sent in order: a safetensors header, then the arrays' own memory.
+    """Return the body of a request in parts, in order: a safetensors header, then the memory of each array.
 
-    Samples that share a reference, one array in memory, send it once.
+    A reference that samples share, as one array in memory, is sent once.
 
     Raises:
-        ValueError: meta holds something that JSON cannot, or prompts, texts and meta are longer than a header may be,
-            or of more values.
+        ValueError: meta holds something that JSON cannot, or prompts, texts and meta exceed the limits of a header.
     """
     media = request.media
     fields: dict[str, object] = {"protocol": protocol_of(media), "request_id": request.request_id, "ids": request.ids}
     fields |= {"prompts": request.prompts, "meta": request.meta}
     fields |= {kind: texts.tolist() for kind, texts in media.items() if kind == TEXT}
-    places: dict[tuple[int, ...], int] = {}  # where a picture lies -> its number
-    pictures: Arrays = {}
+    places: dict[tuple[int, ...], int] = {}  # memory of an image -> its number
+    images: Arrays = {}
     if request.references:
-        for picture in (picture for own in request.references for picture in own):
-            pictures.setdefault(f"{REFERENCE}{places.setdefault(_place(picture), len(places))}", picture)
-        fields["references"] = [[places[_place(picture)] for picture in own] for own in request.references]
+        for image in (image for own in request.references for image in own):
+            images.setdefault(f"{REFERENCE}{places.setdefault(_place(image), len(places))}", image)
+        fields["references"] = [[places[_place(image)] for image in own] for own in request.references]
     try:
         header = to_json(fields)
     except (TypeError, ValueError, RecursionError) as exc:
@@ -209,8 +207,8 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
     entries: dict[str, object] = {"__metadata__": {"request": header}}
     parts: list[bytes | memoryview] = []
     end = 0
-    arrays = {kind: array for kind, array in media.items() if kind != TEXT} | pictures
-    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # the widest first, so that all are aligned
+    arrays = {kind: array for kind, array in media.items() if kind != TEXT} | images
+    for name in sorted(arrays, key=lambda name: -arrays[name].itemsize):  # the widest first, so that each is aligned
         dense = np.ascontiguousarray(arrays[name])
         begin, end = end, end + dense.nbytes
         entries[name] = {"dtype": DTYPES[str(dense.dtype)], "shape": dense.shape, "data_offsets": [begin, end]}
@@ -225,7 +223,7 @@ def encode_request(request: ScoreRequest) -> list[bytes | memoryview]:
 
 
 def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
-    """Return the request in a body that nobody has checked yet; its arrays lie in the body.
+    """Check a body, and return its request, whose arrays share the body's memory.
 
     Raises:
         ValueError: the body is not a request, or holds more than max_batch samples.
@@ -256,7 +254,7 @@ def decode_request(body: bytes | bytearray, *, max_batch: int) -> ScoreRequest:
 def encode_reply(
     request_id: str, ids: Sequence[str], scorer: str, scores: Sequence[Score], *, protocol: int = 1
 ) -> bytes:
-    """Return the body of a reply, in the order of the request and in its protocol."""
+    """Return the body of a reply, in the order and the protocol of the request."""
     results = []
     for name, score in zip(ids, scores, strict=True):
         result = {"id": name, "score": score.value, "parts": score.parts, "details": score.details}
@@ -268,11 +266,11 @@ def encode_reply(
 
 
 def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: int = 1) -> list[Score]:
-    """Return the scores in a reply that nobody has checked yet, one per sample. protocol: that of the request.
+    """Check a reply, and return its scores, one per sample. protocol: of the request.
 
     Raises:
-        MismatchError: it is a reply to something else, or its results are not those samples in that order.
-        ValueError: it is no reply at all, or a result breaks a rule: a score that is NaN, for one.
+        MismatchError: it is the reply to another request, or its results are of other samples or in another order.
+        ValueError: it is not a reply, or a result breaks a rule, such as a score that is NaN.
     """
     reply = parse_message(body, "the reply", protocol)
     if reply.get("request_id") != request_id:
@@ -291,27 +289,27 @@ def decode_reply(body: bytes, *, request_id: str, ids: Sequence[str], protocol: 
 
 
 def check_token(token: str | None) -> None:
-    """Raise ValueError unless the token is None or fits a header; the message never shows it."""
+    """Raise ValueError unless the token is None or valid in a header; the message does not show it."""
     if token is not None and not re.fullmatch(r"[!-~]+", token):
         raise ValueError("token must be printable ASCII without spaces, at least one character; its value is not shown")
 
 
 def to_json(value: object) -> str:
-    """Return plain ASCII JSON, where a NaN or an infinity is a ValueError."""
+    """Return ASCII JSON; raise ValueError for NaN and infinities."""
     return json.dumps(value, allow_nan=False)
 
 
 def clean(text: str, limit: int) -> str:
-    """Return the start of a text without halves of surrogate pairs, so that it can be printed and stored."""
+    """Return the start of a text without lone surrogates, so that it can be printed and stored."""
     return text[:limit].encode(errors="replace").decode() + ("..." if len(text) > limit else "")
 
 
 def parse_message(text: bytes | str, what: str, *protocols: int) -> dict[str, Any]:
-    """Return a JSON object of one of these versions of the protocol, of any by default, its other fields unchecked.
+    """Parse a JSON object of one of these protocols, by default of any; its other fields are not checked.
 
     Raises:
-        MismatchError: it is of another version.
-        ValueError: it is something else.
+        MismatchError: it has another version.
+        ValueError: it is not a JSON object.
     """
     fields = _parse_json(text, what)
     if not isinstance(fields, dict):
@@ -332,7 +330,7 @@ def _decode_result(i: int, result: dict[str, Any]) -> Score:
 
 
 def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
-    """Return the header of a safetensors blob, with text under `request` in its metadata, and the tensors' start."""
+    """Return the header of a safetensors blob, whose metadata has a text `request`, and where its tensors start."""
     size = struct.unpack_from("<Q", body)[0] if len(body) >= 8 else 0
     if not 2 <= size <= min(MAX_HEADER_BYTES, len(body) - 8):
         raise ValueError(f"body must start with a safetensors header of 2 to {MAX_HEADER_BYTES} bytes, got {size}")
@@ -346,7 +344,7 @@ def _read_header(body: bytes | bytearray) -> tuple[dict[str, Any], int]:
 
 
 def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: int) -> Arrays:
-    """Return the tensors of a safetensors blob, which begin at `start`, as arrays over its own memory."""
+    """Return the tensors of a safetensors blob, which begin at `start`, as arrays that share its memory."""
     found: list[tuple[int, int, str, np.dtype[Any], list[int]]] = []
     for name, entry in entries.items():
         match entry:
@@ -364,11 +362,11 @@ def _arrays_in(body: bytes | bytearray, entries: Mapping[str, object], start: in
     for begin, end, name, dtype, shape in sorted(found, key=lambda tensor: tensor[:3]):
         count = math.prod(shape)
         if begin != place or end - begin != count * dtype.itemsize or end > len(body) - start:
-            raise ValueError(f"{shown(name)} must lie right after the tensor before it, got bytes {begin} to {end}")
+            raise ValueError(f"{shown(name)} must begin where the tensor before it ends, got bytes {begin} to {end}")
         arrays[name] = np.frombuffer(body, dtype, count, start + begin).reshape(shape)
         place = end
     if start + place != len(body):
-        raise ValueError(f"the tensors must fill the body, got {len(body) - start - place} bytes more")
+        raise ValueError(f"the tensors must fill the body, got {len(body) - start - place} more bytes")
     return arrays
 
 
@@ -399,22 +397,22 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _place(array: np.ndarray) -> tuple[int, ...]:
-    """Return what tells an array from all others that are alive: where it lies in memory, and how."""
+    """Return an array's place in memory, which identifies it among all arrays that exist."""
     return array.ctypes.data, *array.shape, *array.strides
 
 
 def _take_references(arrays: Arrays, numbers: object) -> References:
-    """Return the samples' references, of which the request gives the numbers; their pictures leave the arrays."""
-    pictures: list[np.ndarray] = []
-    while (picture := arrays.pop(f"{REFERENCE}{len(pictures)}", None)) is not None:
-        pictures.append(picture)
+    """Return the samples' references by their numbers in the request, and remove their images from the arrays."""
+    images: list[np.ndarray] = []
+    while (image := arrays.pop(f"{REFERENCE}{len(images)}", None)) is not None:
+        images.append(image)
     if not isinstance(numbers, list) or not all(isinstance(own, list) for own in numbers):
         raise ValueError(f"references must be a list of lists, got {shown(numbers)}")
-    if not all(type(i) is int and 0 <= i < len(pictures) for own in numbers for i in own):
-        raise ValueError(f"references must hold numbers of the {len(pictures)} pictures, got {shown(numbers)}")
-    if len({i for own in numbers for i in own}) < len(pictures):
-        raise ValueError(f"references must use each of the {len(pictures)} pictures, got {shown(numbers)}")
-    return [tuple(pictures[i] for i in own) for own in numbers]
+    if not all(type(i) is int and 0 <= i < len(images) for own in numbers for i in own):
+        raise ValueError(f"references must hold numbers of the {len(images)} images, got {shown(numbers)}")
+    if len({i for own in numbers for i in own}) < len(images):
+        raise ValueError(f"references must use each of the {len(images)} images, got {shown(numbers)}")
+    return [tuple(images[i] for i in own) for own in numbers]
 
 
 def _check_ids(request_id: object, ids: object, count: int) -> None:
@@ -429,10 +427,10 @@ def _check_ids(request_id: object, ids: object, count: int) -> None:
 
 
 def _copy_json(name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the object as JSON brings it back, after a check of its size and depth."""
+    """Copy an object by way of JSON, and check its size and depth."""
     try:
         text = json.dumps(values, allow_nan=False, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, of half a surrogate pair, is one
+    except (TypeError, ValueError, RecursionError) as exc:  # UnicodeEncodeError, for a lone surrogate, is one
         raise ValueError(f"{name} must hold JSON values only: {exc}") from exc
     if len(text) > MAX_DETAILS_BYTES:
         raise ValueError(f"{name} must be at most {MAX_DETAILS_BYTES} bytes as JSON, got {len(text)}")

@@ -18,9 +18,9 @@ from types import UnionType
 from typing import Any
 from urllib.parse import quote
 
-from omni_train.files import load_metrics, parse_int, read_regular
+from omni_train.files import load_metrics, parse_int, read_jsonl, read_regular
 
-from omni_rl.report.folder import read_lines, step_folders
+from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
 from omni_rl.run.metrics import CHARTS, METRICS
 
@@ -52,7 +52,7 @@ Shown = tuple[Mapping[str, Path], Mapping[str, Any]]  # the files of a sample, a
 
 
 def charts(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the charts of these runs, each with {name: label} of its lines; own evaluation sets are in the first."""
+    """Return the charts of these runs, each with {name: label} of its lines; evaluation sets are in the first."""
     lines = [{row.name: row.label for row in METRICS if row.chart == chart.title} for chart in CHARTS]
     names = sorted({name for run in runs for name in run["curves"] if re.fullmatch("eval/.+/reward", name)})
     lines[0] |= {name: f"held-out, {name.split('/')[1]}" for name in names}
@@ -218,7 +218,7 @@ def groups(folder: Path, last: int, budget: float, source: Source = _inline) -> 
 
 
 def _intervals(points: Sequence[tuple[float, Any]], count: int) -> list[list[tuple[float, Any]]]:
-    """Return the points (x, ...) in `count` equal parts of x without the empty ones; one each if they are no more."""
+    """Split points (x, ...) into `count` equal intervals of x, without empty ones; up to `count` points, one each."""
     if len(points) <= count:
         return [[point] for point in points]
     first, last = points[0][0], points[-1][0]
@@ -280,13 +280,14 @@ def _size(files: Mapping[str, Path]) -> int:
 
 
 def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
-    """Return the objects of a JSON file with a list, or of JSON lines; none if a file of lines is missing.
+    """Return the objects of a JSON file with a list, or of JSON lines, of which the file may be missing.
 
     Raises:
-        ValueError: one of them is not as the functions of `omni_rl.report.folder` write it.
+        ValueError: an object is not as the functions of `omni_rl.report.folder` write it.
     """
     if path.suffix == ".jsonl":
-        return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(read_lines(path), start=1)]
+        lines = read_jsonl(path) if path.exists() else []
+        return [_checked(entry, kinds, f"{path}, line {n}") for n, entry in enumerate(lines, start=1)]
     try:
         entries = json.loads(read_regular(path), parse_int=parse_int)
     except (ValueError, RecursionError) as exc:
@@ -297,7 +298,7 @@ def _entries(path: Path, kinds: Kinds) -> list[dict[str, Any]]:
 
 
 def _checked(entry: object, kinds: Kinds, place: object) -> dict[str, Any]:
-    """Return the entry, checked: an object with a value of its kind for each name."""
+    """Return the entry if it is an object with a value of the right kind for each name."""
     if not isinstance(entry, dict):
         raise ValueError(f"{place}: must be an object, got {type(entry).__name__}. {REMEDY}")
     for name, kind in kinds.items():

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from omni_reward.media import check_media, check_references
-from omni_train.files import read_jsonl, read_regular, write_atomically, write_folder_atomically
+from omni_train.files import read_regular, write_atomically, write_folder_atomically
 
 from omni_rl.media.write import STRIP_FRAMES, Media, contact_sheet, encode_png, files_of, score_label, still
 
@@ -188,15 +188,6 @@ def step_folders(home: Path, last: float = math.inf) -> list[tuple[int, Path]]:
         return []
     folders = [path for path in home.iterdir() if path.is_dir() and re.fullmatch("[0-9]+", path.name)]
     return sorted((step, path) for path in folders if (step := int(path.name)) <= last)
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a file of JSON lines, without a last line torn by a crash; none if the file is missing.
-
-    Raises:
-        ValueError: another line is no JSON object.
-    """
-    return read_jsonl(path) if path.exists() else []
 
 
 def _json(document: object) -> str:

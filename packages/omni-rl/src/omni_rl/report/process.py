@@ -2,10 +2,10 @@
 
     python -m omni_rl.report.process FOLDER TRACKERS PROJECT FD     the command of ReportProcess
 
-A message is JSON and the arrays that it names. The process answers when the tracker is open or could not be opened, and
-after each evaluation that it has written. If the connection ends before the message "end", the run has died: the
-process handles what it was sent, and ends. It has its own session, as signals of Ctrl-C and torchrun are for the run.
-A `multiprocessing.Process` would import the trainer's file, and torch with it.
+A message is JSON and the arrays that it names. The process answers after it has opened the tracker or failed to, and
+after it has written an evaluation. If the connection ends before the message "end", the run has died: the process
+handles the messages that it has, and ends. It has its own session, so that Ctrl-C and torchrun signal only the run. A
+`multiprocessing.Process` would import the trainer's file, and torch with it.
 """
 
 import json
@@ -166,7 +166,7 @@ class ReportProcess:
             kind = message["kind"]
 
     def _warn_of_abstention(self, place: str, samples: Sequence[Sample]) -> None:
-        """Print once in a run why a sample has no score; the page has the reason of each that it shows."""
+        """Print once in a run why a sample has no score; the page has the reasons of its samples."""
         reasons = [sample.abstained for sample in samples if sample.abstained]
         if reasons and not self._has_warned:
             self._has_warned = True
