@@ -94,16 +94,6 @@ def test_samples_of_several_sizes_are_the_same_on_one_rank_and_two_and_the_ratio
 
 
 @pytest.mark.timeout(600)
-def test_kept_samples_of_several_sizes_are_packed_alike_on_one_rank_and_two(here, bright_url):
-    """Half of each group of eight, which came in two batches; on two ranks each of its own groups."""
-    args = settings(train_flowgrpo, "sd35-medium", bright_url, **FLOWGRPO, group_size=8, best_worst_n=4)
-    one = train(train_flowgrpo, change(args, name="one"))
-    two = train_on_ranks(train_flowgrpo, change(args, name="two", sharding_mode="fsdp2"))
-    assert_alike(one, two)
-    assert all(0 <= line["policy/first_ratio_max_dev"] <= 1e-5 for line in (*one[1:], *two[1:]))
-
-
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("app", sampled(["nft", "dpo"], 1))
 def test_other_losses_train_on_several_sizes_alike_on_one_rank_and_two(here, bright_url, app):
     app, changes = (train_nft, {"train_levels": 2}) if app == "nft" else (train_dpo, {})

@@ -343,31 +343,12 @@ def test_a_server_that_fails_ends_the_run_or_leaves_samples_out(on_failure, here
             train(app, args)
 
 
-def test_a_server_of_images_is_refused_before_the_run(here, bright_url):
-    with pytest.raises(
-        ValueError, match="--scorer-url must be a server of rewards for text, takes image in protocol 1"
-    ):
-        train(app, tiny(reward="", scorer_url=bright_url))
-    assert not Path("runs").exists()
-
-
 def test_a_rule_that_has_changed_does_not_continue_a_run(here):
     Path("changed.py").write_text("def rule(answer, line):\n    return len(answer)\n")
     train(app, tiny(reward="python:changed.py:rule", train_steps=1, eval_every=1))
     Path("changed.py").write_text("def rule(answer, line):\n    return -len(answer)\n")
     with pytest.raises(ValueError, match=r"rules .*changed\.py"):
         train(app, tiny(reward="python:changed.py:rule", train_steps=2, eval_every=1))
-
-
-def test_each_rank_checks_its_share_of_the_prompts(here, monkeypatch):
-    seen = []
-    monkeypatch.setattr(texts, "check_meta", lambda rules, meta: seen.append(meta["i"]))
-    for rank in range(2):
-        lines = [{"prompt": "x", "i": [rank, index]} for index in range(5)]
-        Path("train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        Path("eval.jsonl").write_text(json.dumps(lines[0]) + "\n")
-        texts.read(tiny(), World(place(rank, 2)), Needs())
-    assert seen == [[0, 0], [0, 2], [0, 4], [0, 0], [1, 1], [1, 3]]  # the fourth is of --eval.prompts
 
 
 def test_a_dry_run_finds_weights_that_would_be_gathered_for_every_token(here, monkeypatch):
@@ -405,13 +386,6 @@ def test_a_mistake_is_named(changes, words, here):
     Path("bert/config.json").write_text('{"architectures": ["BertModel"]}')
     with pytest.raises(ValueError, match=words):
         train(app, tiny(**changes))
-
-
-def test_a_text_that_names_a_place_of_media_is_refused_before_the_run(here):
-    Path("place.txt").write_text("What is <|image_pad|>?\n")
-    args = tiny("qwen2.5-vl", prompts="place.txt", prompts_per_step=1, group_size=8, reward="format=a")
-    with pytest.raises(ValueError, match="line 1: a prompt must have a place for each of its media, got 1"):
-        train(app, args)
 
 
 def test_a_video_that_vllm_would_refuse_is_named_before_the_run(here, monkeypatch):

@@ -52,16 +52,6 @@ def test_its_gradient():
     )
 
 
-def test_only_the_velocity_gets_a_gradient():
-    parts = {name: value.requires_grad_() for name, value in noised(DOWN[0]).items()}
-    x = parts["x"].detach().requires_grad_()
-    velocity = torch.zeros((2, 3, 4), requires_grad=True)
-    levels = [torch.tensor(level, requires_grad=True) for level in DOWN]
-    direct_align(velocity, x, parts["noise"], *levels).sum().backward()
-    assert velocity.grad is not None
-    assert x.grad is parts["noise"].grad is levels[0].grad is levels[1].grad is None
-
-
 def test_a_reward_at_the_threshold_is_enough():
     reward, discount = torch.tensor([0.5, 0.75], requires_grad=True), torch.zeros(2, requires_grad=True)
     out = srpo_loss(reward, torch.zeros(2), discount=discount, threshold=0.5)  # denoising unless told otherwise

@@ -40,13 +40,6 @@ def test_its_gradient_points_from_the_reference_to_the_mean():
     assert ref_mean.grad is std.grad is None
 
 
-def test_it_is_computed_in_float32():
-    mean = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
-    kl = gaussian_kl(mean, torch.zeros(1, 2), torch.tensor([1e-3]))
-    assert kl.dtype == torch.float32
-    assert kl.item() == pytest.approx(5e5)
-
-
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match=r"\[B, ...\] alike, got shapes \(2, 3\) and \(2, 1\)"):
         gaussian_kl(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2))
@@ -133,17 +126,6 @@ def test_gradients(name):
         "distill_velocity_loss": lambda x: distill_velocity_loss(x, other).loss,
     }[name]
     assert gradcheck(function, draw(2, 3).requires_grad_(), eps=1e-2, atol=1e-3, rtol=1e-2)
-
-
-def test_teacher_and_reference_get_no_gradient():
-    x, other, std = (draw(2, 3, seed=i).requires_grad_() for i in range(3))
-    std = std.detach()[:, 0].abs().requires_grad_()
-    total = velocity_kl(x, other).sum() + k3_kl(x, other).sum()
-    distilled = distill_kl_loss(x, other, std), distill_velocity_loss(x, other)
-    assert not any(value.requires_grad for out in distilled for value in out.metrics.values())
-    (total + distilled[0].loss + distilled[1].loss).backward()
-    assert x.grad is not None
-    assert other.grad is std.grad is None
 
 
 def test_wrong_shapes_are_named():

@@ -136,15 +136,6 @@ def test_weights_multiply_samples_and_the_divisor_stays():
     torch.testing.assert_close(weighted, (2 * alone[0] + 0.5 * alone[2]) / 3)
 
 
-def test_gradients_flow_through_the_velocity_only():
-    leaves = {name: value.clone().requires_grad_() for name, value in batch().items()}
-    out = nft(leaves, ref_velocity=leaves["ref_velocity"], kl_coef=0.1)
-    assert not any(value.requires_grad for value in out.metrics.values())
-    out.loss.backward()
-    assert leaves.pop("velocity").grad is not None
-    assert all(leaf.grad is None for leaf in leaves.values())
-
-
 def test_gradient_of_the_error_by_differences():
     arguments = batch()
     assert gradcheck(

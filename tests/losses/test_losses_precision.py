@@ -61,3 +61,29 @@ def test_it_equals_the_loss_of_the_same_numbers_in_float32(name: str, dtype: tor
     assert torch.equal(found, expected)
     if isinstance(results[0], LossOutput) and isinstance(results[1], LossOutput):
         assert results[0].metrics == results[1].metrics
+
+
+POLICY = {  # what a gradient reaches, where that is not the first latent or log-probability alone
+    "grpo_guard_loss": {"x0", "p0"}, "diffusion_dpo_loss": {"p0", "p1"}, "srpo_loss": {"p0", "p1"},
+    "tempflow_weights": set(), "reward_probability": set(), "rollout_weights": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_reaches_the_numbers_of_the_policy_only_and_metrics_are_scalars_without_one(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = {f"x{i}": torch.randn(3, 5, generator=generator) for i in range(5)}
+    given |= {f"p{i}": 0.05 * torch.randn(3, generator=generator) for i in range(4)}
+    given["s"] = torch.tensor([0.25, 0.625, 0.9375])
+    for leaf in given.values():
+        leaf.requires_grad_()
+    out = LOSSES[name]([given[f"x{i}"] for i in range(5)], [given[f"p{i}"] for i in range(4)], given["s"])
+    if isinstance(out, LossOutput):
+        assert out.loss.shape == ()
+        assert all(value.shape == () and not value.requires_grad for value in out.metrics.values())
+    total = (out.loss if isinstance(out, LossOutput) else out).sum()
+    if total.requires_grad:
+        total.backward()
+    reached = {key for key, leaf in given.items() if leaf.grad is not None}
+    assert reached == POLICY.get(name, reached & {"x0", "p0"})
+    assert reached or name in POLICY

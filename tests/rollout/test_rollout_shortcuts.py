@@ -94,23 +94,12 @@ def test_a_window_at_the_start_leaves_no_prefix(engine, rows):
     assert not torch.equal(trajectory.x_next[0, 0], trajectory.x_next[2, 0])
 
 
-def test_without_stochastic_steps_all_are_drawn(engine, rows):
-    engine.generate(PROMPTS, replace(PARAMS, sde_steps=()))
-    assert rows == [5] * 8
-
-
 def test_other_pictures_do_not_start_alike(engine, rows, monkeypatch):
     monkeypatch.setattr(engine.sampler.model, "IMAGES", range(2))
     monkeypatch.setattr(engine.sampler.model, "condition", lambda parts, prompt, params: {})
     first, second = (replace(PROMPTS[0], images=(torch.full((32, 96, 3), level),)) for level in (0, 1))
     engine.generate([first, second, replace(first, seed=8)], PARAMS)
     assert rows == [2, 2, 3, 3, 3, 3, 3, 3]
-
-
-def test_a_sample_starts_from_its_own_noise_unless_told_otherwise(engine):
-    prompts = [replace(p, initial_seed=None) for p in PROMPTS]
-    same = [replace(p, initial_seed=p.seed) for p in PROMPTS]
-    assert torch.equal(engine.generate(prompts, PARAMS).x0, engine.generate(same, PARAMS).x0)
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(0.4, 6), (1.0, 8), (0.01, 5)])

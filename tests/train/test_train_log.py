@@ -1,6 +1,5 @@
 """One JSON line a step that survives crashes, and progress a person can read."""
 
-import io
 import json
 import math
 import re
@@ -81,17 +80,6 @@ def test_times_per_image_are_those_of_the_step(open_log, lines, monkeypatch):
         "time/rollout_ms_per_image": 250.0,
         "perf/images_per_s_per_device": 1.6,
     }
-
-
-def test_a_phase_lasts_until_the_device_has_done_its_work(open_log, lines, monkeypatch):
-    moments = iter([Moment(1.0), Moment(3.0), Moment(5.0), Moment(5.5)])
-    monkeypatch.setattr("omni_train.log.now", lambda: next(moments))
-    with open_log() as log:
-        for _ in range(2):
-            with log.phase("update"):
-                pass
-        log.log(0, {})
-    assert json.loads(lines()[0])["time/update_s"] == 2.5
 
 
 def test_numbers_json_cannot_hold_are_null_with_one_warning_a_name(open_log, lines, tmp_path):
@@ -225,16 +213,6 @@ def test_the_bar_shows_the_change_of_rewards_and_the_course_of_evaluations(open_
     with open_log(tty=True, columns=columns, resume_step=3) as log:
         log.log(4, {"reward/mean": 0.75, "eval/reward": 0.5})
     assert "reward/mean=0.75 (+0.25) eval/reward=0.5 ▁▃█▅ " in capsys.readouterr().out.splitlines()[-1]
-
-
-def test_a_terminal_that_cannot_show_blocks_gets_none(open_log, monkeypatch):
-    terminal = io.TextIOWrapper(io.BytesIO(), encoding="latin-1", errors="strict")
-    monkeypatch.setattr(sys, "stdout", terminal)
-    with open_log(tty=True, columns=["eval/reward"]) as log:
-        log.log(0, {"eval/reward": 0.5})
-        log.log(1, {"eval/reward": 1.0})
-    terminal.flush()
-    assert b"1/4 eta 0:00:00 eval/reward=1" in terminal.buffer.getvalue()
 
 
 def test_without_rich_a_terminal_gets_lines(open_log, capsys, monkeypatch):
