@@ -32,12 +32,6 @@ def test_no_generated_call_gets_an_answer_beyond_the_document(serve: Callable[..
     assert int(count) > 100
 
 
-def test_a_scorer_that_fails_is_found(serve: Callable[..., str], tmp_path: Path) -> None:
-    done = schemathesis(serve(lambda media, prompts, meta: 1 / 0), tmp_path)
-    assert done.returncode == 1
-    assert "Server error" in done.stdout
-
-
 def test_the_document_and_the_protocol_page_name_the_same_errors(serve: Callable[..., str]) -> None:
     rows = re.findall(r"^\| ([\d, ]+) \| `", PROTOCOL_PAGE, re.MULTILINE)
     document = requests.get(serve(halves, token="s3cret") + "/openapi.json", timeout=10).json()

@@ -18,6 +18,7 @@ from omni_rl.report import (
     write_eval,
     write_report,
     write_samples,
+    write_versions,
 )
 from omni_rl.report.serve import LiveServer
 from playwright.sync_api import Page, sync_playwright
@@ -286,3 +287,12 @@ def test_videos_and_sounds_play_in_the_page_and_from_the_server(show, live, tmp_
             sound.scroll_into_view_if_needed()
             sound.evaluate("(a) => { a.muted = true; return a.play(); }")
             page.wait_for_function("(a) => a.currentTime > 0", arg=sound.element_handle())
+
+
+def test_changed_settings_come_first(show, tmp_path):
+    folder = write_run(tmp_path / "run")
+    write_versions(folder, argv=["apps/train.py"], changed=["name", "lr"])
+    page = show(write_report(folder))
+    assert page.locator(".settings").first.locator("dt").all_inner_texts() == ["name", "lr"]
+    page.get_by_text("2 settings at the default").click()
+    assert page.get_by_text("algo", exact=True).is_visible()

@@ -254,3 +254,23 @@ def test_a_reference_stands_once_beside_the_pictures_of_all_evaluations(tmp_path
     assert one["src"].startswith("data:image/png;base64,")
     assert embed(found["prompts"]).count(one["src"]) == 1
     assert [group["references"] for group in found["groups"]] == [[one], [two]]
+
+
+def test_integers_beyond_a_computers_words_are_named(tmp_path):
+    folder, huge = write_run(tmp_path / "run"), 10**400
+    (folder / "config.toml").write_text(f"train_steps = {huge}\n")
+    assert run_data(folder)["total"] is None
+    rows = folder / "eval" / "000012" / "rows.json"
+    rows.write_text(re.sub(r'"reward": [^,]*', f'"reward": {huge}', rows.read_text()))
+    with pytest.raises(ValueError, match=r"rows\.json: not valid JSON \(integers must fit into 64 bits, got 1000"):
+        run_data(folder)
+
+
+def test_a_folder_of_before_references_were_kept_is_read(tmp_path):
+    write_metrics(tmp_path, metrics(4))
+    write_eval(tmp_path, 4, images(1), samples([0.5]))
+    file = tmp_path / "eval" / "000004" / "rows.json"
+    [row] = json.loads(file.read_text())
+    assert row.pop("references") == []
+    file.write_text(json.dumps([row]))
+    assert run_data(tmp_path)["prompts"][0]["references"] == []

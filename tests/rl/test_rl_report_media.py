@@ -123,3 +123,9 @@ def test_a_page_of_long_videos_stays_below_20_mb(tmp_path, monkeypatch):
     page = write_report(tmp_path)
     assert 2e6 < page.stat().st_size < 20e6
     assert data.EVAL_BYTES + data.SAMPLE_BYTES < 20e6 / data.PLAYED
+
+
+def test_without_pyav_a_sample_s_files_are_those_of_the_page(without_av):
+    files = whole_files({"video": film(), "audio": tone()}, {"fps": 12.0, "sample_rate": 16_000})
+    np.testing.assert_array_equal(pictures_in(files[".webp"])[0], film())
+    assert len(read_wave(files[".wav"])[0]) == 8000

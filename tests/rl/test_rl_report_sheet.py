@@ -64,3 +64,12 @@ def test_the_pictures_of_the_readme_are_those_that_the_evaluations_kept(tmp_path
     monkeypatch.setattr(sys, "argv", ["picture.py", str(tmp_path / "new"), str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="2"):
         runpy.run_path(str(REPO / "scripts" / "picture.py"), run_name="__main__")
+
+
+def test_pictures_of_several_sizes_stand_side_by_side_at_one_scale():
+    pictures = [images(1, 8, 32)[0], images(1, 16, 8, seed=1)[0]]
+    sheet = np.asarray(contact_sheet(pictures, ["", ""]))
+    assert sheet.shape == (MARGIN + 16 * 6 + MARGIN + LABEL, MARGIN + 2 * (32 * 6 + MARGIN), 3)
+    for picture, x in zip(pictures, (MARGIN, MARGIN + 32 * 6 + MARGIN), strict=True):
+        large = picture.repeat(6, axis=0).repeat(6, axis=1)
+        np.testing.assert_array_equal(sheet[MARGIN : MARGIN + large.shape[0], x : x + large.shape[1]], large)

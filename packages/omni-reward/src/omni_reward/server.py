@@ -14,7 +14,6 @@ import logging
 import signal
 import socket
 import sys
-import time
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -370,12 +369,11 @@ class _Server(uvicorn.Server):
     async def _close_late_connections(self) -> None:
         # uvicorn lets each connection close after its reply, and waits for all of them. It misses one that was accepted
         # in the same moment, which would keep the process alive. A request without its complete body is not accepted.
-        since = time.monotonic()
         while True:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(LAST_BODY_S)
             for connection in list(cast("set[H11Protocol]", self.server_state.connections)):
                 connection.shutdown()
-                if time.monotonic() - since > LAST_BODY_S and connection.cycle and connection.cycle.more_body:
+                if connection.cycle and connection.cycle.more_body:
                     connection.transport.close()
 
 

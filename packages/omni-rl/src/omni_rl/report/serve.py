@@ -19,6 +19,7 @@ import os
 import secrets
 import socket
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -40,6 +41,7 @@ from starlette.routing import Route
 from omni_rl.report.data import MEDIA_TYPES, curve, outline, run_data
 from omni_rl.report.page import embed, list_page, page
 
+FILES = ("metrics.jsonl", "config.toml", "versions.jsonl")  # of a run that the list reads
 HOMES = {"eval", "samples"}  # folders of a run whose media are served
 DEPTH = 3  # levels of folders that are searched for runs
 MAX_RUNS = 1000  # in the list
@@ -62,7 +64,6 @@ class Runs:
         if not root.is_dir():
             raise ValueError(f"the folder to serve must exist, got {root}")
         self.root = root.resolve()
-        self._listed: dict[str, tuple[object, dict[str, Any]]] = {}  # by run: the state of its files, and its outline
 
     def find(self) -> dict[str, Path]:
         """Return the run folders by name: the path below the root, `.` for the root itself.
@@ -81,24 +82,14 @@ class Runs:
 
     def outlines(self) -> list[dict[str, Any]]:
         """Return the row of each run in the list, or the error of its files."""
-        return [{"id": name, "name": self.title(name), **self._outline(name, run)} for name, run in self.find().items()]
+        return [{"id": name, "name": self.title(name), **self._outline(run)} for name, run in self.find().items()]
 
-    def _outline(self, name: str, folder: Path) -> dict[str, Any]:
-        paths = [folder / file for file in ("metrics.jsonl", "config.toml", "versions.jsonl")]
+    def _outline(self, folder: Path) -> dict[str, Any]:
         try:
-            state = [(stat.st_mtime_ns, stat.st_size) for path in paths if path.exists() for stat in [path.stat()]]
-            if self._listed.get(name, ("",))[0] != state:  # files that did not change are not read again
-                steps = load_metrics(paths[0])
-                found = outline(folder, steps)
-                config, start = found["config"], found["starts"][-1] if found["starts"] else {}
-                words = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
-                row = {key: found[key] for key in ("step", "total", "seconds", "pace_s", "logged_at")}
-                row |= {"held": curve(steps, "eval/reward", 60), "started": start.get("started")}
-                row |= {"trainer": words[0] if words else "", "algo": config.get("algo"), "model": config.get("model")}
-                self._listed[name] = (state, row)
+            stats = [path.stat() for name in FILES if (path := folder / name).exists()]
+            return _outline(folder, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
         except Exception as exc:  # of any content; the other runs are listed
             return {"error": str(exc).replace(f"{self.root}/", "")}
-        return self._listed[name][1]
 
     def title(self, name: str) -> str:
         """Return the name of a run on the pages."""
@@ -133,6 +124,18 @@ class Runs:
             if file.suffix in MEDIA_TYPES and HOMES & set(parts) and file.is_file():
                 return file
         raise HTTPException(404, "no such image, video or sound")
+
+
+@lru_cache(MAX_RUNS)
+def _outline(folder: Path, state: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    """Return the row of a run in the list. state: of its files, which are read again only if it changes."""
+    steps = load_metrics(folder / FILES[0])
+    found = outline(folder, steps)
+    config, start = found["config"], found["starts"][-1] if found["starts"] else {}
+    scripts = [Path(word).stem for word in start.get("command", "").split() if word.endswith(".py")]
+    row = {key: found[key] for key in ("step", "total", "seconds", "pace_s", "logged_at")}
+    row |= {"held": curve(steps, "eval/reward", 60), "started": start.get("started")}
+    return row | {"trainer": scripts[0] if scripts else "", "algo": config.get("algo"), "model": config.get("model")}
 
 
 def create_app(runs: Runs, *, host: str = "localhost", token: str = "") -> Starlette:
