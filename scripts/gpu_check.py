@@ -33,10 +33,9 @@ from omni_rl.flow.sampling import prompts_of
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.fields import change
 from omni_rl.tools import plan
-from omni_train.attention import check_attention
-from omni_train.compiled import check_compiler
 from omni_train.dist import default_compute_dtype, init_distributed, local_device, memory, reset_peak_memory
 from omni_train.files import write_atomically
+from omni_train.kernels import check_attention, check_compiler
 from torch import Tensor
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))

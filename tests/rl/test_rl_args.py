@@ -35,7 +35,7 @@ from omni_rl.settings.fields import (
 from omni_rl.settings.groups import Lora
 from omni_rl.settings.token_args import TokenArgs
 from omni_rl.settings.toml import to_toml
-from omni_train.attention import BACKENDS
+from omni_train.kernels import BACKENDS
 
 
 @pytest.fixture

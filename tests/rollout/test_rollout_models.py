@@ -25,9 +25,8 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import MODELS, open_model
 from omni_rollout.testing import check_engine
 from omni_sched import INITIAL_NOISE, sde_step, step_noise
-from omni_train.attention import choose_attention
-from omni_train.compiled import compile_blocks
 from omni_train.flops import FlopTable
+from omni_train.kernels import choose_attention, compile_blocks
 from omni_train.lora import adapter_params, add_lora
 from omni_train.memory.recompute import Recompute
 from torch import nn

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from omni_train.attention import BACKENDS, check_attention, choose_attention
+from omni_train.kernels import BACKENDS, check_attention, choose_attention
 from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard
 from torch.nn.functional import scaled_dot_product_attention

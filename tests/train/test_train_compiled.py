@@ -6,9 +6,8 @@ from functools import partial
 import pytest
 import torch
 import torch.fx.experimental._config as symbols
-from omni_train.attention import choose_attention
-from omni_train.compiled import MAX_GRAPHS, check_compiler, compile_blocks
 from omni_train.dist import Dist
+from omni_train.kernels import MAX_GRAPHS, check_compiler, choose_attention, compile_blocks
 from omni_train.lora import adapter, adapter_params, add_lora
 from omni_train.memory.recompute import Recompute
 from omni_train.shard import shard

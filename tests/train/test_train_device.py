@@ -130,17 +130,6 @@ def test_cpu_memory_is_the_resident_set():
     assert held.sum() > 0
 
 
-@pytest.mark.parametrize(("kind", "backend"), [("cpu", "gloo"), ("cuda", "nccl"), ("xpu", "xccl")])
-def test_each_kind_of_device_has_its_backend(kind, backend):
-    assert devices.process_group_backend(torch.device(kind)) == backend
-
-
-def test_a_device_kind_added_by_a_plugin_has_the_backend_it_registered(monkeypatch):
-    backends = torch.distributed.Backend.default_device_backend_map
-    monkeypatch.setitem(backends, "privateuseone", "hccl")
-    assert devices.process_group_backend(torch.device("privateuseone", 0)) == "hccl"
-
-
 def test_compute_dtype_is_float32_on_a_cpu_only():
     assert devices.default_compute_dtype(CPU) == torch.float32
     assert devices.default_compute_dtype(torch.device("xpu", 0)) == torch.bfloat16

@@ -9,7 +9,6 @@ import time
 import pytest
 import torch
 from omni_train.dist import (
-    any_rank,
     gather_by_index,
     gather_json,
     init_distributed,
@@ -193,9 +192,3 @@ def test_the_errors_of_a_lost_rank_are_known(run_ranks):
     with pytest.raises(FileNotFoundError, match=r"0\.json"):  # neither rank has written a result
         run_ranks(work)
     assert not is_lost_rank(RuntimeError("out of memory"))
-
-
-@pytest.mark.parametrize("flags", [(False, False), (False, True), (True, True)])
-def test_any_rank_gives_all_ranks_one_answer(run_ranks, alone, flags):
-    assert run_ranks(lambda dist: any_rank(dist, flags[dist.rank])) == [any(flags)] * 2
-    assert any_rank(alone, flags[0]) is flags[0]

@@ -5,7 +5,7 @@ import torch
 from accelerate import init_empty_weights
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from helpers import sampled
-from omni_train.lora import add_lora, base_name, draw_adapter
+from omni_train.lora import add_lora, base_name, init_adapter
 from omni_train.optim import build_adamw, optimizer_step
 from omni_train.shard import shard
 from omni_train.weights.load import check_files, load_sharded
@@ -132,7 +132,7 @@ def test_a_frozen_net_under_adapters_is_that_of_a_whole_load(run_ranks, checkpoi
             shard(adapted(old), dist.mesh, mode="fsdp2", **options)
             new = load_sharded(adapted(empty(config)), files, dist.mesh, param_dtype=dtype, **options)
             for name in ADAPTERS:
-                draw_adapter(new, name, seed=3)
+                init_adapter(new, name, seed=3)
             (trained, expected), (ours, got) = state(old, dtype), state(new, dtype)
             equal.append([trained == ours, sum(ours.values()), len(got), sum(map(torch.equal, expected, got))])
         return equal
@@ -258,7 +258,7 @@ def load_adapted(config, files, dist, options):
     """A frozen net in bfloat16 under adapters, each rank's rows alone."""
     net = load_sharded(adapted(empty(config)), files, dist.mesh, param_dtype=torch.bfloat16, **options)
     for name in ADAPTERS:
-        draw_adapter(net, name, seed=3)
+        init_adapter(net, name, seed=3)
     return net
 
 

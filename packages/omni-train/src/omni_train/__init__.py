@@ -7,8 +7,7 @@ Import from the modules, in reading order:
 - `omni_train.prepare`: all that is done to a net before it is trained, as one list
 - `omni_train.weights.load`: `load_sharded(net, files, mesh)`, which reads only each rank's rows from safetensors files
 - `omni_train.lora`: named adapters, the frozen reference, moving averages
-- `omni_train.attention`: the attention backend, chosen once for sampling and training
-- `omni_train.compiled`: compiled blocks, with the same bits in sampling and training
+- `omni_train.kernels`: the attention backend and compiled blocks, with the same bits in sampling and training
 - `omni_train.memory`: quantization, offload, and gradient checkpointing that keeps products within a memory budget
 - `omni_train.weights.full`: `named_weights` for the sampling engine, `save_weights` in the diffusers layout
 - `omni_train.weights.snapshot`: a fixed copy of the weights, and a moving average, for evaluation

@@ -94,7 +94,7 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = local_device(local_rank)
-    backend = process_group_backend(device)
+    backend = torch_dist.get_default_backend_for_device(device)  # gloo, nccl on cuda, hccl on npu
     timeout = timedelta(seconds=timeout_s)
     has_old_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # it outlives the ranks
     torch_dist.init_process_group(
@@ -144,11 +144,6 @@ def local_device(local_rank: int = 0) -> torch.device:
         )
     torch.accelerator.set_device_index(local_rank)
     return torch.device(accelerator.type, local_rank)
-
-
-def process_group_backend(device: torch.device) -> str:
-    """Return the collective backend registered for `device`: gloo for cpu, nccl for cuda, hccl for npu."""
-    return str(torch.distributed.get_default_backend_for_device(device))
 
 
 def default_compute_dtype(device: torch.device) -> torch.dtype:
@@ -292,11 +287,6 @@ def mean_metrics(
     return {name: merge_metric(values[name], merges.get(name, "mean")).item() for name in values}
 
 
-def any_rank(dist: Dist, flag: bool) -> bool:
-    """True if `flag` is True on at least one rank; the same answer on every rank."""
-    return any(gather_json(dist, flag))
-
-
 @contextmanager
 def same_error(dist: Dist) -> Iterator[None]:
     """Raise an OSError, ValueError, ImportError or RuntimeError of one rank in the block on every rank.
@@ -355,14 +345,6 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     return messages
 
 
-def end_process(message: str) -> None:
-    """Print a message and end this process at once, from any of its threads, with exit code 1."""
-    try:
-        print(message, file=sys.stderr, flush=True)
-    finally:
-        os._exit(1)
-
-
 def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """Return a part of torchrun's store with a new prefix, on which all ranks agree.
 
@@ -402,6 +384,12 @@ def _gather(dist: Dist, message: bytes) -> list[bytes]:
 
 
 def _end_without(parent: int) -> None:
+    """End this process, from any of its threads, when its parent has ended."""
     while os.getppid() == parent:
         time.sleep(1.0)
-    end_process(f"torchrun (pid {parent}) has ended: its rank with pid {os.getpid()} ends too")
+    try:
+        print(
+            f"torchrun (pid {parent}) has ended: its rank with pid {os.getpid()} ends too", file=sys.stderr, flush=True
+        )
+    finally:
+        os._exit(1)

@@ -82,12 +82,12 @@ def add_lora(
     for layer in added:
         for side in (layer.lora_A[adapter], layer.lora_B[adapter]):
             side.to_empty(device=layer.weight.device).requires_grad_(not before)
-    draw_adapter(module, adapter, seed=seed, init=init)
+    init_adapter(module, adapter, seed=seed, init=init)
     return len(added)
 
 
 @torch.no_grad()
-def draw_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init: Init = "default") -> None:
+def init_adapter(module: nn.Module, adapter: str = "default", *, seed: int, init: Init = "default") -> None:
     """Initialize an adapter as `add_lora` does; sharded or not. On the meta device it does nothing.
 
     Args:

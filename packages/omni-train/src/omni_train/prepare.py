@@ -13,9 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from omni_train import lora
-from omni_train.attention import choose_attention
-from omni_train.compiled import compile_blocks
-from omni_train.memory.bits import reduce_bits
+from omni_train.kernels import choose_attention, compile_blocks
+from omni_train.memory.quantized import quantize_blocks
 from omni_train.memory.recompute import Recompute, recompute_blocks
 from omni_train.shard import shard
 from omni_train.weights.load import load_sharded
@@ -114,13 +113,14 @@ def prepare(
             device=how.device if how.base_dtype == "auto" else "cpu",
         )
     if how.base_dtype != "auto":
-        net = reduce_bits(net, how.base_dtype, how.block_names, how.device)
+        net = quantize_blocks(net, how.base_dtype, how.block_names, how.device)
     if how.mesh is None:
         net = net.to(how.device)
     elif not is_empty:
         net = shard(net, how.mesh, mode="fsdp2", block_names=how.block_names, compute_dtype=how.dtype)
-    for name in how.lora.names if how.lora else ():
-        lora.draw_adapter(net, name, seed=how.lora.seed, init=how.lora.init)  # type: ignore[union-attr]
+    if how.lora:
+        for name in how.lora.names:
+            lora.init_adapter(net, name, seed=how.lora.seed, init=how.lora.init)
     begin(net)
     if how.compile:
         compile_blocks(net, how.block_names, attention=how.attention)

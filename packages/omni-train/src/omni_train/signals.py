@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from omni_train.dist import Dist, any_rank
+from omni_train.dist import Dist, gather_json
 
 TYPED = "OMNI_RL_COMMAND"  # variable with the command that the user typed, set by a program that starts another one
 STOP_SIGNALS = signal.SIGTERM, signal.SIGINT
@@ -24,7 +24,7 @@ class Stop:
 
     def requested(self, dist: Dist) -> bool:
         """True if any rank was asked: all stop after the same step. Every rank calls it."""
-        return any_rank(dist, self.asked)
+        return any(gather_json(dist, self.asked))
 
 
 @contextmanager

@@ -5,11 +5,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omni_train.attention import BACKENDS
 from omni_train.checkpoint.store import Checkpoint, check_config
 from omni_train.dist import Dist
 from omni_train.files import write_atomically
 from omni_train.hub import FETCHED, pinned
+from omni_train.kernels import BACKENDS
 from omni_train.lock import RunLock
 from omni_train.log import RunLog, claim_folder
 from omni_train.profiling import ProfiledLog

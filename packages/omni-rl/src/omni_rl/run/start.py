@@ -15,14 +15,13 @@ from omni_rollout import Params
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
-from omni_train.attention import check_attention
-from omni_train.compiled import check_compiler
 from omni_train.dist import Dist, gather_json, same_error, shard_mesh
 from omni_train.files import file_digest, probe_digest
 from omni_train.flops import FlopTable
 from omni_train.hub import local_file, pinned
-from omni_train.memory.bits import BYTES
+from omni_train.kernels import check_attention, check_compiler
 from omni_train.memory.offload import HostAdamW
+from omni_train.memory.quantized import BYTES
 from omni_train.memory.recompute import Recompute
 from omni_train.optim import SummedBackward, build_adamw
 from omni_train.prepare import Lora, Preparation, adapt, prepare

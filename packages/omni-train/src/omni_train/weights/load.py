@@ -40,7 +40,7 @@ def load_sharded(
     Args:
         net: parameters on the meta device; buffers and other tensors real, as `accelerate.init_empty_weights(
             include_buffers=False)` builds it. Adapters of `add_lora` keep their dtype and have no values afterwards:
-            `draw_adapter` or `load_adapter` fills them.
+            `init_adapter` or `load_adapter` fills them.
         files: safetensors files that together hold each parameter and persistent buffer once, under its name, and
             otherwise only names that `check_files` ignores; or such files by submodule of the net. None leaves the
             values uninitialized.

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from omni_train.lora import add_lora, lora_layers
-from omni_train.memory.bits import NF4, encode, reduce_bits
+from omni_train.memory.quantized import NF4, quantize, quantize_blocks
 from torch import nn
 
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def in_full(net):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", MOST)
 def test_forward_and_gradients_are_those_of_the_weight_that_is_left(bits, dtype):
-    net = reduce_bits(build(dtype), bits, ["Block"], CPU)
+    net = quantize_blocks(build(dtype), bits, ["Block"], CPU)
     full, x = in_full(net), torch.randn(5, 16).to(dtype)
     outs = [each(x) for each in (net, full)]
     assert torch.equal(*outs)
@@ -58,7 +58,7 @@ def test_forward_and_gradients_are_those_of_the_weight_that_is_left(bits, dtype)
 @pytest.mark.parametrize("bits", MOST)
 def test_no_number_is_further_off_than_half_a_step(bits):
     before = build()
-    after = reduce_bits(copy.deepcopy(before), bits, ["Block"], CPU)
+    after = quantize_blocks(copy.deepcopy(before), bits, ["Block"], CPU)
     for name in ("first", "second"):
         old, new = getattr(before[1], name).weight, getattr(after[1], name).weight
         shape = (-1, 64) if bits == "nf4" else (len(old), -1)
@@ -70,7 +70,7 @@ def test_no_number_is_further_off_than_half_a_step(bits):
 
 @pytest.mark.parametrize(("bits", "most"), [("int8", 1.05), ("fp8", 1.05), ("nf4", 0.57)])
 def test_a_weight_takes_its_bits_and_its_scales(bits, most):
-    codes, scales = encode(torch.randn(256, 512), bits)
+    codes, scales = quantize(torch.randn(256, 512), bits)
     assert codes.nbytes + scales.nbytes <= most * 256 * 512
 
 
@@ -80,7 +80,7 @@ def test_nf4_keeps_its_own_values_and_a_row_of_zeros():
     layer = nn.Sequential(Block())
     layer[0].first = nn.Linear(64, 4, bias=False)
     layer[0].first.weight.data = weight
-    reduce_bits(layer, "nf4", ["Block"], CPU)
+    quantize_blocks(layer, "nf4", ["Block"], CPU)
     assert torch.equal(layer[0].first.weight, weight)
 
 
@@ -89,6 +89,6 @@ def test_what_is_outside_of_blocks_or_does_not_fit_stays():
     net[1].odd = nn.Linear(65, 2)
     reduced = ("1.first.base_layer.weight", "1.second.weight")
     kept = {name: p for name, p in net.named_parameters() if name not in reduced}
-    reduce_bits(net, "nf4", ["Block"], CPU)
+    quantize_blocks(net, "nf4", ["Block"], CPU)
     assert dict(net.named_parameters()).items() == kept.items()
     assert not {"1.first.base_layer.codes", "1.first.base_layer.scales"} & net.state_dict().keys()

@@ -3,7 +3,7 @@
 int8 and fp8 (e4m3) have a scale for each row of a weight. nf4 has a scale for each 64 numbers in a row, and stores each
 number as one of 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), with bitsandbytes' codes and values.
 
-A layer that runs holds its whole weight for so long, and for as long as its graph lives: recompute blocks.
+A running layer holds its whole dequantized weight, and its graph keeps it alive: recompute blocks.
 """
 
 from collections.abc import Collection
@@ -13,7 +13,7 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-Bits = Literal["int8", "fp8", "nf4"]
+QuantizedDtype = Literal["int8", "fp8", "nf4"]
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 BYTES = {"int8": 1, "fp8": 1, "nf4": 0.5625}  # per weight, with its scales
 NF4_BLOCK = 64
@@ -25,73 +25,66 @@ NF4 = (
 _MOST = {"int8": 127.0, "fp8": 448.0}
 
 
-class FewBits(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight: codes [out, n], uint8, and scales, float32.
 
-    used: the dtype of the dequantized weight. pairs: for nf4 the two values [256, 2] of each code.
+    dtype: of the dequantized weight. pairs: for nf4 the two values [256, 2] of each code.
     """
 
     codes: Tensor
     scales: Tensor
     pairs: Tensor
-    bits: Bits
-    used: torch.dtype
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the dequantized weight."""
-        return self.used
+    quantized: QuantizedDtype
+    dtype: torch.dtype
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # it is never written to
         """The dequantized weight [out, in], a new tensor."""
-        if self.bits == "nf4":
+        if self.quantized == "nf4":
             values = self.pairs.index_select(0, self.codes.flatten().int()).view(-1, NF4_BLOCK)
         else:
-            values = self.codes.view(torch.int8 if self.bits == "int8" else torch.float8_e4m3fn).float()
-        return values.mul_(self.scales).view(self.out_features, self.in_features).to(self.used)
+            values = self.codes.view(torch.int8 if self.quantized == "int8" else torch.float8_e4m3fn).float()
+        return values.mul_(self.scales).view(self.out_features, self.in_features).to(self.dtype)
 
 
 @torch.no_grad()
-def reduce_bits(module: ModuleT, bits: Bits, block_names: Collection[str], device: torch.device) -> ModuleT:
+def quantize_blocks(
+    module: ModuleT, quantized: QuantizedDtype, block_names: Collection[str], device: torch.device
+) -> ModuleT:
     """Quantize the weights of the linear layers in a module's blocks, on `device`; return the same module.
 
     Call it after `add_lora`. Biases, adapters and layers outside of blocks stay unchanged on their device; so does, for
-    nf4, a weight whose rows are no multiple of 64.
+    nf4, a weight with a row length that 64 does not divide.
 
     block_names: class names of the blocks.
     """
-    pairs = _pairs().to(device)
+    values = torch.tensor(NF4)
+    pairs = torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1).to(device)
     blocks = [block for block in module.modules() if type(block).__name__ in block_names]
     named = {id(layer): layer for block in blocks for name, layer in block.named_modules() if ".lora_" not in name}
     for layer in named.values():
-        if type(layer) is not nn.Linear or (bits == "nf4" and layer.in_features % NF4_BLOCK):
+        if type(layer) is not nn.Linear or (quantized == "nf4" and layer.in_features % NF4_BLOCK):
             continue
         weight = layer.weight
         del layer.weight
-        codes, scales = encode(weight.to(device), bits)
-        layer.__class__ = FewBits
-        assert isinstance(layer, FewBits)
-        layer.bits, layer.used = bits, weight.dtype
+        codes, scales = quantize(weight.to(device), quantized)
+        layer.__class__ = QuantizedLinear
+        assert isinstance(layer, QuantizedLinear)
+        layer.quantized, layer.dtype = quantized, weight.dtype
         for name, tensor in {"codes": codes, "scales": scales, "pairs": pairs}.items():
             layer.register_buffer(name, tensor, persistent=False)  # from the base's files: not in checkpoints
     return module
 
 
-def encode(weight: Tensor, bits: Bits) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor, quantized: QuantizedDtype) -> tuple[Tensor, Tensor]:
     """Return the codes, uint8, of a weight [out, in], and the scales of its rows [out, 1], or of its blocks for nf4."""
-    rows = weight.float() if bits != "nf4" else weight.float().view(-1, NF4_BLOCK)
+    rows = weight.float() if quantized != "nf4" else weight.float().view(-1, NF4_BLOCK)
     most = rows.abs().amax(dim=1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-    if bits == "nf4":
+    if quantized == "nf4":
         middles = torch.tensor([(low + high) / 2 for low, high in pairwise(NF4)]).to(rows.device)
         places = torch.bucketize(rows / most, middles).view(-1, 2)
         return (places[:, 0] * 16 + places[:, 1]).to(torch.uint8).view(len(weight), -1), most
-    scales = most / _MOST[bits]
+    scales = most / _MOST[quantized]
     scaled = rows / scales
-    codes = scaled.round().to(torch.int8) if bits == "int8" else scaled.to(torch.float8_e4m3fn)
+    codes = scaled.round().to(torch.int8) if quantized == "int8" else scaled.to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scales
-
-
-def _pairs() -> Tensor:
-    values = torch.tensor(NF4)
-    return torch.stack([values.repeat_interleave(16), values.repeat(16)], dim=1)

@@ -1,0 +1,92 @@
+"""Attention kernels and compiled blocks, with the same bits in sampling and training.
+
+Left to itself torch chooses attention kernels at every call, and may sample with other ones than it takes gradients
+through. Where they round differently, the ratio before the first update is not 1.
+
+A compiled block is one graph without gradients, while sampling, and another with them. Rounding stays where it is
+without a compiler, and all sizes are dynamic from the start: which graph runs never depends on earlier calls. Text
+lengths, image sizes and batch sizes need no further graph.
+"""
+
+from collections.abc import Collection
+
+import torch
+import torch.fx.experimental._config as symbols
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+# By the names of torch's SDPBackend. auto leaves out cuDNN's, whose plan depends on whether gradients are wanted.
+BACKENDS = {
+    "auto": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.OVERRIDEABLE],
+    "cudnn": [SDPBackend.CUDNN_ATTENTION],
+    "flash": [SDPBackend.FLASH_ATTENTION],
+    "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+    "math": [SDPBackend.MATH],
+}
+MAX_GRAPHS = 64  # of a class of blocks: by gradients, adapters, masks, inputs that are views, sizes of 1
+
+
+def check_attention(name: str, device: torch.device, dtype: torch.dtype) -> None:
+    """Run the kernels on a few tokens, with and without gradients.
+
+    Raises:
+        ValueError: they do not run on the device, or not in the dtype.
+    """
+    for trained in (False, True):
+        x = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype, requires_grad=trained)
+        try:
+            with sdpa_kernel(BACKENDS[name]):
+                scaled_dot_product_attention(x, x, x)
+        except RuntimeError as exc:
+            kind = str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"attention must be auto, or have kernels for {kind} on {device.type}, got {name}"
+            ) from exc
+
+
+def check_compiler(device: torch.device) -> None:
+    """Compile a sum, which takes seconds if the device has a compiler.
+
+    Raises:
+        ValueError: it has none.
+    """
+    try:
+        torch.compile(torch.add)(torch.ones(8, device=device), 1.0)
+    except (RuntimeError, OSError) as exc:
+        lines = str(exc).strip().splitlines()
+        raise ValueError(f"compile must be off where torch cannot compile for {device.type}: {lines[0]:.200}") from exc
+
+
+def compile_blocks(module: nn.Module, block_names: Collection[str], *, attention: str) -> None:
+    """Compile the blocks of a module, each class once, when they first run. Call it before `choose_attention`.
+
+    A block that is not a single graph is an error when it first runs.
+
+    block_names: class names of these modules. attention: the backend that will be chosen, part of the graphs' cache
+    key on disk.
+    """
+    torch.compiler.config.cache_key_tag = attention
+    symbols.use_duck_shape = False  # sizes that happen to be equal need not stay so
+    for block in _blocks(module, block_names):
+        block.forward = torch.compile(  # type: ignore[call-overload]  # whose types lack the limit
+            block.forward,
+            fullgraph=True,
+            dynamic=True,
+            recompile_limit=MAX_GRAPHS,
+            options={"emulate_precision_casts": True},
+        )
+
+
+def choose_attention(module: nn.Module, name: str, block_names: Collection[str]) -> None:
+    """Restrict the attention of a module's blocks to these kernels, in the backward pass too.
+
+    name: a key of BACKENDS. block_names: class names of the modules that hold all attention.
+    """
+    for block in _blocks(module, block_names):
+        block.forward = sdpa_kernel(BACKENDS[name])(block.forward)
+
+
+def _blocks(module: nn.Module, block_names: Collection[str]) -> list[nn.Module]:
+    """Return the blocks of a module, sharded or not."""
+    return [block for block in module.modules() if type(block).__name__.removeprefix("FSDP") in block_names]
