@@ -38,7 +38,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rollout/*": {"torch", "omni_sched"},
     "omni_rollout/models/*": {"diffusers", "transformers"},
     "omni_rollout/files.py": {"safetensors"},  # which diffusers brings
-    "omni_rollout/text_files.py": {"safetensors"},
+    "omni_rollout/conditioning.py": {"safetensors"},
     "omni_rollout/engines/diffusers.py": {"diffusers", "transformers"},
     "omni_rollout/engines/transformers.py": {"transformers"},
     "omni_rollout/engines/vllm_omni/*": {"vllm", "vllm_omni"},  # the engine, its worker, its pipelines, its platform

@@ -8,7 +8,7 @@ from model_rows import ROWS
 from omni_rollout import Params, Prompt, Trajectory, replay
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
-from omni_rollout.routes import ExpertLoad, Routing, replay_routes, routing_of
+from omni_rollout.models.routing import ExpertLoad, Routing, replay_routes, routing_of
 
 torch.set_num_threads(1)
 PARAMS = Params(4, 32, 96, guidance_scale=5.0, noise_level=0.7, sde_steps=(1, 2))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import REPO, ulps
 from omni_rollout import Prompt
-from omni_rollout.engines.transformers import Draw, TransformersEngine
+from omni_rollout.engines.transformers import TokenSampler, TransformersEngine
 from omni_rollout.models.tokens import open_token_model
 from omni_rollout.tokens import TokenParams, TokenTrajectory, score_tokens, token_log_probs
 from omni_train.lora import add_lora
@@ -117,7 +117,7 @@ def test_places_of_media_are_in_no_answer(engines):
     logits = torch.zeros(1, 266)
     logits[0, list(engine.model.suppressed)] = 50.0
     assert token_log_probs(logits, engine.model.suppressed, TokenParams(1)).exp().sum().item() == pytest.approx(1)
-    draw = Draw([0], engine.model.suppressed, TokenParams(1))
+    draw = TokenSampler([0], engine.model.suppressed, TokenParams(1))
     assert draw(torch.empty(1, 0), logits)[0, list(engine.model.suppressed)].isinf().all()
 
 
@@ -134,7 +134,7 @@ def test_tokens_are_drawn_in_proportion_to_their_probability():
     """The frequencies of 3,000 draws, and with top_p those of the likeliest tokens alone."""
     logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]]).expand(3_000, 4)
     for top_p, allowed in ((1.0, [0, 1, 2, 3]), (0.7, [0, 1])):
-        draw = Draw(range(3_000), (), TokenParams(1, top_p=top_p))
+        draw = TokenSampler(range(3_000), (), TokenParams(1, top_p=top_p))
         found = torch.bincount(draw(torch.empty(3_000, 0), logits).argmax(dim=1), minlength=4) / 3_000
         wanted = torch.zeros(4)
         wanted[allowed] = logits[0, allowed].softmax(dim=0)

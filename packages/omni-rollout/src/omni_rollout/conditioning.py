@@ -1,21 +1,39 @@
-"""The conditioning of prompts by their texts and images, of which each is encoded once and cached."""
+"""The conditioning of prompts: each distinct text and image is encoded once, and cached in memory and in files.
 
-from collections.abc import Callable, Sequence
+The folder of a file is named after the encoder: the bits of all frozen modules, their configuration, the code that runs
+them and its device. The file is named after what was encoded. So a file that is found was made by the same arithmetic.
+"""
+
+import hashlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from uuid import uuid4
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
 
 from omni_rollout.model import Model
 from omni_rollout.types import Cond, Params, Parts, Prompt, join
+
+CONFIGURATION = (".json", ".txt", ".model", ".jinja")
+LIBRARIES = ("omni-rollout", "torch", "transformers")
+Entries = Iterable[tuple[str, bytes | Tensor]]
 
 
 @dataclass(frozen=True)
 class TextCache:
     """Settings of the cache of encoded texts and references.
 
-    max_mb: on the device, beside the newest, which always stays: 1024 are 270 of Qwen-Image's longest texts. folder: of
-    files with the texts, which other processes and later runs find; empty for none.
+    max_mb: on the device, besides the newest entry, which always stays: 1024 are 270 of Qwen-Image's longest texts.
+    folder: of files with the texts, which other processes and later runs find; empty for none.
     """
 
     max_mb: float = 1024
@@ -28,17 +46,13 @@ TEXT_CACHE = TextCache()
 class Conditioner:
     """A model's conditioning of prompts by the parts that `model.load` returns, cached.
 
-    Calling it gives a batch's conditioning: each distinct text and all distinct images are encoded once.
+    Calling it returns a batch's conditioning.
     """
 
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model, self.parts = model, parts
         self.max_bytes = texts.max_mb * 2**20
-        self.encode: Callable[..., Cond] = lambda prompt, **how: model.encode(parts, prompt, **how)
-        if texts.folder:
-            from omni_rollout.text_files import TextFiles
-
-            self.encode = TextFiles(model, parts, texts.folder).encode
+        self.files = TextFiles(model, parts, texts.folder) if texts.folder else None
         self._cached: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
@@ -54,13 +68,18 @@ class Conditioner:
     def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
         options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
-        encode = partial(self.encode, prompt, negative=negative, **options)
-        return self._once(encode, prompt, negative, text, *options.items())
+        make = partial(self.model.encode, self.parts, prompt, negative=negative, **options)
+        if self.files:
+            entries: list[tuple[str, bytes | Tensor]] = [(f"text {negative}", text.encode())]
+            entries += [("image", image) for image in prompt.images]
+            entries += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
+            make = partial(self.files.read_or_make, entries, make)
+        return self._once(make, prompt, negative, text, *options.items())
 
     def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
         """Return what `make` returned for these facts and the prompt's images, which is cached.
 
-        The newest is kept, and as many before it as `max_bytes` hold.
+        The newest entry is kept, and as many before it as `max_bytes` hold.
         """
         key = (*facts, *map(id, prompt.images))
         if key not in self._cached:
@@ -73,3 +92,68 @@ class Conditioner:
 def num_bytes(cond: Cond) -> int:
     """Return the memory that the tensors keep alive, which are views of more."""
     return sum(tensor.untyped_storage().nbytes() for tensor in cond.values())
+
+
+class TextFiles:
+    """Encoded texts in a folder, a safetensors file for each.
+
+    Any number of processes may share the folder: a file appears complete. A damaged one is reported and replaced.
+    """
+
+    def __init__(self, model: Model, parts: Parts, folder: str) -> None:
+        modules = {name: part for name, part in sorted(vars(parts).items()) if isinstance(part, nn.Module)}
+        self.device = next(tensor.device for module in modules.values() for tensor in module.parameters())
+        self.folder = Path(folder) / _digest(_encoder_entries(model, modules, self.device))
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def read_or_make(self, entries: Entries, make: Callable[[], Cond]) -> Cond:
+        """Return the conditioning in the file of these entries, or what `make` returns, and write the file."""
+        file = self.folder / f"{_digest(entries)}.safetensors"
+        found = _read(file)
+        if found is not None:
+            return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
+        cond = make()
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
+        temporary = file.with_suffix(f".{uuid4().hex}")
+        save_file(tensors, temporary, metadata={"digest": _digest(sorted(tensors.items()))})
+        temporary.replace(file)
+        return cond
+
+
+def _read(file: Path) -> Cond | None:
+    """Return the tensors of a file; None if there is none, or a damaged one, which is reported."""
+    if not file.exists():
+        return None
+    try:
+        with safe_open(file, framework="pt") as stored:
+            cond = {name: stored.get_tensor(name) for name in sorted(stored.keys())}
+            if (stored.metadata() or {}).get("digest") == _digest(cond.items()):
+                return cond
+    except SafetensorError:
+        pass
+    print(f"{file} is damaged: its text is encoded again", file=sys.stderr, flush=True)
+    return None
+
+
+def _encoder_entries(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
+    """Yield everything that the bits of an encoded text depend on besides the text."""
+    yield "facts", json.dumps([device.type, *(version(name) for name in LIBRARIES)]).encode()
+    for cls in model.__class__.__mro__[:-1]:
+        yield cls.__name__, Path(inspect.getfile(cls)).read_bytes()
+    for file in sorted(file for file in model.folder.rglob("*") if file.suffix in CONFIGURATION):
+        yield file.relative_to(model.folder).as_posix(), file.read_bytes()
+    for name, module in modules.items():
+        if name != "net":
+            yield from module.state_dict(prefix=f"{name}.").items()
+
+
+def _digest(entries: Entries) -> str:
+    """Return the SHA-256, in hexadecimal digits, of named bytes and tensors in their order."""
+    digest = hashlib.sha256()
+    for name, content in entries:
+        if isinstance(content, Tensor):
+            digest.update(f"{name} {content.dtype} {tuple(content.shape)} ".encode())
+            digest.update(content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        else:
+            digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()

@@ -4,8 +4,8 @@ Shapes: B samples, P tokens before a thought, V of the vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +54,3 @@ class ThoughtTrajectory(Trajectory):
     """Samples, the stochastic steps of each, and on the host the thoughts that they were drawn after."""
 
     thoughts: TokenTrajectory
-
-    def select(self, indices: Sequence[int] | Tensor) -> Self:
-        """The samples at the positions `indices` of this batch, in that order."""
-        return replace(super().select(indices), thoughts=self.thoughts.select(indices))
-
-    @classmethod
-    def cat(cls, parts: Sequence[Self]) -> Self:
-        """All samples of `parts`, as `Trajectory.cat` and `TokenTrajectory.cat` have them."""
-        whole: Self = Trajectory.cat(parts)  # type: ignore[assignment]  # which leaves the type as it is
-        return replace(whole, thoughts=TokenTrajectory.cat([part.thoughts for part in parts]))

@@ -62,40 +62,21 @@ class TokenTrajectory(Samples):
         """The tokens of each answer, int64 [B]."""
         return self.mask.sum(dim=1)
 
-    def select(self, indices: Sequence[int] | Tensor) -> Self:
-        """The samples at the positions `indices` of this batch, in that order."""
-        rows = torch.as_tensor(indices, dtype=torch.long).tolist()
-        tensors: dict[str, Any] = {
-            name: getattr(self, name)[rows] for name in ("tokens", "mask", "rollout_log_prob", "ended")
-        }
-        own: dict[str, Any] = {
-            name: tuple(getattr(self, name)[i] for i in rows) for name in ("prompts", "encoded", "answers")
-        }
-        return replace(self, **tensors, **own)
-
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """All samples of `parts`, as long as the longest answer.
-
-        Raises:
-            ValueError: parts differ in parameters or weights.
-        """
-        for name in ("params", "weight_version"):
-            if len(values := {getattr(part, name) for part in parts}) > 1:
-                raise ValueError(f"parts must share {name}, got {values}")
+        """Concatenate the samples of `parts`, padded to the longest answer. Raises as `Samples.cat`."""
         length = max(part.tokens.shape[1] for part in parts)
-        whole: dict[str, Any] = {"ended": torch.cat([part.ended for part in parts])}
-        for name in ("tokens", "mask", "rollout_log_prob"):
-            whole[name] = torch.cat([pad(t, [0, length - t.shape[1]]) for t in (getattr(p, name) for p in parts)])
-        for name in ("prompts", "encoded", "answers"):
-            whole[name] = tuple(each for part in parts for each in getattr(part, name))
-        return replace(parts[0], **whole)
+        return super().cat([part._resized(length) for part in parts])
 
     def trim(self) -> Self:
-        """The same samples without the places behind the longest answer."""
-        length = int(self.lengths.max())
-        cut = {name: getattr(self, name)[:, :length] for name in ("tokens", "mask", "rollout_log_prob")}
-        return replace(self, **cut)
+        """Return the same samples without the places behind the longest answer."""
+        return self._resized(int(self.lengths.max()))
+
+    def _resized(self, length: int) -> Self:
+        """Return the same answers in `length` places."""
+        change = [0, length - self.tokens.shape[1]]  # a negative number cuts
+        resized = {name: pad(getattr(self, name), change) for name in ("tokens", "mask", "rollout_log_prob")}
+        return replace(self, **resized)
 
 
 class Writer(Protocol):

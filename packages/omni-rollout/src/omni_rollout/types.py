@@ -8,6 +8,7 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any, Protocol, Self
 
@@ -22,6 +23,7 @@ from torch.nn.functional import pad
 Cond = dict[str, Tensor]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
 Rates = dict[str, float]  # how fast media play: fps, sample_rate
+SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch of samples has once
 
 
 class Parts(SimpleNamespace):
@@ -135,56 +137,39 @@ class Samples:
         return torch.tensor([prompt.index for prompt in self.prompts])
 
     def to(self, device: torch.device | str) -> Self:
-        """The same samples on another device."""
-        return self._map(lambda tensor: tensor.to(device))
+        """Return the same samples on another device."""
+        return replace(self, **{f.name: _each(getattr(self, f.name), lambda t: t.to(device)) for f in fields(self)})
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
-        """The samples at the positions `indices` of this batch, in that order."""
+        """Return the samples at the positions `indices` of this batch, in that order."""
         rows = torch.as_tensor(indices, dtype=torch.long).tolist()
-        prompts = tuple(self.prompts[i] for i in rows)
-        return replace(self._map(lambda tensor: pick(tensor, rows), shared=False), prompts=prompts)
+        names = [f.name for f in fields(self) if f.name not in SHARED]
+        return replace(self, **{name: _rows(getattr(self, name), rows) for name in names})
 
     def split(self, size: int) -> list[Self]:
-        """Consecutive pieces of `size` samples; the last may be smaller."""
+        """Return consecutive pieces of `size` samples; the last may be smaller."""
         if size < 1:
             raise ValueError(f"size must be >= 1, got {size}")
         return [self.select(range(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:
-        """All samples of `parts`, conditioning padded to the longest text where it has a mask.
+        """Concatenate the samples of `parts`; pad answers to the longest, and conditioning that has a mask.
 
         Raises:
             ValueError: parts differ in something that all samples of a batch share: schedule, parameters, rates, weight
                 version, or the shape of a tensor without its batch dimension.
         """
-        first = parts[0]
         whole: dict[str, Any] = {}
-        for f in fields(cls):
+        for f in fields(parts[0]):
             values = [getattr(part, f.name) for part in parts]
+            if f.name not in SHARED and all(value is not None for value in values):
+                whole[f.name] = _concatenated(values, f.name)
+                continue
             equal = torch.equal if f.name == "sigmas" else operator.eq
-            if f.name == "prompts":
-                whole[f.name] = tuple(prompt for prompts in values for prompt in prompts)
-            elif f.name in ("media", "cond"):
-                whole[f.name] = join(values, dim=1, what=f.name)
-            elif f.name != "sigmas" and all(isinstance(value, Tensor) for value in values):
-                whole[f.name] = _joined(values, f.name)
-            elif all(equal(value, values[0]) for value in values):
-                whole[f.name] = values[0]
-            else:
+            if not all(equal(value, values[0]) for value in values):
                 raise ValueError(f"parts must share {f.name}, got {values}")
-        return replace(first, **whole)
-
-    def _map(self, change: Callable[[Tensor], Tensor], *, shared: bool = True) -> Self:
-        """The same with all tensors changed; shared: also those without a batch dimension."""
-        changed: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor) and (shared or f.name != "sigmas"):
-                changed[f.name] = change(value)
-            elif f.name in ("media", "cond"):
-                changed[f.name] = {name: change(tensor) for name, tensor in value.items()}
-        return replace(self, **changed)
+        return replace(parts[0], **whole)
 
 
 @dataclass(frozen=True)
@@ -316,6 +301,29 @@ def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dic
             tensors = [pad(t, [0, 0] * (t.dim() - dim - 1) + [0, length - t.shape[dim]]) for t in tensors]
         together[name] = _joined(tensors if dim else [t[None] for t in tensors], f"{what}[{name!r}]")
     return together
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a field's value with its tensors changed."""
+    if isinstance(value, dict):
+        return {name: _each(item, change) for name, item in value.items()}
+    return change(value) if isinstance(value, Tensor) else value
+
+
+def _rows(value: Any, rows: Sequence[int]) -> Any:
+    """Return the rows of a field's value that has one for each sample."""
+    if isinstance(value, tuple):
+        return tuple(value[i] for i in rows)
+    return value.select(rows) if isinstance(value, Samples) else _each(value, lambda tensor: pick(tensor, rows))
+
+
+def _concatenated(values: Sequence[Any], what: str) -> Any:
+    """Return the values of a field that have a row for each sample, one after the other."""
+    if isinstance(values[0], Samples):
+        return values[0].cat(values)
+    if isinstance(values[0], tuple):
+        return tuple(chain.from_iterable(values))
+    return _joined(values, what) if isinstance(values[0], Tensor) else join(values, dim=1, what=what)
 
 
 def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:

@@ -13,8 +13,8 @@ from omni_rollout import Engine, Model, Params
 from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
+from omni_rollout.models.routing import replay_routes, routing_of
 from omni_rollout.offload import in_slices
-from omni_rollout.routes import replay_routes, routing_of
 from omni_rollout.sampler import check_images
 from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from omni_rollout import Engine, Model, Params
-from omni_rollout.routes import ExpertLoad, routing_of
+from omni_rollout.models.routing import ExpertLoad, routing_of
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams
 from omni_rollout.tokens import TokenEngine, TokenModel, TokenParams
 from omni_rollout.types import WeightedEngine

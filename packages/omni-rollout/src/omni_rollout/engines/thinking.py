@@ -13,7 +13,7 @@ from torch import Tensor
 
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.engines.transformers import Draw, end_of
+from omni_rollout.engines.transformers import TokenSampler, answers_of
 from omni_rollout.sampler import check_prompts
 from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajectory
 from omni_rollout.tokens import TokenParams, TokenTrajectory
@@ -70,21 +70,13 @@ class ThinkingEngine(DiffusersEngine):
         encoded = tuple(
             self.model.ask(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)
         )
-        draw = Draw([prompt.seed for prompt in prompts], self.model.suppressed, params, stream=THOUGHT_NOISE)
+        sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params, stream=THOUGHT_NOISE)
         writing, chosen = self.model.start(encoded, cond["ids"].device), list[Tensor]()
         ends = torch.tensor(self.model.ends, device=cond["ids"].device)
         has_ended = torch.zeros(len(prompts), dtype=torch.bool, device=ends.device)
         while len(chosen) < params.max_new_tokens and not self.together(bool(has_ended.all())):
             logits = writing.next_logits(self.net, chosen[-1] if chosen else None)
-            chosen.append(draw(ends, logits).argmax(dim=-1))
+            chosen.append(sampler(ends, logits).argmax(dim=-1))
             has_ended |= torch.isin(chosen[-1], ends)
-        found = end_of(torch.stack(chosen, dim=1), draw.log_probs, self.model.ends, self.model.decode_text)
-        return TokenTrajectory(
-            prompts=tuple(prompts),
-            media={},
-            rates={},
-            weight_version=self.weight_version,
-            encoded=encoded,
-            params=params,
-            **found,
-        ).trim()
+        tokens, texts = torch.stack(chosen, dim=1), (self.model.ends, self.model.decode_text)
+        return answers_of(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version).trim()

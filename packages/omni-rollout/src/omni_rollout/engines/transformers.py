@@ -5,7 +5,6 @@ in float32. Trainers take the old policy's from `score_tokens`, and this engine'
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory, token_log_probs
-from omni_rollout.types import Prompt
+from omni_rollout.types import Cond, Prompt
 
 
 class TransformersEngine:
@@ -37,15 +36,11 @@ class TransformersEngine:
         Raises:
             ValueError: no prompts, or one that the model does not take.
         """
-        if not prompts:
-            raise ValueError("prompts must hold at least one prompt, got none")
-        keys = [said(prompt) for prompt in prompts]
-        known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
-        encoded = tuple(known[key] for key in keys)
+        encoded = encode_prompts(self.model, prompts)
         device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
         inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
         inputs.pop("position_ids", None)  # generation makes its own of the mask
-        draw = Draw([prompt.seed for prompt in prompts], self.model.suppressed, params)
+        sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params)
         ends, most = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
@@ -55,21 +50,13 @@ class TransformersEngine:
         last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of whole prompts are large
         try:
             whole = self.net.generate(  # type: ignore[operator]
-                **inputs, generation_config=config, logits_processor=[draw], synced_gpus=self.synced
+                **inputs, generation_config=config, logits_processor=[sampler], synced_gpus=self.synced
             )
         finally:
             last.remove()
         tokens = whole[:, inputs["input_ids"].shape[1] :]
-        found = end_of(tokens, draw.log_probs, self.model.ends, self.model.decode)
-        return TokenTrajectory(
-            prompts=tuple(prompts),
-            media={},
-            rates={},
-            weight_version=self.weight_version,
-            encoded=encoded,
-            params=params,
-            **found,
-        )
+        texts = self.model.ends, self.model.decode
+        return answers_of(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """0: the trainer's parameters are this engine's own."""
@@ -89,25 +76,45 @@ class TransformersEngine:
         """Nothing: the net is whoever's who loaded it."""
 
 
-def said(prompt: Prompt) -> tuple[object, ...]:
-    """All that a model's `encode` reads of a prompt: chats may end alike, and begin otherwise."""
-    chat = repr([prompt.meta.get(key) for key in ("system", "messages")])
-    return prompt.text, chat, *map(id, (*prompt.images, prompt.audio, prompt.video))
+def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> tuple[Cond, ...]:
+    """Return what `model.encode` returns for each prompt; equal prompts share one.
+
+    Raises:
+        ValueError: no prompts, or one that the model does not take.
+    """
+    if not prompts:
+        raise ValueError("prompts must hold at least one prompt, got none")
+    chats = [repr([prompt.meta.get(key) for key in ("system", "messages")]) for prompt in prompts]
+    keys = [(p.text, chat, *map(id, (*p.images, p.audio, p.video))) for p, chat in zip(prompts, chats, strict=True)]
+    known = {key: model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
+    return tuple(known[key] for key in keys)
 
 
-def end_of(
-    tokens: Tensor, log_probs: Sequence[Tensor], ends: Sequence[int], decode: Callable[[Tensor], str]
-) -> dict[str, Any]:
-    """What `TokenTrajectory` says of tokens [B, T] with log-probs T times [B], on the host: nothing after their end."""
+def answers_of(
+    tokens: Tensor,
+    log_probs: Sequence[Tensor],
+    ends: Sequence[int],
+    decode: Callable[[Tensor], str],
+    prompts: Sequence[Prompt],
+    encoded: tuple[Cond, ...],
+    params: TokenParams,
+    weight_version: int,
+) -> TokenTrajectory:
+    """Return the answers, on the host, of sampled tokens [B, T] with log-probs, T times [B].
+
+    ends: tokens that end an answer; those after the first are masked. decode: returns the text of an answer's tokens.
+    """
     is_end = torch.isin(tokens, torch.tensor(ends, device=tokens.device))
     mask = is_end.cumsum(dim=1) - is_end.long() == 0
     log_prob = torch.where(mask, torch.stack(list(log_probs), dim=1), 0.0).cpu()
     tokens, mask, ended = tokens.cpu(), mask.cpu(), is_end.any(dim=1).cpu()
     answers = tuple(decode(row[kept]) for row, kept in zip(tokens, mask, strict=True))
-    return {"tokens": tokens, "mask": mask, "rollout_log_prob": log_prob, "ended": ended, "answers": answers}
+    return TokenTrajectory(
+        tuple(prompts), {}, {}, weight_version, encoded, tokens, mask, log_prob, ended, answers, params
+    )
 
 
-class Draw:
+class TokenSampler:
     """The next token of each sample, by the inverse of its distribution function at the sample's own uniform number.
 
     transformers calls it with logits [B, V], and takes the token whose place is not -inf. log_probs: of the tokens

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
-from omni_rollout.engines.transformers import end_of, said
+from omni_rollout.engines.transformers import answers_of, encode_prompts
 from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Prompt
@@ -96,18 +96,14 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        if not prompts:
-            raise ValueError("prompts must hold at least one prompt, got none")
-        keys = [said(prompt) for prompt in prompts]
-        known = {key: self.model.encode(prompt) for key, prompt in dict(zip(keys, prompts, strict=True)).items()}
-        encoded = tuple(known[key] for key in keys)
+        encoded = encode_prompts(self.model, prompts)
         longest, most = max(len(each["input_ids"]) for each in encoded), self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > most:
             raise ValueError(f"prompt and answer must have at most {most} tokens, got {longest} of a prompt alone")
-        asked = {key: self._prepared(each) for key, each in known.items()}
+        requests = {key: self._prepared(each) for key, each in {id(each): each for each in encoded}.items()}
         engine, done = self.llm.llm_engine, dict[int, Any]()
         try:
-            for i, (key, prompt) in enumerate(zip(keys, prompts, strict=True)):
+            for i, (each, prompt) in enumerate(zip(encoded, prompts, strict=True)):
                 how = SamplingParams(
                     seed=prompt.seed,
                     max_tokens=params.max_new_tokens,
@@ -120,7 +116,7 @@ class VllmEngine:
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
                 )
-                engine.add_request(str(i), asked[key], how)
+                engine.add_request(str(i), requests[id(each)], how)
             while engine.has_unfinished_requests():
                 done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
         except BaseException:
@@ -132,21 +128,9 @@ class VllmEngine:
             torch.tensor([place[token].logprob for place, token in zip(a.logprobs, a.token_ids, strict=True)])
             for a in answers
         ]
-        found = end_of(
-            pad_sequence(tokens, batch_first=True, padding_value=self.model.ends[0]),
-            pad_sequence(chosen).unbind(),
-            self.model.ends,
-            self.model.decode,
-        )
-        return TokenTrajectory(
-            prompts=tuple(prompts),
-            media={},
-            rates={},
-            weight_version=self.weight_version,
-            encoded=encoded,
-            params=params,
-            **found,
-        )
+        padded, texts = pad_sequence(tokens, True, self.model.ends[0]), (self.model.ends, self.model.decode)
+        log_probs = pad_sequence(chosen).unbind()
+        return answers_of(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """0: vLLM keeps weights in layouts of its own."""

@@ -152,7 +152,7 @@ class HunyuanImage(ImageModel):
         """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: as `encode` and `condition` have it, with an axis B; with guidance also the negatives of `encode`, and
-        both halves run as one batch. What `omni_rollout.routes` has added replays the experts of sampling.
+        both halves run as one batch. What `omni_rollout.models.routing` has added replays the experts of sampling.
         """
         text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
         marks, guided = cond["marks"], self.is_guided(params)

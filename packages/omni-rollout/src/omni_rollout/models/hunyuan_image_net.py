@@ -29,7 +29,7 @@ from transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe import (
 )
 
 from omni_rollout.models.hunyuan_image_moe import Mixture
-from omni_rollout.routes import Routing
+from omni_rollout.models.routing import Routing
 
 TIME_FREQUENCIES = 256
 GROUPS = 32  # of channels, in norms

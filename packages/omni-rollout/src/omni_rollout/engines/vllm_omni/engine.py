@@ -71,7 +71,7 @@ class VllmOmniEngine:
         local_rank = device.index or 0
         self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
-        self.pipeline.sampler = Sampler(model, self.pipeline.parts(dtype), texts)
+        self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters that lie in the engine's storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
         self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once

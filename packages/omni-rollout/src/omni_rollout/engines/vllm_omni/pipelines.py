@@ -30,19 +30,14 @@ from vllm_omni.diffusion.models.wan2_2.pipeline_wan2_2 import Wan22Pipeline  # i
 class Flux1Rollout(RolloutPipeline, FluxPipeline):
     """FLUX.1."""
 
-    part_names = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "vae")
-
 
 class Flux1KontextRollout(RolloutPipeline, FluxKontextPipeline):
     """FLUX.1 Kontext."""
 
-    part_names = Flux1Rollout.part_names
 
+class QwenPipeline(RolloutPipeline):
+    """A rollout pipeline with Qwen-Image's transformer."""
 
-class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
-    """Qwen-Image."""
-
-    part_names = ("text_encoder", "tokenizer", "vae")
     diffusers_names: ClassVar = {".to_out.": ".to_out.0."}
 
     def __init__(self, **kwargs: Any) -> None:
@@ -50,57 +45,46 @@ class QwenImageRollout(RolloutPipeline, QwenImagePipeline):
         self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
 
 
+class QwenEditPipeline(QwenPipeline):
+    """A rollout pipeline of Qwen-Image's editing models."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        stock = type(self).__bases__[1]
+        with patch(f"{stock.__module__}.Qwen2VLProcessor", picture_processor()):  # `encode` needs only its image half
+            super().__init__(**kwargs)
+
+
+class QwenImageRollout(QwenPipeline, QwenImagePipeline):
+    """Qwen-Image."""
+
+
+class QwenImageEditRollout(QwenEditPipeline, QwenImageEditPipeline):
+    """Qwen-Image-Edit."""
+
+
+class QwenImageEditPlusRollout(QwenEditPipeline, QwenImageEditPlusPipeline):
+    """Qwen-Image-Edit-Plus."""
+
+
 class Flux2KleinRollout(RolloutPipeline, Flux2KleinPipeline):
     """FLUX.2 klein and klein-base."""
 
-    part_names = ("text_encoder", "tokenizer", "vae")
     packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 
 
 class LTX2Rollout(RolloutPipeline, LTX2Pipeline):
     """LTX-2 and 2.3, frames and sound."""
 
-    part_names = ("text_encoder", "tokenizer", "connectors", "vae", "audio_vae", "vocoder")
-
-
-class QwenImageEditRollout(RolloutPipeline, QwenImageEditPipeline):
-    """Qwen-Image-Edit."""
-
-    part_names = ("text_encoder", "tokenizer", "processor", "vae")
-    diffusers_names: ClassVar = QwenImageRollout.diffusers_names
-
-    def __init__(self, **kwargs: Any) -> None:
-        with patch(f"{QwenImageEditPipeline.__module__}.Qwen2VLProcessor", picture_processor()):
-            super().__init__(**kwargs)  # `encode` takes the half of it that is for pictures
-        self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
-
-
-class QwenImageEditPlusRollout(RolloutPipeline, QwenImageEditPlusPipeline):
-    """Qwen-Image-Edit-Plus."""
-
-    part_names = QwenImageEditRollout.part_names
-    diffusers_names: ClassVar = QwenImageRollout.diffusers_names
-
-    def __init__(self, **kwargs: Any) -> None:
-        with patch(f"{QwenImageEditPlusPipeline.__module__}.Qwen2VLProcessor", picture_processor()):
-            super().__init__(**kwargs)
-        self.transformer.register_forward_pre_hook(_add_text_lengths, with_kwargs=True)
-
 
 class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
     """Stable Diffusion 3 and 3.5."""
 
-    part_names = (
-        *("text_encoder", "text_encoder_2", "text_encoder_3"),
-        *("tokenizer", "tokenizer_2", "tokenizer_3", "vae"),
-    )
     packed: ClassVar = {"to_qkv": ["to_q", "to_k", "to_v"], "add_kv_proj": ["add_q_proj", "add_k_proj", "add_v_proj"]}
 
 
 class WanPipeline(RolloutPipeline):
     """What Wan's pipelines share: their names, and the experts as one net."""
 
-    part_names: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer", "vae")
     diffusers_names: ClassVar = {
         ".to_out.": ".to_out.0.",
         ".net_0.": ".net.0.",
@@ -122,8 +106,6 @@ class WanRollout(WanPipeline, Wan22Pipeline):
 
 class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
     """Wan 2.1 and 2.2 with a given frame."""
-
-    part_names = (*WanPipeline.part_names, "image_encoder", "image_processor")
 
     def __init__(self, **kwargs: Any) -> None:
         read = wan_i2v._load_json

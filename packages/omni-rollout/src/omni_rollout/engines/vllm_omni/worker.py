@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from omni_rollout.engines.guest import kept_process_group, some_process_group, undisturbed_process
+from omni_rollout.model import Model
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Parts
 
@@ -49,13 +50,12 @@ with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the
 class RolloutPipeline:
     """Mixed into a pipeline of vLLM-Omni, it makes a batch of requests one call of our sampler on its modules.
 
-    part_names: the parts that the model's `encode` and `decode` want. diffusers_names: pieces of its transformer's
-    parameter names, and what diffusers has in their place. packed: fused layers and the layers they stand for, in the
-    order of their rows, where vLLM-Omni's transformer does not say it. sampler: set by the engine.
+    diffusers_names: pieces of its transformer's parameter names, and what diffusers has in their place. packed: fused
+    layers and the layers they stand for, in the order of their rows, where vLLM-Omni's transformer does not say it.
+    sampler: set by the engine.
     """
 
     supports_request_batch = True
-    part_names: ClassVar[tuple[str, ...]]
     diffusers_names: ClassVar[dict[str, str]] = {}
     packed: ClassVar[dict[str, list[str]]] = {}
     transformer: Any
@@ -67,12 +67,13 @@ class RolloutPipeline:
         net: nn.Module = self.transformer
         return net
 
-    def parts(self, dtype: torch.dtype) -> Parts:
-        """The pipeline's modules as a model takes them, in the dtype that vLLM-Omni gives its transformer alone."""
-        parts = Parts(net=self.net, **{name: getattr(self, name) for name in self.part_names})
+    def parts(self, model: Model, dtype: torch.dtype) -> Parts:
+        """Return the pipeline's modules as the model takes them, in the transformer's dtype."""
+        names = [name for name in model.config if hasattr(self, name) and name not in model.nets.values()]
+        parts = Parts(net=self.net, **{name: getattr(self, name) for name in names})
         for part in vars(parts).values():
             if isinstance(part, nn.Module) and part is not parts.net:
-                part.to(dtype)  # vLLM-Omni leaves them in the type that the checkpoint's files have
+                part.to(dtype)  # vLLM-Omni leaves them in the dtype of the checkpoint's files
         return parts
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
