@@ -141,7 +141,7 @@ def test_weights_are_pushed_with_card_and_settings_in_one_commit(tmp_path, monke
     with pytest.raises(
         ValueError, match="run must be a folder with weights, which an evaluation writes, found none in"
     ):
-        hub.files_to_push(tmp_path)
+        program.files_to_push(tmp_path)
 
 
 def test_only_what_an_export_writes_is_pushed(tmp_path):
@@ -151,7 +151,7 @@ def test_only_what_an_export_writes_is_pushed(tmp_path):
     for name in [*kept, ".env", ".token.json", "high/.cache/key.json", "notes.md", "high/script.py", "core"]:
         (weights / name).write_text(name)
     os.mkfifo(weights / "pipe.json")
-    assert list(hub.files_to_push(tmp_path / "run")) == kept
+    assert list(program.files_to_push(tmp_path / "run")) == kept
 
 
 @pytest.mark.parametrize("name", ["weights/key.json", "weights/high", "weights", "config.toml"])
@@ -166,4 +166,4 @@ def test_a_link_is_not_pushed(tmp_path, name):
         shutil.rmtree(run / "weights")
     (run / name).symlink_to(elsewhere / "key.json" if "." in name else elsewhere)
     with pytest.raises(ValueError, match=rf"run must have files of its own to push, but \S+/run/{name} is a link"):
-        hub.files_to_push(run)
+        program.files_to_push(run)

@@ -1,4 +1,4 @@
-"""Files on the hub: prompts and recipes fetched by their address, weights of a run pushed. Needs huggingface_hub.
+"""Files on the hub, fetched by their address. Needs huggingface_hub.
 
 hf://datasets/OWNER/NAME/FILE               of a data set; of a model without datasets/
 hf://datasets/OWNER/NAME@REVISION/FILE      at a branch, tag or commit
@@ -9,13 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from omni_train.weights.card import CARD_FILE
-
 REPOSITORY = re.compile("(models|datasets|spaces)--")  # begins the names of folders in the hub's cache
 ADDRESS = re.compile(r"hf://(datasets/)?(?!datasets/)([\w.-]+/[\w.-]+)(?:@([^/\s]+))?/((?!.*\.\.)\S+)")
 FETCHED: dict[str, Path] = {}  # address -> file; within a process a branch stays at its commit
-
-EXPORTED = (".safetensors", ".json", ".txt", ".jinja", ".model")  # kinds of files that an export has beside its card
 
 
 def local_file(place: str | Path) -> Path:
@@ -93,46 +89,3 @@ def pinned(place: str) -> str:
     is_data, repo, _, file = found.groups()
     commit = local_file(place).parts[-len(Path(file).parts) - 1]  # of .../snapshots/COMMIT/FILE
     return f"hf://{is_data or ''}{repo}@{commit}/{file}"
-
-
-def files_to_push(run: str | Path) -> dict[str, Path]:
-    """Return the files that `push_to_hub` uploads, by their names there: weights, card, and settings as recipe.toml.
-
-    Other files in the folder of the weights, and hidden ones, are left out.
-
-    Raises:
-        ValueError: the run has no weights, or links among its files, which may lead to other files.
-    """
-    weights, settings = Path(run) / "weights", Path(run) / "config.toml"
-    found = {path.relative_to(weights): path for path in sorted(weights.rglob("*"))}
-    shown = {name: path for name, path in found.items() if not any(part.startswith(".") for part in name.parts)}
-    if links := [path for path in (weights, *shown.values(), settings) if path.is_symlink()]:
-        raise ValueError(f"run must have files of its own to push, but {links[0]} is a link")
-    exported = {name: path for name, path in shown.items() if name.suffix in EXPORTED or name.name == CARD_FILE}
-    files = {name.as_posix(): path for name, path in exported.items() if path.is_file()}
-    if not any(name.endswith(".safetensors") for name in files):
-        raise ValueError(f"run must be a folder with weights, which an evaluation writes, found none in {weights}")
-    return files | ({"recipe.toml": settings} if settings.is_file() else {})
-
-
-def push_to_hub(run: str | Path, repo_id: str, *, private: bool = False) -> str:
-    """Upload a run's weights, model card and settings in one commit, and return its URL.
-
-    Args:
-        run: the run folder.
-        repo_id: of the model on the hub, OWNER/NAME, created if it is missing.
-        private: True to create it as private.
-
-    Raises:
-        ValueError: the run has no weights, or the hub does not take them.
-    """
-    files = files_to_push(run)
-    try:
-        from huggingface_hub import CommitOperationAdd, HfApi
-
-        api, adds = HfApi(), [CommitOperationAdd(name, file) for name, file in files.items()]
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        return str(api.create_commit(repo_id, adds, commit_message=f"Add {Path(run).name}").commit_url)
-    except Exception as exc:  # of any HTTP client that the library has
-        rule = "repo_id must be OWNER/NAME on the hub, where you may write after `hf auth login`"
-        raise ValueError(f"{rule}, got {repo_id}: {type(exc).__name__}: {exc}") from exc
