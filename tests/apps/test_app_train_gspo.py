@@ -378,7 +378,7 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
         ({"max_prompt_tokens": 4}, "line 1: must have at most --max-prompt-tokens 4 tokens, got 2"),
         ({"overlong_tokens": 6}, r"--overlong-tokens must be <= --max-new-tokens \(5\), got 6"),
         ({"init_weights": "."}, "--init-weights: must be the folder of an adapter"),
-        ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold text alone, got image"),
+        ({"prompts": "train-seen.jsonl"}, "line 2: prompts of a QwenText must hold only text, got image"),
     ],
 )
 def test_a_mistake_is_named(changes, words, here):

@@ -131,9 +131,9 @@ def test_integer_and_float64_rewards_give_float32():
 
 
 def test_errors_name_the_argument():
-    with pytest.raises(ValueError, match=r"\[N\] alike, got shapes \(2,\) and \(3,\)"):
+    with pytest.raises(ValueError, match=r"must both be \[N\], got shapes \(2,\) and \(3,\)"):
         advantages([1.0, 2.0], [0, 0, 0])
-    with pytest.raises(ValueError, match=r"\[N\] alike"):
+    with pytest.raises(ValueError, match=r"must both be \[N\]"):
         group_advantages(torch.zeros(2, 2), torch.zeros(2, 2, dtype=torch.long))
     with pytest.raises(ValueError, match=r"groups must hold integers, got torch.float32"):
         advantages([1.0, 2.0], [0.0, 0.0])
@@ -152,7 +152,7 @@ def test_reward_metrics_of_a_worked_batch():
     metrics = reward_metrics(rewards, torch.tensor([4, 4, 0, 0, 0, 0, 2, 3]))
     with pytest.raises(ValueError, match=r"at least one score, got none in 2"):
         reward_metrics(torch.full((2,), math.nan), torch.tensor([0, 1]))
-    with pytest.raises(ValueError, match=r"\[N\] alike"):
+    with pytest.raises(ValueError, match=r"must both be \[N\]"):
         reward_metrics(rewards, torch.tensor([0]))
     assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
         {

@@ -41,9 +41,9 @@ def test_its_gradient_points_from_the_reference_to_the_mean():
 
 
 def test_errors_name_the_argument():
-    with pytest.raises(ValueError, match=r"\[B, ...\] alike, got shapes \(2, 3\) and \(2, 1\)"):
+    with pytest.raises(ValueError, match=r"must both be \[B, ...\], got shapes \(2, 3\) and \(2, 1\)"):
         gaussian_kl(torch.zeros(2, 3), torch.zeros(2, 1), torch.ones(2))
-    with pytest.raises(ValueError, match=r"\[B, ...\] alike"):
+    with pytest.raises(ValueError, match=r"must both be \[B, ...\]"):
         gaussian_kl(torch.zeros(2), torch.zeros(2), torch.ones(2))
     with pytest.raises(ValueError, match=r"std must be \[B\] = \(2,\), got shape \(2, 1\)"):
         gaussian_kl(torch.zeros(2, 3), torch.zeros(2, 3), torch.ones(2, 1))

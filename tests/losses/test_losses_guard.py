@@ -248,7 +248,7 @@ def test_errors_name_the_argument():
             loss(two, two, torch.zeros(1), **moments, **options)
         with pytest.raises(ValueError, match=r"std must have log_prob's shape \(2,\), got \(3,\)"):
             loss(two, two, two, **(moments | {"std": torch.ones(3)}), **options)
-        with pytest.raises(ValueError, match=r"mean and ref_mean must be \[B, ...\] alike"):
+        with pytest.raises(ValueError, match=r"mean and ref_mean must both be \[B, ...\]"):
             loss(two, two, two, **(moments | {"old_mean": torch.zeros(2, 4)}), **options)
     with pytest.raises(ValueError, match=r"sqrt_dt must have log_prob's shape"):
         grpo_guard_loss(two, two, two, **moments, sqrt_dt=torch.ones(3), clip_range=0.1)

@@ -135,7 +135,7 @@ def test_errors_name_the_argument():
         diffusion_dpo_loss(two, two, two, one, dpo_beta=1.0)
     with pytest.raises(ValueError, match="dpo_beta must be > 0, got 0"):
         diffusion_dpo_loss(two, two, two, two, dpo_beta=0.0)
-    with pytest.raises(ValueError, match=r"\[N\] alike"):
+    with pytest.raises(ValueError, match=r"must both be \[N\]"):
         best_worst_pairs(two, torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="groups must hold integers"):
         best_worst_pairs(two, two)

@@ -157,7 +157,7 @@ def test_errors_name_the_argument():
         with pytest.raises(ValueError, match=f"n must be even and >= 2, got {n}"):
             best_worst_n(REWARDS[:, 0], GROUPS, n)
     for function in (filter_groups, lambda rewards, groups: best_worst_n(rewards, groups, 2)):
-        with pytest.raises(ValueError, match=r"\[N\] alike"):
+        with pytest.raises(ValueError, match=r"must both be \[N\]"):
             function(REWARDS, GROUPS)
         with pytest.raises(ValueError, match="got 1 infinite"):
             function(torch.tensor([math.inf]), torch.tensor([0]))

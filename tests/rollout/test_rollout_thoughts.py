@@ -122,7 +122,7 @@ def test_what_does_not_think_is_named(engine):
         engine.generate(prompts(), Params(3, 32, 48))
     with pytest.raises(ValueError, match="prompts must hold at least one prompt, got none"):
         engine.generate([], PARAMS)
-    with pytest.raises(ValueError, match="prompts must have no initial_seed where a thought comes before the picture"):
+    with pytest.raises(ValueError, match="prompts must have no initial_seed for a model that thinks"):
         engine.generate([replace(prompts()[0], initial_seed=1)], PARAMS)
     with pytest.raises(
         ValueError, match=r"model must be the folder of a BagelForConditionalGeneration, .* 'QwenImagePipeline'"

@@ -210,7 +210,7 @@ def test_saved_weights_end_answers_as_the_checkpoint_they_came_from(engines, tmp
 
 
 def test_what_a_model_does_not_take_is_refused(engines, tmp_path):
-    for name, kind, words in (("qwen3", "image", "text alone, got image"), ("qwen2.5-vl", "sound", "video, got audio")):
+    for name, kind, words in (("qwen3", "image", "only text, got image"), ("qwen2.5-vl", "sound", "video, got audio")):
         with pytest.raises(ValueError, match=f"must hold .*{words}"):
             engines(name).generate(prompts(kind), TokenParams(2))
     with pytest.raises(ValueError, match="a place for each of its media, got 2"):

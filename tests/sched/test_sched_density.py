@@ -64,5 +64,5 @@ def test_half_precision_is_scored_in_float32() -> None:
 
 def test_wrong_shapes_are_named() -> None:
     for shapes in (((3, 4), (3, 1), (3,)), ((3, 4), (3, 4), (3, 1)), ((3, 4), (3, 4), ()), ((3,), (3,), (3,))):
-        with pytest.raises(ValueError, match=r"x_next and mean must be \[B, ...\] alike, and std \[B\], got shapes"):
+        with pytest.raises(ValueError, match=r"x_next and mean must both be \[B, ...\], and std \[B\], got shapes"):
             gaussian_log_prob(*(torch.ones(shape) for shape in shapes))

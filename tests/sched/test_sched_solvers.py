@@ -152,8 +152,8 @@ def test_it_is_scale_and_batch_equivariant_and_differentiable() -> None:
     [
         ({"velocity": torch.zeros(2, 1)}, "velocity must have the shape of x"),
         ({"last_data": torch.zeros(2, 1)}, "last_data must have the shape of x"),
-        ({"last_data": None}, "must be given together, got last_sigma alone"),
-        ({"last_sigma": None}, "must be given together, got last_data alone"),
+        ({"last_data": None}, "must be given together, got only last_sigma"),
+        ({"last_sigma": None}, "must be given together, got only last_data"),
         ({"sigma_next": 0.6}, "0 <= sigma_next < sigma <= 1"),
         ({"last_sigma": 0.6}, "sigma < last_sigma <= 1"),
         ({"last_sigma": 1.1}, "sigma < last_sigma <= 1"),

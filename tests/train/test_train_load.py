@@ -152,7 +152,7 @@ def test_weights_that_the_net_s_class_ignores_may_be_there_and_no_others(tmp_pat
     assert torch.equal(net.linear.weight, WEIGHTS["linear.weight"])
     for name in ("linear.reader.weight", "readers"):
         save_file(WEIGHTS | {name: torch.ones(2)}, tmp_path / "other.safetensors")
-        with pytest.raises(ValueError, match=f"must hold weights of Net alone, got {name}"):
+        with pytest.raises(ValueError, match=f"must hold only weights of Net, got {name}"):
             check_files(net, [tmp_path / "other.safetensors"])
 
 
@@ -312,7 +312,7 @@ NAN, INF = {"linear.bias": torch.full((5,), torch.nan)}, {"linear.weight": torch
         ({"linear.bias": torch.full((5,), 1e39, dtype=torch.float64)}, "must be finite.*in linear.bias"),
         ({"table": torch.tensor([1.0, 2.0, 3.0, torch.nan])}, "must be finite.*in table"),
         ({"linear.bias": None}, "must hold all weights of Net, lacks 1 such as linear.bias"),
-        ({"extra": torch.zeros(1)}, r"net\.safetensors must hold weights of Net alone, got extra"),
+        ({"extra": torch.zeros(1)}, r"net\.safetensors must hold only weights of Net, got extra"),
         ({"linear.bias": torch.zeros(6)}, r"net\.safetensors does not fit Net: linear\.bias is \[6\], must be \[5\]"),
     ],
 )

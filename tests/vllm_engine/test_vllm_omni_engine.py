@@ -157,7 +157,7 @@ def test_a_sync_never_writes_over_what_is_adopted(engine, net):
     engine.adopt(net.named_parameters())
     add_lora(net, ("to_q",), rank=4, alpha=8, seed=0)
     before = net.transformer_blocks[0].attn.to_q.weight.clone()
-    with pytest.raises(ValueError, match=r"must leave adopted weights where they are, got .*to_q.weight"):
+    with pytest.raises(ValueError, match=r"must not replace adopted weights, got .*to_q.weight"):
         engine.load_weights(named_weights(net), version=1)
     assert torch.equal(net.transformer_blocks[0].attn.to_q.weight, before)
 
@@ -183,7 +183,7 @@ def test_weights_that_did_not_arrive_are_an_error(engine, net):
         yield from named_weights(net)
         layer.weight.data = before.clone().zero_()
 
-    with pytest.raises(RuntimeError, match=r"does not have the weights it was given.*\['proj_out.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"has other weights than it received.*\['proj_out.weight'\]"):
         engine.load_weights(swapped_at_the_end(), version=1)
     layer.weight.data = before
 
@@ -193,7 +193,7 @@ def test_storage_that_moved_away_from_the_trainer_is_an_error(engine, net):
     layer = engine.pipeline.transformer.proj_out
     before = layer.weight.data
     layer.weight.data = before.clone()
-    with pytest.raises(RuntimeError, match=r"storage is not the trainer's any more: \['proj_out.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"storage is no longer the trainer's: \['proj_out.weight'\]"):
         engine.load_weights((), version=1)
     layer.weight.data = before
 
@@ -202,7 +202,7 @@ def test_a_trainer_whose_storage_moved_away_from_the_engine_s_is_an_error(engine
     """As when sharding or a cast gives its parameters new storage: the engine would sample with old weights."""
     engine.adopt(net.named_parameters())
     net.proj_out.weight.data = net.proj_out.weight.data + 1
-    with pytest.raises(RuntimeError, match=r"storage is not the trainer's any more: \['proj_out.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"storage is no longer the trainer's: \['proj_out.weight'\]"):
         engine.load_weights((), version=1)
 
 
@@ -225,14 +225,14 @@ def test_half_of_a_weight_that_did_not_arrive_is_found_by_the_next_sync_at_the_l
         view[::2] = before[::2]
 
     engine.load_weights(every_other_element_is_lost(), version=1)  # looks at the others
-    with pytest.raises(RuntimeError, match=r"does not have the weights it was given.*\['proj_out.weight'\]"):
+    with pytest.raises(RuntimeError, match=r"has other weights than it received.*\['proj_out.weight'\]"):
         engine.load_weights(every_other_element_is_lost(), version=2)
 
 
 def test_only_what_the_engine_has_loaded_can_be_adopted(engine, net):
     with torch.no_grad():
         net.proj_out.bias[0] += 1
-    with pytest.raises(ValueError, match=r"params must hold what the engine has loaded, but proj_out.bias"):
+    with pytest.raises(ValueError, match=r"params must equal the engine's weights, but proj_out.bias"):
         engine.adopt(net.named_parameters())
     with pytest.raises(ValueError, match=r"proj_out.bias \(torch.bfloat16\)"):
         engine.adopt([("proj_out.bias", torch.nn.Parameter(net.proj_out.bias.to(torch.bfloat16)))])
@@ -281,5 +281,5 @@ def test_asleep_the_engine_holds_only_what_is_adopted(engine, net, lora):
 
 
 def test_a_device_that_the_platform_does_not_have_is_refused():
-    with pytest.raises(ValueError, match="device must be vLLM-Omni's, a cpu, got xpu:1"):
+    with pytest.raises(ValueError, match="device must be vLLM-Omni's, cpu, got xpu:1"):
         open_engine(device="xpu:1")

@@ -95,7 +95,7 @@ def test_suppressed_tokens_are_never_sampled_and_ends_end(engine, monkeypatch):
 def test_a_weight_left_out_is_an_error(engine):
     net = engine.model.load_net(device="cpu", dtype=torch.float32)
     some = [(name, weight) for name, weight in named_weights(net) if "layers.1.mlp" not in name]
-    with pytest.raises(RuntimeError, match="must get all of its weights, missing"):
+    with pytest.raises(RuntimeError, match="must receive all of its weights, missing"):
         engine.load_weights(some, version=2)
     engine.load_weights(named_weights(net), version=3)
     drawn = engine.generate(prompts(), TokenParams(8))
@@ -115,7 +115,7 @@ def test_a_weight_that_arrives_with_other_values_is_an_error(name, engine, monke
         patched.setattr(
             own, "load_weights", lambda given: load((n, 2 * t if n.endswith(name) else t) for n, t in given)
         )
-        with pytest.raises(RuntimeError, match=f"does not have the weights it was given, or they are NaN: .*{name}"):
+        with pytest.raises(RuntimeError, match=f"has other weights than it received, or NaN: .*{name}"):
             engine.load_weights(named_weights(net), version=5)
     engine.load_weights(named_weights(net), version=6)
     drawn = engine.generate(prompts(), TokenParams(8))

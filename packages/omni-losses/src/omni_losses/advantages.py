@@ -212,7 +212,7 @@ def check_rewards(rewards: Tensor, groups: Tensor) -> None:
     """Raise ValueError for rewards that are not [N], finite or NaN, and for groups that are not [N] integers."""
     if rewards.ndim != 1 or groups.shape != rewards.shape:
         raise ValueError(
-            f"rewards and groups must be [N] alike, got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}"
+            f"rewards and groups must both be [N], got shapes {tuple(rewards.shape)} and {tuple(groups.shape)}"
         )
     if groups.is_floating_point():
         raise ValueError(f"groups must hold integers, got {groups.dtype}")

@@ -38,7 +38,7 @@ def gaussian_kl(mean: Tensor, ref_mean: Tensor, std: Tensor) -> Tensor:
     """
     if mean.ndim < 2 or ref_mean.shape != mean.shape:
         raise ValueError(
-            f"mean and ref_mean must be [B, ...] alike, got shapes {tuple(mean.shape)} and {tuple(ref_mean.shape)}"
+            f"mean and ref_mean must both be [B, ...], got shapes {tuple(mean.shape)} and {tuple(ref_mean.shape)}"
         )
     require_per_sample(mean, std=std)
     squares = element_mean((mean.float() - ref_mean.detach().float()).square())

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: what their configuration says, and whether they are whole; no weight is read."""
+"""The files of a checkpoint: configuration and completeness; no weight is read."""
 
 import json
 import re
@@ -14,10 +14,10 @@ MAX_LAYERS = 1000
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+    """Return the object in a JSON file.
 
     Raises:
-        ValueError: the file is missing, or holds something else.
+        ValueError: the file is missing, or holds no JSON object.
     """
     if not file.is_file():
         raise ValueError(f"model is incomplete: {file} is missing")
@@ -31,7 +31,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def check_counts(config: Mapping[str, object], file: Path) -> None:
-    """Raises ValueError for a number of layers in a file's object that no net has: building it would not end."""
+    """Raise ValueError for an absurd number of layers in a file's object: building the net would not end."""
     open_parts: list[object] = [config]
     while open_parts:
         part = open_parts.pop()
@@ -44,16 +44,16 @@ def check_counts(config: Mapping[str, object], file: Path) -> None:
 
 
 def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> list[Path]:
-    """The safetensors files of a part's folder: those that its index names, or the one of that name.
+    """Return the safetensors files of a part's folder: those of its index, or the one named `name`.
 
-    name: the library's; it is `model` in folders of transformers.
+    name: the library's; `model` in folders of transformers.
 
     Raises:
         ValueError: there are none, or the index is damaged.
     """
     file = folder / f"{name}.safetensors"
     index = folder / f"{name}.safetensors.index.json"
-    if index.is_file() and not (name == "model" and file.is_file()):  # as the libraries themselves choose
+    if index.is_file() and not (name == "model" and file.is_file()):  # the choice of the libraries
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
             raise ValueError(f"model is damaged: {index} must have a weight_map of file names")
@@ -61,7 +61,7 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
     if not file.is_file():
         rule = f"model must have its weights as safetensors, {folder} holds"
         if variants := sorted(folder.glob(f"{name}.*.safetensors")):
-            variant = variants[0].name.split(".")[1].partition("-")[0]  # a number of files may follow
+            variant = variants[0].name.split(".")[1].partition("-")[0]  # the number of a file may follow
             how = f"load with variant={variant!r} of diffusers, and save_pretrained without"
             raise ValueError(f"{rule} only {variants[0].name}, a variant: {how}")
         raise ValueError(f"{rule} none: {file.name} is missing")
@@ -70,10 +70,10 @@ def safetensors_files(folder: Path, name: str = "diffusion_pytorch_model") -> li
 
 @contextmanager
 def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
-    """The tensors in safetensors files by their names, as slices of which none is read yet.
+    """Yield the tensors of safetensors files by name, as slices that are not read yet.
 
     Raises:
-        ValueError: the file, and what is wrong with it.
+        ValueError: a file is missing or damaged, or repeats a weight; it is named.
     """
     found: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -94,10 +94,6 @@ def safetensors_slices(files: Iterable[Path]) -> Iterator[dict[str, Any]]:
 
 
 def safetensors_shapes(files: Iterable[Path]) -> dict[str, tuple[int, ...]]:
-    """The names and shapes of the tensors in safetensors files, none of which is cut short.
-
-    Raises:
-        ValueError: the file, and what is wrong with it.
-    """
+    """Return the names and shapes of the tensors in complete safetensors files. Raises as `safetensors_slices`."""
     with safetensors_slices(files) as slices:
         return {name: tuple(part.get_shape()) for name, part in slices.items()}

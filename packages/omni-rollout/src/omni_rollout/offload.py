@@ -1,4 +1,4 @@
-"""Frozen modules that are on the host while they have nothing to do, and what is decoded a few samples at a time."""
+"""Offload of idle frozen modules, and decoding of a few samples at a time."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from omni_rollout.types import Cond, Media, Params, Parts, Rates
 
 Decode = Callable[[Parts, Tensor, Cond, Params], tuple[Media, Rates]]
-Place = tuple[dict[str, Any], str, Tensor]  # a module's table of tensors, the name of one there, and that one
+Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and that tensor
 
 
 class Rest:
-    """Takes what frozen modules have on the device off it, from `begin` to `end`, to a copy on the host."""
+    """The offload of frozen modules' tensors from the device to copies on the host, from `begin` to `end`."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         places = places_of(each for module in modules for each in module.modules())
@@ -25,12 +25,12 @@ class Rest:
         leave(self._host)
 
     def end(self) -> None:
-        """Bring them back."""
+        """Copy them back."""
         arrive(self._host, self._device)
 
 
 def in_slices(decode: Decode, size: int) -> Decode:
-    """`Model.decode` of any number of samples, `size` of them at a time."""
+    """Return `Model.decode` for any number of samples, which decodes `size` of them at a time."""
 
     def decode_slices(parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
         pieces = [
@@ -44,13 +44,13 @@ def in_slices(decode: Decode, size: int) -> Decode:
 
 
 def places_of(modules: Iterable[nn.Module]) -> list[Place]:
-    """Where the modules have their own tensors."""
+    """Return the places of the modules' own tensors."""
     tables = [table for each in modules for table in (each._parameters, each._buffers)]
     return [(table, name, tensor) for table in tables for name, tensor in table.items() if tensor is not None]
 
 
 def arrive(places: list[Place], device: torch.device) -> None:
-    """Put copies on the device in the places of tensors of the host."""
+    """Put copies on the device into the places of tensors on the host."""
     for table, name, tensor in places:
         there = tensor.detach().to(device, non_blocking=True)
         table[name] = nn.Parameter(there, requires_grad=False) if isinstance(tensor, nn.Parameter) else there
@@ -63,7 +63,7 @@ def leave(places: list[Place]) -> None:
 
 
 def _on_host(tensor: Tensor) -> Tensor:
-    """The same on the host, pinned if it was elsewhere."""
+    """Return a tensor on the host, pinned if it was on another device."""
     host = tensor.detach().to("cpu")
     host = host if tensor.device.type == "cpu" else host.pin_memory()
     return nn.Parameter(host, requires_grad=False) if isinstance(tensor, nn.Parameter) else host

@@ -1,7 +1,7 @@
-"""The denoising loop, which every engine runs on the modules that it has, and a step of it taken again.
+"""The denoising loop, which every engine runs on its modules, and the replay of a step.
 
-Sampling and training call the same functions of `omni_sched` and the same `predict_velocity`, so that a step scored
-before the first update has the sampled log-prob.
+Sampling and training call the same functions of `omni_sched` and the same `predict_velocity`, so a step scored before
+the first update has the sampled log-prob.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Trajectory, t
 
 @dataclass
 class Prefix:
-    """Latents x [n, ...] before the first stochastic step, of n `starts`; the seeds of the samples that begin so.
+    """Latents x [n, ...] before the first stochastic step of n `starts`, and the seeds of samples that used them.
 
-    prompts: the first of these samples'; they keep the images alive whose ids `starts` has.
+    prompts: of the first of these samples; they keep the images alive whose ids `starts` has.
     """
 
     starts: object
@@ -32,34 +32,34 @@ class Prefix:
 
 
 class Sampler:
-    """Samples with a model's parts.
+    """A sampler with a model's parts.
 
-    parts: what `model.load` returns, or an engine's own parts under the same names. Its net may be sharded and may
-    carry adapters: it is called, never taken apart. texts: how `condition` caches encoded texts and references.
+    parts: from `model.load`, or an engine's parts under the same names. The net may be sharded and may have adapters:
+    it is only called. texts: settings of the cache of encoded texts and references.
     """
 
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model = model
         self.parts = parts
         self.condition = Conditioner(model, parts, texts)
-        # The last starts alone: `prepare` draws them, and the next `sample` takes them.
+        # Only the last one: `prepare` samples it for the next `sample`.
         self._start_noise = lru_cache(1)(lambda seeds, shape: step_noise(seeds, INITIAL_NOISE, shape))
-        self._prefix: Prefix | None = None  # of the last batch whose samples share one
+        self._prefix: Prefix | None = None  # of the last batch with a shared one
 
     @torch.no_grad()
     def sample(
         self, prompts: Sequence[Prompt], params: Params, *, weight_version: int, cond: Cond | None = None
     ) -> Trajectory:
-        """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
+        """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
-        Samples of the same prompt and `initial_seed` are one until the first of these steps, and computed once till
-        then, also for the next batch of the same group: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
+        Samples with equal prompt and `initial_seed` share their steps before the first of these, which are computed
+        once, also for the next batch of the same group: the shared prefix of Flow-GRPO-Fast (arXiv 2505.05470).
 
-        cond: of these samples; None is `condition`'s.
+        cond: of these samples; None is that of `condition`.
 
         Raises:
-            ValueError: no prompts, prompts or images of several sizes, another number of images than the model takes,
-                sound, or a size or option that the model lacks.
+            ValueError: there are no prompts, they have sound or several sizes, or the model lacks a size, option or
+                number of images.
         """
         check_prompts(prompts, self.model, params)
         self.model.check(params)
@@ -87,14 +87,14 @@ class Sampler:
         )
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Draw the noise that these samples start from, if they share none, for the next `sample`; changes no bit."""
+        """Sample the initial noise of the next `sample`, unless it is shared; this changes no result."""
         if all(prompt.initial_seed is None for prompt in prompts):
             self._noise(prompts, self.model.latent_shape(params))
 
     def _denoise(
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> tuple[Tensor, list[tuple[Tensor, Transition]]]:
-        """Clean latents [B, ...], and of each stochastic step the latents before it and its transition."""
+        """Return clean latents [B, ...], and for each stochastic step the latents before it and its transition."""
         device, start = next(iter(cond.values())).device, 0
         if params.sde_steps and any(prompt.initial_seed is not None for prompt in prompts):
             x, start = self._shared(prompts, params, sigmas, cond, shape, version), params.sde_steps[0]
@@ -118,14 +118,14 @@ class Sampler:
     def _shared(
         self, prompts: Sequence[Prompt], params: Params, sigmas: Tensor, cond: Cond, shape: Sequence[int], version: int
     ) -> Tensor:
-        """The latents [B, ...] before the first stochastic step, computed once for samples that start alike.
+        """Return the latents [B, ...] before the first stochastic step, computed once for samples with an equal start.
 
-        A next batch with the same starts and new samples, such as the rest of a group, takes them over.
+        A next batch with the same starts and new samples, such as the rest of a group, reuses them.
         """
-        first, row_of = _alike(prompts)
+        first, row_of = _distinct_starts(prompts)
         starts = version, params, [(*_given(prompts[i]), _initial_seed(prompts[i])) for i in first]
         seeds, last = {prompt.seed for prompt in prompts}, self._prefix
-        if not last or last.starts != starts or last.seeds & seeds:  # a sample is drawn again: the weights may differ
+        if not last or last.starts != starts or last.seeds & seeds:  # a sample is repeated: the weights may differ
             rows = {name: tensor[first] for name, tensor in cond.items()}
             x = to_device(self._noise([prompts[i] for i in first], shape), next(iter(cond.values())).device)
             for sigma, sigma_next in islice(pairwise(sigmas), params.sde_steps[0]):
@@ -135,24 +135,24 @@ class Sampler:
         return last.x[row_of]
 
     def _noise(self, prompts: Sequence[Prompt], shape: Sequence[int]) -> Tensor:
-        """The noise [B, ...] that samples start from."""
+        """Return the initial noise [B, ...] of samples."""
         return self._start_noise(tuple(map(_initial_seed, prompts)), tuple(shape))
 
     def _velocity(self, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The net's velocity [B, ...] at latents x [B, ...] of one noise level."""
+        """Return the net's velocity [B, ...] at latents x [B, ...] of one noise level."""
         levels = torch.full((len(x),), float(sigma), device=x.device)
         return self.model.predict_velocity(self.parts.net, x, levels, cond, params)
 
 
 def replay(model: Model, net: nn.Module, trajectory: Trajectory, k: int) -> Transition:
-    """The k-th kept step of a trajectory under `net`; equals sampling bit for bit if `net` is what sampled."""
+    """Return the k-th kept step of a trajectory under `net`; bit-identical to sampling if `net` sampled."""
     t, params, x, sigma = trajectory, trajectory.params, trajectory.x[:, k], trajectory.sigma(k)
     velocity = model.predict_velocity(net, x, sigma, t.cond, params)
     return params.rule(velocity, x, sigma, t.sigma_next(k), noise_level=params.noise_level, x_next=t.x_next[:, k])
 
 
 def to_wire(media: Media) -> Media:
-    """Pictures in [0, 1] as uint8, rounded to the nearest level; sound as it is."""
+    """Return images in [0, 1] as uint8, rounded to the nearest level, and sound unchanged."""
     return {
         kind: (tensor * 255).round().to(torch.uint8).contiguous() if kind in ("image", "video") else tensor
         for kind, tensor in media.items()
@@ -160,7 +160,7 @@ def to_wire(media: Media) -> Media:
 
 
 def check_images(model: Model, sizes: Sequence[tuple[int, int]]) -> None:
-    """Raises ValueError unless a prompt of the model may have references of these heights and widths."""
+    """Raise ValueError unless a prompt of the model may have references of these heights and widths."""
     if len(sizes) not in model.IMAGES:
         fewest, most = model.IMAGES[0], model.IMAGES[-1]
         span = f"{fewest} to {most}" if most > fewest else fewest or "no"
@@ -170,7 +170,7 @@ def check_images(model: Model, sizes: Sequence[tuple[int, int]]) -> None:
 
 
 def check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> None:
-    """Raises ValueError unless the prompts can be one batch of the model."""
+    """Raise ValueError unless the prompts can be one batch of the model."""
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
     if len(references := {prompt.shapes[1] for prompt in prompts}) > 1:
@@ -182,8 +182,8 @@ def check_prompts(prompts: Sequence[Prompt], model: Model, params: Params) -> No
         raise ValueError(f"prompts of a {model.config['_class_name']} must have no audio, got some")
 
 
-def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
-    """Of samples that start alike the first one's index, and for each sample its place among those."""
+def _distinct_starts(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
+    """Return the index of the first sample of each distinct start, and for each sample its position among those."""
     starts = [(*_given(prompt), _initial_seed(prompt)) for prompt in prompts]
     first = {start: i for i, start in reversed(list(enumerate(starts)))}
     places = {start: place for place, start in enumerate(dict.fromkeys(starts))}
@@ -191,7 +191,7 @@ def _alike(prompts: Sequence[Prompt]) -> tuple[list[int], list[int]]:
 
 
 def _given(prompt: Prompt) -> tuple[str | int, ...]:
-    """What the samples of a prompt share: its texts, its images."""
+    """Return what the samples of a prompt share: texts and ids of images."""
     return prompt.text, prompt.negative, *map(id, prompt.images)
 
 
@@ -200,5 +200,5 @@ def _initial_seed(prompt: Prompt) -> int:
 
 
 def _stack(steps: Sequence[Tensor], shape: Sequence[int], device: torch.device) -> Tensor:
-    """Per-step tensors of `shape` [B, ...] as [B, K, ...]; K may be 0."""
+    """Return tensors of K steps, each of `shape` [B, ...], as [B, K, ...]; K may be 0."""
     return torch.stack(list(steps), dim=1) if steps else torch.empty(shape[0], 0, *shape[1:], device=device)

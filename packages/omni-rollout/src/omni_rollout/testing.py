@@ -1,4 +1,4 @@
-"""The contract that any engine passes, as one function a test calls."""
+"""The contract of any engine, as one function for tests."""
 
 from dataclasses import replace
 
@@ -20,11 +20,11 @@ def check_engine(
     tolerance: float = 0.0,
     num_images: int | None = None,
 ) -> None:
-    """Raises AssertionError unless `engine` keeps the contract.
+    """Raise AssertionError unless `engine` keeps the contract.
 
-    params: at least two kept steps in a row. net: the trainer's, with the weights that the engine has; by default the
-    engine's own. tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 demands equality bit
-    for bit. num_images: references of each prompt; the fewest that the model takes by default.
+    params: with at least two consecutive kept steps. net: the trainer's, with equal weights; by default the engine's.
+    tolerance: largest |log-prob(trainer) - log-prob(engine)| in nats per element; 0 requires bit-identity. num_images:
+    references of each prompt; by default the fewest that the model supports.
     """
     words = ["A", "B", "C", "D"]
     num_images = model.IMAGES[0] if num_images is None else num_images
@@ -44,7 +44,7 @@ def check_engine(
 
 
 def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, params: Params) -> None:
-    """Shapes, dtypes and order are as the types say."""
+    """Check shapes, dtypes and order against the types."""
     B, K = len(prompts), len(params.sde_steps)
     assert trajectory.prompts == tuple(prompts)
     assert trajectory.params == params
@@ -67,7 +67,7 @@ def check_fields(trajectory: Trajectory, prompts: list[Prompt], model: Model, pa
 
 
 def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
-    """Kinds, layout and rates are the wire's."""
+    """Check that kinds, layout and rates are the wire's."""
     assert tuple(trajectory.media) == model.MEDIA
     B, size = len(trajectory), (params.height, params.width, 3)
     for kind, tensor in trajectory.media.items():
@@ -81,16 +81,16 @@ def check_media(trajectory: Trajectory, model: Model, params: Params) -> None:
 
 
 def check_chain(trajectory: Trajectory) -> None:
-    """A kept step starts exactly where the kept step before it ended."""
+    """Check that a kept step starts exactly where the kept step before it ended."""
     steps = trajectory.sde_steps[0].tolist()
     in_a_row = [k for k in range(1, len(steps)) if steps[k] == steps[k - 1] + 1]
-    assert in_a_row, f"params.sde_steps must hold two steps in a row, got {steps}"
+    assert in_a_row, f"params.sde_steps must hold two consecutive steps, got {steps}"
     for k in in_a_row:
         assert torch.equal(trajectory.x[:, k], trajectory.x_next[:, k - 1])
 
 
 def check_scores(trajectory: Trajectory, model: Model, net: nn.Module, *, tolerance: float) -> None:
-    """Replaying a sampled step under the trainer's net gives the log-prob that the engine stored."""
+    """Check that replaying a sampled step under the trainer's net gives the engine's log-prob."""
     for k in range(trajectory.num_kept):
         with torch.no_grad():
             score = replay(model, net, trajectory, k).log_prob
@@ -99,15 +99,15 @@ def check_scores(trajectory: Trajectory, model: Model, net: nn.Module, *, tolera
 
 
 def check_noise(engine: Engine, prompts: list[Prompt], params: Params, trajectory: Trajectory) -> None:
-    """The same sample in another batch gets the same noise, and another seed gets other noise.
+    """Check that a sample's noise does not depend on its batch, and differs for another seed.
 
-    The first step starts from pure noise, so its x is compared bit for bit; what the model adds later may differ in
-    the last place when the batch has another shape.
+    The first step starts from pure noise, so its x must be bit-identical; later values may round differently in a batch
+    of another shape.
     """
     if 0 not in params.sde_steps:
         params = replace(params, sde_steps=(0, *params.sde_steps))
         trajectory = engine.generate(prompts, params)
-    engine.prepare(prompts, params)  # not what follows
+    engine.prepare(prompts, params)  # not the next batch
     other = engine.generate([prompts[2], replace(prompts[0], seed=7)], params)
     assert torch.equal(other.x[0, 0], trajectory.x[2, 0])
     assert not torch.equal(other.x[1, 0], trajectory.x[0, 0])
@@ -115,17 +115,17 @@ def check_noise(engine: Engine, prompts: list[Prompt], params: Params, trajector
 
 
 def check_starts(engine: Engine, model: Model, prompts: list[Prompt], params: Params) -> None:
-    """Samples with one initial seed start from one noise, and go apart in the first stochastic step."""
-    alike = [replace(prompts[0], initial_seed=5), replace(prompts[0], seed=6, initial_seed=5), prompts[1]]
-    trajectory = engine.generate(alike, params)
-    check_fields(trajectory, alike, model, params)
+    """Check that samples with one initial seed start from one noise, and differ after the first stochastic step."""
+    shared = [replace(prompts[0], initial_seed=5), replace(prompts[0], seed=6, initial_seed=5), prompts[1]]
+    trajectory = engine.generate(shared, params)
+    check_fields(trajectory, shared, model, params)
     assert torch.equal(trajectory.x[0, 0], trajectory.x[1, 0])
     assert not torch.equal(trajectory.x[0, 0], trajectory.x[2, 0])
     assert not torch.equal(trajectory.x_next[0, 0], trajectory.x_next[1, 0])
 
 
 def check_versions(engine: Engine, prompts: list[Prompt], params: Params) -> None:
-    """Every sync is visible in the trajectories that follow; sleeping and waking changes nothing."""
+    """Check that trajectories have the version of the last sync, and that sleeping and waking changes nothing."""
     before = engine.generate(prompts, params)
     engine.load_weights((), version=before.weight_version + 1)
     engine.sleep()

@@ -1,4 +1,4 @@
-"""Policies that think before they draw: what is drawn, and the door to their models.
+"""Policies that think before they generate an image: their samples, and the door to their models.
 
 Shapes: B samples, P tokens before a thought, V of the vocabulary.
 """
@@ -16,41 +16,41 @@ from omni_rollout.types import Cond, Params, Trajectory
 
 
 class ThinkingModel(Model, Writer, Protocol):
-    """A model that writes a thought, and draws what prompt and thought say."""
+    """A model that writes a thought, and generates an image from prompt and thought."""
 
     @property
     def ends(self) -> tuple[int, ...]:
         """Tokens that end a thought."""
 
     def ask(self, ids: Tensor) -> Cond:
-        """What a thought follows, of a prompt's `ids` [P] by `encode`: `input_ids` on the host."""
+        """Return the tokens before a thought, `input_ids` on the host, for a prompt's `ids` [P] from `encode`."""
 
     def start(self, encoded: Sequence[Cond], device: torch.device) -> "Writing":
-        """Thoughts to be written, of which there is no token."""
+        """Return thoughts that have no tokens yet."""
 
     def decode_text(self, tokens: Tensor) -> str:
-        """The text of one thought, without marks."""
+        """Return the text of one thought, without marks."""
 
-    def told(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
-        """The conditioning of the drawing: `cond` with the thoughts after the prompts."""
+    def with_thoughts(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
+        """Return the image's conditioning: `cond` with the thoughts after the prompts."""
 
 
 class Writing(Protocol):
-    """Thoughts that are being written."""
+    """Unfinished thoughts."""
 
     def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:
-        """The logits [B, V] of what follows the tokens [B] that were chosen last; None before the first."""
+        """Return the logits [B, V] after the tokens [B] that were sampled last; None before the first."""
 
 
 @dataclass(frozen=True)
 class ThinkingParams(Params):
-    """How all samples of one call are thought about, and drawn."""
+    """Sampling parameters of the thoughts and samples of one call."""
 
     thought: TokenParams = field(default_factory=lambda: TokenParams(1024))
 
 
 @dataclass(frozen=True)
 class ThoughtTrajectory(Trajectory):
-    """Samples, the stochastic steps of each, and on the host the thoughts that they were drawn after."""
+    """Samples with their stochastic steps and, on the host, their thoughts."""
 
     thoughts: TokenTrajectory

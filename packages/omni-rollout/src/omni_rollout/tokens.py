@@ -1,4 +1,4 @@
-"""Policies over tokens: what is drawn, the door to their models, and the log-probs of what was drawn.
+"""Policies over tokens: parameters and answers, the door to their models, and the answers' log-probs.
 
 Shapes: B samples, P tokens of the longest prompt, T of the longest answer, V of the vocabulary. A log-prob is in nats
 per token.
@@ -17,16 +17,15 @@ from torch.utils.checkpoint import checkpoint
 
 from omni_rollout.types import Cond, Prompt, Samples, WeightedEngine
 
-MAX_LOGITS = 2**26  # of a piece of answers that are scored: 0.27 GB in float32, and thrice that for their softmax
+MAX_LOGITS = 2**26  # scored at a time: 0.27 GB in float32, and three times that for their softmax
 
 
 @dataclass(frozen=True)
 class TokenParams:
-    """How all answers of one call are drawn.
+    """Sampling parameters of all answers of one call.
 
-    max_new_tokens: T at most, the end token included. temperature: by which logits are divided, in sampling and in
-    log-probs alike. top_p: share of the probability, from the most likely token on, that is drawn from; a log-prob does
-    not know of it, so that training takes 1.
+    max_new_tokens: the largest T, with the end token. temperature: divisor of logits, in sampling and in log-probs.
+    top_p: probability mass of the most likely tokens to sample from; log-probs ignore it, so training requires 1.
     """
 
     max_new_tokens: int
@@ -41,12 +40,11 @@ class TokenParams:
 
 @dataclass(frozen=True)
 class TokenTrajectory(Samples):
-    """B answers.
+    """The B answers of a batch.
 
-    encoded: of each sample what `TokenModel.encode` gives, on the host. tokens: int64 [B, T], whatever after the end.
-    mask: bool [B, T], the tokens that the policy chose, an end token among them. rollout_log_prob: of the sampling
-    policy, as it sampled, float32 [B, T], 0 after the end. ended: bool [B], whether there is an end token. answers: B
-    texts.
+    encoded: the results of `TokenModel.encode`, on the host. tokens: int64 [B, T], arbitrary after the end. mask: bool
+    [B, T], True for sampled tokens up to the end token. rollout_log_prob: the sampling policy's, float32 [B, T], 0
+    after the end. ended: bool [B], True with an end token. answers: B texts.
     """
 
     encoded: tuple[Cond, ...]
@@ -59,7 +57,7 @@ class TokenTrajectory(Samples):
 
     @property
     def lengths(self) -> Tensor:
-        """The tokens of each answer, int64 [B]."""
+        """The number of tokens of each answer, int64 [B]."""
         return self.mask.sum(dim=1)
 
     @classmethod
@@ -69,91 +67,91 @@ class TokenTrajectory(Samples):
         return super().cat([part._resized(length) for part in parts])
 
     def trim(self) -> Self:
-        """Return the same samples without the places behind the longest answer."""
+        """Return the same samples without positions after the longest answer."""
         return self._resized(int(self.lengths.max()))
 
     def _resized(self, length: int) -> Self:
-        """Return the same answers in `length` places."""
-        change = [0, length - self.tokens.shape[1]]  # a negative number cuts
+        """Return the same answers, padded or truncated to `length`."""
+        change = [0, length - self.tokens.shape[1]]  # a negative number truncates
         resized = {name: pad(getattr(self, name), change) for name in ("tokens", "mask", "rollout_log_prob")}
         return replace(self, **resized)
 
 
 class Writer(Protocol):
-    """A model that says how likely a token is."""
+    """A model of token probabilities."""
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """Tokens that are never an answer's: the places of media in a prompt."""
+        """Tokens that no answer may have: placeholders of media."""
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """What the net is called with: prompts, padded on their left, and answers [B, T], on the device of `tokens`."""
+        """Return the net's inputs: left-padded prompts and answers [B, T], on the device of `tokens`."""
 
 
 class TokenModel(Writer, Protocol):
-    """A language model for one checkpoint: it knows the checkpoint's configuration and holds no weight."""
+    """A language model for one checkpoint; it has the checkpoint's configuration and no weight."""
 
-    BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, which are sharded and recomputed one by one
-    LORA_TARGETS: str  # a pattern of the whole names of layers that LoRA wraps
-    FROZEN: ClassVar[tuple[str, ...]]  # how the names of modules begin that are never trained
+    BLOCK_NAMES: tuple[str, ...]  # classes of the net's blocks, the units of sharding and recomputing
+    LORA_TARGETS: str  # a pattern of the whole names of layers with LoRA
+    FROZEN: ClassVar[tuple[str, ...]]  # prefixes of the names of modules that are never trained
     MEDIA: ClassVar[tuple[str, ...]]  # the kinds that prompts may hold
     config: dict[str, Any]  # of the net
-    sample_rate: int  # of sounds in prompts, Hz; 0 where there are none
+    sample_rate: int  # of sounds in prompts, Hz; 0 for a model without sound
     ends: tuple[int, ...]  # tokens that end an answer
     prefix: str  # of the net's names in the checkpoint's files, with its dot
-    boundary: float  # 0: there is one net
-    dtype: torch.dtype  # in which the net computes, and takes media; whoever loads it in another one says so
+    boundary: float  # 0, as there is one net
+    dtype: torch.dtype  # of the net's computation and media; set it when the net is loaded in another one
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The net itself, whose name is empty."""
+        """The single net, whose name is empty."""
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoint lies."""
+        """The checkpoint's folder."""
 
     def check_files(self) -> None:
-        """Raises ValueError unless the weights are there; reads none."""
+        """Raise ValueError unless the files of weights exist; read no weight."""
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The net with the checkpoint's weights, frozen, in eval mode."""
+        """Return the net with the checkpoint's weights, frozen, in eval mode."""
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """The net on the meta device, for names and shapes."""
+        """Return the net on the meta device, for names and shapes."""
 
     def encode(self, prompt: Prompt) -> Cond:
-        """One prompt: `input_ids` [P], and the tensors of its media under the net's own names."""
+        """Return a prompt's `input_ids` [P], and the tensors of its media under the net's names."""
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of one answer, without special tokens."""
+        """Return the text of one answer, without special tokens."""
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes full weights, by the net's names, where transformers opens them, with all else of the checkpoint."""
+        """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""
 
 
 class TokenEngine(WeightedEngine, Protocol):
-    """Anything that turns prompts into answers."""
+    """An engine that samples answers to prompts."""
 
     def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
-        """One answer per prompt, in order."""
+        """Return one answer per prompt, in order."""
 
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What a net says of answers, float32 [B, T], junk after the end. entropy: NaN where gradients are wanted."""
+    """A net's scores of answers, float32 [B, T], arbitrary after the end. entropy: NaN if gradients are needed."""
 
     log_prob: Tensor
     entropy: Tensor
 
 
 def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> TokenScores:
-    """The log-prob of each token of the answers under `net`, as the batch's parameters have it drawn.
+    """Return the log-prob of each token of the answers under `net`, with the batch's sampling parameters.
 
-    Before and in an update the same batch gives the same bits: the ratio is exactly 1 until the weights change.
+    The same batch is bit-identical before and in an update: the ratio is exactly 1 until the weights change.
     """
     device = next(net.parameters()).device
     tokens, mask = batch.tokens.to(device), batch.mask.to(device)
-    whole: Any = net  # which has an output head, as all models of transformers
+    whole: Any = net  # has an output head like all models of transformers
     head = whole.get_output_embeddings()
     whole.set_output_embeddings(
         ScoringHead(head, tokens, partial(_score, suppressed=model.suppressed, params=batch.params))
@@ -166,7 +164,7 @@ def score_tokens(model: Writer, net: nn.Module, batch: TokenTrajectory) -> Token
 
 
 def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params: TokenParams) -> Tensor:
-    """Log-probs of tokens [n] by their logits [n, V], and entropies, [n, 2]."""
+    """Return log-probs of tokens [n] by their logits [n, V], and entropies, [n, 2]."""
     log_probs = token_log_probs(logits, suppressed, params)
     chosen = log_probs.gather(-1, tokens[:, None])
     if torch.is_grad_enabled():
@@ -176,7 +174,7 @@ def _score(logits: Tensor, tokens: Tensor, *, suppressed: Sequence[int], params:
 
 
 def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenParams) -> Tensor:
-    """The log-probs [..., V], float32, of all tokens; of suppressed ones -inf. Sampling and scoring call it."""
+    """Return the log-probs [..., V], float32, of all tokens; of suppressed ones -inf. Sampling and scoring call it."""
     scaled = logits.float() / params.temperature
     if suppressed:
         scaled = scaled.index_fill(-1, torch.tensor(suppressed, device=scaled.device), -torch.inf)
@@ -184,10 +182,10 @@ def token_log_probs(logits: Tensor, suppressed: Sequence[int], params: TokenPara
 
 
 class ScoringHead(nn.Module):
-    """In place of a net's output head: scores of answers' tokens [B, T], as `score` has them, and no logits.
+    """A replacement of a net's output head that returns `score` of answers' tokens [B, T] instead of logits.
 
-    The head and `score` run on MAX_LOGITS logits at a time, in the backward pass once more: all of them, for a
-    vocabulary of 150,000, would fill the memory, 0.6 GB for 1,000 tokens. The pieces depend on shapes alone.
+    The head and `score` run on MAX_LOGITS logits at a time, and are recomputed in the backward pass: all logits, for a
+    vocabulary of 150,000, take 0.6 GB for 1,000 tokens. The pieces depend only on shapes.
     """
 
     def __init__(self, head: nn.Module, tokens: Tensor, score: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -195,7 +193,7 @@ class ScoringHead(nn.Module):
         self.head, self.tokens, self.score = head, tokens, score
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """The scores [B, T, 2] of hidden states [B, P + T, D], the last of which leads to no token."""
+        """Return the scores [B, T, 2] for hidden states [B, P + T, D]; the last state predicts no token."""
         rows = hidden[:, -self.tokens.shape[1] - 1 : -1].flatten(0, 1)
         size = max(1, MAX_LOGITS // self.head.out_features)  # type: ignore[operator]  # a linear layer, maybe adapted
         pieces = list(zip(rows.split(size), self.tokens.flatten().split(size), strict=True))

@@ -1,4 +1,4 @@
-"""Prompts, sampling parameters and samples: plain frozen data that goes into an engine and comes out of it.
+"""Prompts, sampling parameters and samples: the plain frozen data of an engine's inputs and outputs.
 
 Shapes: B samples, S denoising steps, K stochastic (trained) steps, T text tokens. `sigma` is the noise level in [0, 1],
 1 = noise, 0 = data; latents, means and log-probs are float32; a log-prob is in nats per latent element.
@@ -17,32 +17,31 @@ from omni_sched import Transition, sde_step
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-# A model's conditioning, every tensor with leading dimension B. What grows with the text, X [B, T, ...], comes with its
-# X_mask, bool [B, T], and is padded and cut by that alone; what has no mask never is. Masks stay on the host, which can
-# look at them without waiting for the device.
+# A model's conditioning, every tensor with leading dimension B. A tensor X [B, T, ...] that grows with the text has an
+# X_mask, bool [B, T], by which it is padded and truncated; a tensor without a mask never is. Masks stay on the host,
+# which reads them without waiting for the device.
 Cond = dict[str, Tensor]
 Media = dict[str, Tensor]  # image uint8 [B, H, W, 3]; video uint8 [B, F, H, W, 3]; audio float32 [B, points, channels]
-Rates = dict[str, float]  # how fast media play: fps, sample_rate
+Rates = dict[str, float]  # of media: fps, sample_rate
 SHARED = ("rates", "weight_version", "sigmas", "params")  # fields that a batch of samples has once
 
 
 class Parts(SimpleNamespace):
-    """What a model has loaded, frozen, under diffusers' names; and `net`, which is trained."""
+    """The loaded parts of a model, frozen, under diffusers' names; and `net`, which is trained."""
 
     net: nn.Module
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sample to draw.
+    """The prompt of one sample.
 
-    text: what to draw. group: the samples it is compared with. index: its place among the samples of the step. seed:
-    of its noise. negative: what guidance leads away from; empty is the model's own default. images: references to
-    edit or the frames of a video to begin and end with, each uint8 [H, W, 3]. audio: float32 [points, channels].
-    video: uint8 [F, H, W, 3]. rates: how fast audio and video play. meta: what a scorer is told besides the text.
-    initial_seed: of the noise it starts from, if that is another; samples of a group that share it start alike and
-    differ by what the stochastic steps inject. size: (height, width) in pixels of a prompt that wants its own, which
-    the Params of its batch must have.
+    text: the prompt's text. group: number of the group of samples that it is compared with. index: its position among
+    the samples of the step. seed: of its noise. negative: the negative prompt; empty is the model's default. images:
+    references to edit, or a video's first and last frames, each uint8 [H, W, 3]. audio: float32 [points, channels].
+    video: uint8 [F, H, W, 3]. rates: of audio and video. meta: further data for a scorer. initial_seed: of the initial
+    noise, if not `seed`; samples of a group that share it differ by the noise of the stochastic steps. size: (height,
+    width) in pixels, None for any; the Params of its batch must have it.
     """
 
     text: str
@@ -60,20 +59,20 @@ class Prompt:
 
     @property
     def shapes(self) -> tuple[tuple[int, int] | None, tuple[tuple[int, ...], ...]]:
-        """What the samples of a batch share: the size, where a prompt has its own, and the shapes of its references."""
+        """What the samples of a batch share: the size, if the prompt has one, and the shapes of its references."""
         return self.size, tuple(tuple(image.shape) for image in self.images)
 
 
 @dataclass(frozen=True)
 class Params:
-    """How all samples of one call are drawn.
+    """Sampling parameters of all samples of one call.
 
     num_inference_steps: S. height, width: pixels. num_frames, frame_rate: of a video, frames and frames per second.
-    guidance_scale: what the model's diffusers pipeline calls so. guidance: values of the model's OPTIONS, by name.
-    rule: the stochastic step of omni_sched, taken at the step indices `sde_steps`; the other steps are Euler's.
-    noise_level: strength of the injected noise, as the rule defines it. keep_mean: also store the steps' means.
-    compress_ratio: if given, the steps after the last stochastic one are DPM-Solver++(2M)'s, and only this share of
-    them, in (0, 1], is left; the schedule of the trajectory is then the shorter one (MixGRPO-Flash, arXiv 2507.21802).
+    guidance_scale: that of the model's diffusers pipeline. guidance: values of the model's OPTIONS, by name. rule: the
+    stochastic step of omni_sched at the step indices `sde_steps`; other steps are Euler's. noise_level: strength of the
+    injected noise, defined by the rule. keep_mean: True to store the steps' means. compress_ratio: if given, the steps
+    after the last stochastic one are DPM-Solver++(2M)'s, and only this share of them, in (0, 1], remains; the
+    trajectory has the shorter schedule (MixGRPO-Flash, arXiv 2507.21802).
     """
 
     num_inference_steps: int
@@ -101,26 +100,26 @@ class Params:
             rule = f"sde_steps must be increasing indices in [0, {last})"
             raise ValueError(f"{rule}: the last step's density degenerates (sigma_next = 0), got {self.sde_steps}")
         if self.sde_steps and self.noise_level <= 0:
-            raise ValueError(f"noise_level must be > 0 where there are sde_steps, got {self.noise_level}")
+            raise ValueError(f"noise_level must be > 0 with sde_steps, got {self.noise_level}")
         if self.compress_ratio is not None and not 0 < self.compress_ratio <= 1:
             raise ValueError(f"compress_ratio must be in (0, 1] or None, got {self.compress_ratio}")
 
     def of_size(self, size: tuple[int, int] | None) -> "Params":
-        """The same with another (height, width), if there is one."""
+        """Return the same parameters with another (height, width), if given."""
         return self if size is None else replace(self, height=size[0], width=size[1])
 
     @property
     def first_after(self) -> int:
-        """The step after the last stochastic one; 0 where all are deterministic."""
+        """The step after the last stochastic one; 0 if all are deterministic."""
         return self.sde_steps[-1] + 1 if self.sde_steps else 0
 
 
 @dataclass(frozen=True)
 class Samples:
-    """B finished samples.
+    """The B samples of a batch.
 
-    prompts: B of them. media: what was drawn, every tensor with leading dimension B. rates: how fast it plays.
-    weight_version: of the weights that sampled.
+    prompts: of the B samples. media: every tensor has the leading dimension B. rates: of the media. weight_version: of
+    the weights that sampled.
     """
 
     prompts: tuple[Prompt, ...]
@@ -133,7 +132,7 @@ class Samples:
 
     @property
     def indices(self) -> Tensor:
-        """The samples' places in the step, int64 [B], on the host."""
+        """The samples' positions in the step, int64 [B], on the host."""
         return torch.tensor([prompt.index for prompt in self.prompts])
 
     def to(self, device: torch.device | str) -> Self:
@@ -174,11 +173,11 @@ class Samples:
 
 @dataclass(frozen=True)
 class Trajectory(Samples):
-    """Samples, and the K stochastic steps of each; the other steps are not kept.
+    """Samples with the K stochastic steps of each; other steps are not kept.
 
     x, x_next: latents before and after each kept step, [B, K, ...]. sde_steps: their indices, int64 [B, K].
     sigmas: the whole schedule, [S + 1]. rollout_log_prob: the sampling policy's, [B, K]; rollout_mean: [B, K, ...] or
-    None. cond: the model's conditioning. x0: clean latents, [B, ...]. params: how they were drawn.
+    None. cond: the model's conditioning. x0: clean latents, [B, ...]. params: sampling parameters.
     """
 
     x: Tensor
@@ -197,15 +196,15 @@ class Trajectory(Samples):
         return self.sde_steps.shape[1]
 
     def sigma(self, k: int) -> Tensor:
-        """The noise levels [B] at which the k-th kept step starts."""
+        """Return the noise levels [B] at which the k-th kept step starts."""
         return self.sigmas[self.sde_steps[:, k]]
 
     def sigma_next(self, k: int) -> Tensor:
-        """The noise levels [B] at which the k-th kept step ends."""
+        """Return the noise levels [B] at which the k-th kept step ends."""
         return self.sigmas[self.sde_steps[:, k] + 1]
 
     def take_steps(self, start: int, stop: int) -> "Trajectory":
-        """The same samples with the kept steps from `start` to before `stop` alone."""
+        """Return the same samples with only the kept steps from `start` to before `stop`."""
         rows, mean = slice(start, stop), self.rollout_mean
         return replace(
             self,
@@ -217,7 +216,7 @@ class Trajectory(Samples):
         )
 
     def trim(self) -> "Trajectory":
-        """The same samples without the tokens at the end that no sample's mask holds: the padding of longer texts."""
+        """Return the same samples without the last text positions if no mask has them: padding for longer texts."""
         cond = dict(self.cond)
         for name in _growing(cond):
             used = cond[f"{name}_mask"].any(dim=0).nonzero()
@@ -227,63 +226,63 @@ class Trajectory(Samples):
 
 
 class WeightedEngine(Protocol):
-    """Anything that samples with weights that a trainer brings to it."""
+    """An engine that samples with a trainer's weights."""
 
-    shares_weights: bool  # its net is the trainer's: a sync moves nothing
-    is_exact: bool  # its arithmetic is the trainer's: a step replayed under the same weights is equal bit for bit
+    shares_weights: bool  # True if its net is the trainer's: a sync moves nothing
+    is_exact: bool  # True if its arithmetic is the trainer's: a step replayed under equal weights is bit-identical
     moved_bytes: int  # by the last load_weights
 
     @property
     def net(self) -> nn.Module:
-        """The module that samples, which may be the trainer's own."""
+        """The module that samples, which may be the trainer's."""
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Moves a trainer's parameters into the engine's storage where they can be; the bytes that exist once less."""
+        """Move the trainer's parameters into the engine's storage where possible; return the bytes saved."""
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Takes over named weights and counts as `version` from then on."""
+        """Copy named weights into the engine as `version`."""
 
     def sleep(self) -> None:
-        """Frees the device memory that only sampling needs."""
+        """Free the device memory that only sampling needs."""
 
     def wake(self) -> None:
-        """Undoes `sleep`."""
+        """Undo `sleep`."""
 
     def close(self) -> None:
-        """Frees what the engine holds; it is not to be used afterwards."""
+        """Free the engine's resources; it cannot be used afterwards."""
 
 
 class Engine(WeightedEngine, Protocol):
-    """Anything that turns prompts into trajectories. `omni_rollout.testing.check_engine` holds the contract."""
+    """An engine that samples trajectories for prompts. `omni_rollout.testing.check_engine` tests the contract."""
 
     @property
     def parts(self) -> Parts:
-        """The loaded parts, as `Model.decode` and `Model.encode_media` take them."""
+        """The loaded parts, for `Model.decode` and `Model.encode_media`."""
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
-        """One sample per prompt, in order."""
+        """Return one sample per prompt, in order."""
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Do what the host can do of the next `generate`, while the device is busy; whatever follows stays the same."""
+        """Do the host's share of the next `generate` while the device is busy; this changes no result."""
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
+        """Return the conditioning of `generate`; distinct texts and images are encoded once and cached."""
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, by a copy that the host does not wait for."""
+    """Copy a tensor from the host to a device without waiting."""
     return tensor.to(device) if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def pick(tensor: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows of a tensor, wherever it is; the host does not wait."""
+    """Return the rows of a tensor on any device; the host does not wait."""
     return tensor[to_device(torch.tensor(rows, dtype=torch.long), tensor.device)]
 
 
 def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dict[str, Tensor]:
-    """Equally named tensors, one after the other along the batch dimension; those with a mask padded along `dim`.
+    """Concatenate tensors of equal names along the batch dimension; pad those with a mask along `dim`.
 
-    dim: 1 for batches [B, T, ...]; 0 for single samples [T, ...], which are stacked. what: for messages, the argument.
+    dim: 1 for batches [B, T, ...]; 0 for single samples [T, ...], which are stacked. what: the argument, for messages.
 
     Raises:
         ValueError: names differ, or the shapes of tensors that have no mask.
@@ -304,7 +303,7 @@ def join(batches: Sequence[Mapping[str, Tensor]], *, dim: int, what: str) -> dic
 
 
 def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return a field's value with its tensors changed."""
+    """Return a field's value with `change` applied to its tensors."""
     if isinstance(value, dict):
         return {name: _each(item, change) for name, item in value.items()}
     return change(value) if isinstance(value, Tensor) else value
@@ -318,7 +317,7 @@ def _rows(value: Any, rows: Sequence[int]) -> Any:
 
 
 def _concatenated(values: Sequence[Any], what: str) -> Any:
-    """Return the values of a field that have a row for each sample, one after the other."""
+    """Return the concatenated values of a field that has a row for each sample."""
     if isinstance(values[0], Samples):
         return values[0].cat(values)
     if isinstance(values[0], tuple):
@@ -334,5 +333,5 @@ def _joined(tensors: Sequence[Tensor], what: str) -> Tensor:
 
 
 def _growing(cond: Mapping[str, Tensor]) -> list[str]:
-    """The entries that grow with the text: those that a mask goes with."""
+    """Return the names of entries that grow with the text: those with a mask."""
     return [name for name in cond if f"{name}_mask" in cond]

@@ -93,8 +93,8 @@ def dpmpp_2m_step(
     """
     check_shapes(x, velocity=velocity, last_data=last_data)
     if (last_data is None) != (last_sigma is None):
-        alone = "last_data" if last_sigma is None else "last_sigma"
-        raise ValueError(f"last_data and last_sigma must be given together, got {alone} alone")
+        given = "last_data" if last_sigma is None else "last_sigma"
+        raise ValueError(f"last_data and last_sigma must be given together, got only {given}")
     now, after = levels(x, sigma, sigma_next)
     velocity, x = velocity.float(), x.float()
     data = x - over(now, x) * velocity

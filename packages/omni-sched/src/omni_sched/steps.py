@@ -266,7 +266,7 @@ def gaussian_log_prob(x_next: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """
     if x_next.ndim < 2 or mean.shape != x_next.shape or std.shape != x_next.shape[:1]:
         shapes = f"{tuple(x_next.shape)}, {tuple(mean.shape)} and {tuple(std.shape)}"
-        raise ValueError(f"x_next and mean must be [B, ...] alike, and std [B], got shapes {shapes}")
+        raise ValueError(f"x_next and mean must both be [B, ...], and std [B], got shapes {shapes}")
     error, std = (x_next.float() - mean.float()).square().flatten(1).mean(1), std.float()
     return -error / (2 * std.square()) - std.log() - 0.5 * math.log(2 * math.pi)
 
@@ -279,10 +279,10 @@ def step_noise(seeds: Sequence[int], step: int, shape: Sequence[int]) -> Tensor:
 
     The random bits are SHAKE-128 of the pair (seed, step), turned into normals by Box-Muller in float64 and rounded to
     float32 once. `torch.Generator` is not used, for three reasons. Its CPU engine keeps only the low 32 bits of a seed,
-    so seeds 2^32 apart, or hashed seeds that agree there by accident, give the same noise. Accelerators have their own
-    generators and streams. And torch promises the same normals neither across its versions nor across kinds of CPU.
-    Here distinct pairs get unrelated bits, and two kinds of CPU can differ only where their float64 log, sin or cos
-    differ and the rounding to float32 shows it: by one unit in the last place, about once in 10^8 elements.
+    so different seeds may give the same noise. Accelerators have their own generators and streams. And torch promises
+    the same normals neither across its versions nor across kinds of CPU. Here distinct pairs get unrelated bits. Two
+    kinds of CPU can differ only where their float64 log, sin or cos differ and the rounding to float32 shows it: by one
+    unit in the last place, about once in 10^8 elements.
 
     Args:
         seeds: B integers of any size and sign, one per sample; equal seeds give equal rows.

@@ -22,7 +22,7 @@ from omni_train.weights.load import load_sharded
 
 @dataclass(frozen=True)
 class Lora:
-    """Adapters as `add_lora` makes them: the trained one, "default", and `others`, which are frozen and begin alike."""
+    """Adapters as `add_lora` makes them: the trained one, "default", and `others`, which are frozen copies."""
 
     targets: Sequence[str] | str
     rank: int
@@ -102,7 +102,7 @@ def prepare(
     """
     is_empty = any(p.is_meta for p in net.parameters())
     adapt(net, how)
-    if is_empty:  # each rank reads its rows alone
+    if is_empty:  # each rank reads only its rows
         net = load_sharded(
             net,
             files,

@@ -1,7 +1,7 @@
 """The embedded engine: the denoising loop in the training process, on the training process's modules.
 
 It samples with the very module object that the trainer updates, so a weight sync moves nothing, and at the same batch
-shape, so that a step scored before the first update has exactly the sampled log-prob.
+shape, so a step scored before the first update has exactly the sampled log-prob.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,46 +17,46 @@ from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
 
 class DiffusersEngine:
-    """Samples with a model's own parts, as `model.load` returns them."""
+    """An engine that samples with a model's parts, as returned by `model.load`."""
 
     shares_weights = True
     is_exact = True
     moved_bytes = 0
 
     def __init__(self, model: Model, parts: Parts, *, weight_version: int = 0, texts: TextCache = TEXT_CACHE) -> None:
-        self.parts, self.net = parts, parts.net  # which is the trainer's own
+        self.parts, self.net = parts, parts.net  # the trainer's net
         self.sampler = Sampler(model, parts, texts)
         self.weight_version = weight_version
         self._rest: Rest | None = None
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
-        """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
+        """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
-            ValueError: no prompts, images of several sizes, or a size or option that the model lacks.
+            ValueError: there are no prompts, images have several sizes, or the model lacks a size or option.
         """
         return self.sampler.sample(prompts, params, weight_version=self.weight_version)
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Draw the noise that the next batch starts from, which a device that is busy need not wait for then."""
+        """Sample the initial noise of the next batch, so that a busy device need not wait for it."""
         self.sampler.prepare(prompts, params)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
+        """Return the conditioning of `generate`; distinct texts and images are encoded once and cached."""
         return self.sampler.condition(prompts, params)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """0: the trainer's parameters are this engine's own."""
+        """Return 0: the trainer's parameters are those of this engine."""
         return 0
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copies named weights into the net, those that are the same storage already excepted.
+        """Copy named weights into the net, except those that already share its storage.
 
-        A trainer that trains this engine's net passes none: the weights are there.
+        A trainer that trains this engine's net passes none.
 
         Raises:
-            ValueError: a name or a shape that the net does not have.
+            ValueError: the net has no parameter of that name and shape.
         """
         own, self.moved_bytes = dict(self.net.named_parameters()), 0
         for name, tensor in tensors:
@@ -69,7 +69,7 @@ class DiffusersEngine:
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Takes what is not trained, such as the VAE, off the accelerator; on a CPU nothing happens."""
+        """Offload frozen parts such as the VAE to the host; do nothing on a CPU."""
         if self._rest is None:
             others = [
                 part for part in vars(self.parts).values() if isinstance(part, nn.Module) and part is not self.net
@@ -78,9 +78,9 @@ class DiffusersEngine:
         self._rest.begin()
 
     def wake(self) -> None:
-        """Undoes `sleep`."""
+        """Undo `sleep`."""
         if self._rest is not None:
             self._rest.end()
 
     def close(self) -> None:
-        """Nothing: the parts are whoever's who loaded them."""
+        """Do nothing: the caller owns the parts."""

@@ -1,8 +1,8 @@
-"""A trainer's process as it was, around a guest that expects a process of its own: vLLM and vLLM-Omni.
+"""Isolation of a trainer's process from guests that expect a separate process: vLLM and vLLM-Omni.
 
-They write torchrun's environment variables anew, rename the process, prefix every line of output, and take the process
-group down when they end. Here they join the trainer's process group, or a private one of a single rank that is gone
-again once the guest stands, and everything else is put back.
+They overwrite torchrun's environment variables, rename the process, prefix every line of output, and destroy the
+process group when they end. Here they join the trainer's process group, or during their start a temporary one of a
+single rank, and everything else is restored.
 """
 
 import os
@@ -17,13 +17,13 @@ import torch
 
 try:
     import setproctitle
-except ModuleNotFoundError:  # then nobody can rename the process
+except ModuleNotFoundError:  # then the guest cannot rename the process either
     setproctitle = None
 
 
 @contextmanager
 def kept_process_group() -> Iterator[None]:
-    """Whatever a guest destroys in the block, the world's process group is not among it."""
+    """Keep a guest from destroying the world's process group in the `with` block."""
     destroy = torch.distributed.destroy_process_group
 
     def destroy_own(group: Any = None) -> None:
@@ -36,7 +36,7 @@ def kept_process_group() -> Iterator[None]:
 
 @contextmanager
 def some_process_group(backend: str) -> Iterator[None]:
-    """A process group for the block's length: the trainer's, or one of this process alone."""
+    """Provide a process group in the `with` block: the trainer's, or one of only this process."""
     group = torch.distributed
     if group.is_initialized():
         yield
@@ -50,12 +50,12 @@ def some_process_group(backend: str) -> Iterator[None]:
 
 @contextmanager
 def undisturbed_process() -> Iterator[None]:
-    """Keeps output as it is, and puts back the process title, generators and all variables but vLLM's own."""
+    """Keep the output's format; restore process title, generators, and environment variables except vLLM's."""
     before, plain, arrays = dict(os.environ), random.getstate(), np.random.get_state()
     device = torch.accelerator.current_accelerator()
     places = [torch.accelerator.current_device_index()] if device else []
     title = setproctitle.getproctitle() if setproctitle else ""
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # or it takes over logging, and prefixes each line of output
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # else it configures logging, and prefixes each line of output
     try:
         with torch.random.fork_rng(places, device_type=device.type if device else "cpu"):
             yield

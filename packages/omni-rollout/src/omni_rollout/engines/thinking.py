@@ -1,8 +1,8 @@
-"""The embedded engine of models that think before they draw: a thought token by token, then the picture after it.
+"""The embedded engine of models that think before they generate an image: a thought token by token, then the image.
 
-The thought is sampled with a cache of keys and values, and scored without: its log-probs agree to rounding. The steps
-of the drawing read prompt and thought anew in each forward pass, so that a step replayed is equal bit for bit, and its
-gradient reaches what has read the thought.
+The thought is sampled with a KV cache, and scored without one: its log-probs agree within rounding. The denoising steps
+read prompt and thought again in each forward pass, so a replayed step is bit-identical, and its gradient reaches the
+layers that read the thought.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ from omni_rollout.thoughts import ThinkingModel, ThinkingParams, ThoughtTrajecto
 from omni_rollout.tokens import TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-THOUGHT_NOISE = 1 << 20  # the stream of a sample's thought: a step that no schedule has
+THOUGHT_NOISE = 1 << 20  # the noise stream of a sample's thought: a step that no schedule has
 
 
 class ThinkingEngine(DiffusersEngine):
-    """Samples with a model's own parts, as `model.load` returns them.
+    """An engine that samples with a model's parts, as returned by `model.load`.
 
-    together: whether a condition holds on all ranks, which sharded weights demand to be asked, as all ranks write on
-    until the last thought has ended.
+    together: returns True if its argument is True on all ranks: with sharded weights all ranks continue to write until
+    the last thought has ended.
     """
 
     def __init__(
@@ -41,31 +41,31 @@ class ThinkingEngine(DiffusersEngine):
         self.model, self.together = model, together
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> ThoughtTrajectory:
-        """One thought and one sample per prompt, in order, all in one batch; the prompts' meta say the `thought`.
+        """Return a thought and a sample per prompt, in order, in one batch; `thought` in a prompt's meta is its text.
 
         Raises:
-            ValueError: as DiffusersEngine's, or samples are to start from one noise.
+            ValueError: as DiffusersEngine's, or a prompt has an initial_seed.
         """
         if not isinstance(params, ThinkingParams):
             raise ValueError(f"params must be ThinkingParams, got {type(params).__name__}")
         check_prompts(prompts, self.model, params)
-        if any(prompt.initial_seed is not None for prompt in prompts):  # thoughts differ, so no first steps are shared
-            raise ValueError("prompts must have no initial_seed where a thought comes before the picture")
+        if any(prompt.initial_seed is not None for prompt in prompts):  # thoughts differ
+            raise ValueError("prompts must have no initial_seed for a model that thinks")
         cond = self.sampler.condition(prompts, params)
         thoughts = self.think(prompts, cond, params.thought)
-        told = [
+        prompts = [
             replace(prompt, meta={**prompt.meta, "thought": text})
             for prompt, text in zip(prompts, thoughts.answers, strict=True)
         ]
-        cond = self.model.told(cond, thoughts)
-        drawn = self.sampler.sample(told, params, weight_version=self.weight_version, cond=cond)
+        cond = self.model.with_thoughts(cond, thoughts)
+        drawn = self.sampler.sample(prompts, params, weight_version=self.weight_version, cond=cond)
         return ThoughtTrajectory(**vars(drawn), thoughts=replace(thoughts, prompts=drawn.prompts))
 
     @torch.no_grad()
     def think(self, prompts: Sequence[Prompt], cond: Cond, params: TokenParams) -> TokenTrajectory:
-        """One thought per prompt, in order. A sample's numbers depend on its seed alone.
+        """Return one thought per prompt, in order. A sample's random numbers depend only on its seed.
 
-        cond: of the prompts, as `condition` has it.
+        cond: of the prompts, from `condition`.
         """
         encoded = tuple(
             self.model.ask(ids[mask].cpu()) for ids, mask in zip(cond["ids"], cond["ids_mask"], strict=True)

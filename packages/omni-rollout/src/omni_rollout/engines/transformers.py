@@ -1,7 +1,7 @@
 """The embedded engine of language models: transformers' generation in the training process, on the trained module.
 
-It samples with a cache of keys and values, and so with other shapes than the update: log-probs agree to rounding, 5e-7
-in float32. Trainers take the old policy's from `score_tokens`, and this engine's own for the gap alone.
+It samples with a KV cache, and so with other shapes than the update: log-probs agree within rounding, 5e-7 in float32.
+Trainers compute the old policy's with `score_tokens`, and use those of this engine only to report the gap.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,9 @@ from omni_rollout.types import Cond, Prompt
 
 
 class TransformersEngine:
-    """Samples with a language model's net, as `TokenModel.load_net` returns it.
+    """An engine that samples with a language model's net, as returned by `TokenModel.load_net`.
 
-    synced: the net is sharded, so that all ranks call it until the last one's answers have ended.
+    synced: True if the net is sharded: all ranks call it until the answers of all ranks have ended.
     """
 
     shares_weights = True
@@ -31,23 +31,23 @@ class TransformersEngine:
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
-        """One answer per prompt, in order, all in one batch. A sample's numbers depend on its seed alone.
+        """Return one answer per prompt, in order, in one batch. A sample's random numbers depend only on its seed.
 
         Raises:
-            ValueError: no prompts, or one that the model does not take.
+            ValueError: there are no prompts, or the model does not support one.
         """
         encoded = encode_prompts(self.model, prompts)
         device, none = next(self.net.parameters()).device, torch.empty(len(prompts), 0, dtype=torch.long)
         inputs = self.model.inputs(encoded, none.to(device), none.bool().to(device))
-        inputs.pop("position_ids", None)  # generation makes its own of the mask
+        inputs.pop("position_ids", None)  # generation computes them from the mask
         sampler = TokenSampler([prompt.seed for prompt in prompts], self.model.suppressed, params)
         ends, most = [*self.model.ends], params.max_new_tokens
         config = GenerationConfig(
             max_new_tokens=most, do_sample=False, eos_token_id=ends, pad_token_id=ends[0], use_cache=True
         )
-        self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # its own would fill what is open
+        self.net.generation_config = GenerationConfig()  # type: ignore[assignment]  # the net's would fill in defaults
         head: nn.Module = self.net.get_output_embeddings()  # type: ignore[operator]  # as all transformers models have
-        last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of whole prompts are large
+        last = head.register_forward_pre_hook(lambda _, given: (given[0][:, -1:],))  # logits of all positions are large
         try:
             whole = self.net.generate(  # type: ignore[operator]
                 **inputs, generation_config=config, logits_processor=[sampler], synced_gpus=self.synced
@@ -59,28 +59,28 @@ class TransformersEngine:
         return answers_of(tokens, sampler.log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """0: the trainer's parameters are this engine's own."""
+        """Return 0: the trainer's parameters are those of this engine."""
         return 0
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Counts as `version` from then on: the weights are there."""
+        """Set the version: the weights are the trainer's."""
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Nothing: all that samples is trained."""
+        """Do nothing: every weight that samples is trained."""
 
     def wake(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing: the net is whoever's who loaded it."""
+        """Do nothing: the caller owns the net."""
 
 
 def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> tuple[Cond, ...]:
     """Return what `model.encode` returns for each prompt; equal prompts share one.
 
     Raises:
-        ValueError: no prompts, or one that the model does not take.
+        ValueError: there are no prompts, or the model does not support one.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one prompt, got none")
@@ -115,10 +115,10 @@ def answers_of(
 
 
 class TokenSampler:
-    """The next token of each sample, by the inverse of its distribution function at the sample's own uniform number.
+    """A sampler of next tokens by inverse transform sampling, with a uniform number of each sample's seed.
 
-    transformers calls it with logits [B, V], and takes the token whose place is not -inf. log_probs: of the tokens
-    drawn so far, [B] each. stream: of a sample's noise; another than that of what else the sample draws.
+    transformers calls it with logits [B, V], and selects the only token whose result is not -inf. log_probs: of the
+    tokens sampled so far, [B] each. stream: of a sample's noise; each use of a seed has another.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class TokenSampler:
         log_probs = token_log_probs(scores, self.suppressed, self.params)
         ordered, order = log_probs.exp().sort(dim=-1, descending=True, stable=True)
         share = ordered.double().cumsum(dim=-1)
-        ordered = torch.where(share - ordered < self.params.top_p, ordered, 0.0)  # the first one stays
+        ordered = torch.where(share - ordered < self.params.top_p, ordered, 0.0)  # always keeps the first one
         share = ordered.double().cumsum(dim=-1)
         place = self.uniform[:, len(self.log_probs)].to(share.device) * share[:, -1]
         rank = torch.searchsorted(share, place[:, None], right=True).clamp(max=share.shape[-1] - 1)

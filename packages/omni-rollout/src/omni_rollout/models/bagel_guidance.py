@@ -1,11 +1,11 @@
-"""BAGEL's guidance, by text and by references: three velocities, and a length that the guided one does not exceed.
+"""BAGEL's guidance by text and by references: three velocities, and a bound on the norm of the guided one.
 
 With scales s and i and the velocities v of text and references, v_t without the text and v_r without references:
 
     guided = v_r + i (w - v_r),   w = v_t + s (v - v_t)
 
-cfg_renorm_type says what is shortened to the length of v, if it is longer, to no less than its cfg_renorm_min-th part:
-`guided` over the whole sample (GLOBAL) or token by token (CHANNEL), or w token by token (TEXT_CHANNEL).
+A longer result is scaled down to the norm of v, by at most the factor cfg_renorm_min. cfg_renorm_type selects what is
+scaled: `guided` over the whole sample (GLOBAL) or token by token (CHANNEL), or w token by token (TEXT_CHANNEL).
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ GLOBAL, CHANNEL, TEXT_CHANNEL = 0, 1, 2
 
 
 def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float, knobs: Mapping[str, float]) -> Tensor:
-    """The guided velocity [B, C, h, w] of v, v_t and v_r. scale: s. knobs: BAGEL's options, cfg_img_scale is i."""
+    """Return the guided velocity [B, C, h, w] of v, v_t and v_r. scale: s. knobs: BAGEL's options; cfg_img_scale: i."""
     image_scale, kind = knobs["cfg_img_scale"], knobs["cfg_renorm_type"]
     guided = no_text + scale * (velocity - no_text)
     if kind == TEXT_CHANNEL:
@@ -31,7 +31,7 @@ def guide(velocity: Tensor, no_text: Tensor, no_references: Tensor, scale: float
 
 
 def _shorten(guided: Tensor, velocity: Tensor, least: float, *, by_token: bool) -> Tensor:
-    """`guided` of at most the length of `velocity`, over each sample or each token, times `least` or more."""
+    """Return `guided`, scaled to at most the norm of `velocity` per sample or token, by a factor of `least` or more."""
     if by_token:
         tokens = pack(guided)
         lengths = [each.norm(dim=2, keepdim=True) for each in (pack(velocity), tokens)]

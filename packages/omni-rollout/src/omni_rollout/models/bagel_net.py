@@ -1,9 +1,9 @@
 """BAGEL's transformer (arXiv 2505.14683) on the blocks of transformers' Qwen2: two sets of weights, one sequence.
 
 Every layer has its weights twice: NAME_moe_gen for latents, NAME for all else. References, text and image are one
-forward, as `bagel_sequence` lays them out. Released code keeps the keys and values of all but the image; here nothing
-is kept between calls, so that every weight that leads to the image can be trained. Names are those of ema.safetensors.
-Writing text is a call of its own, of a subclass, which keeps keys and values while it samples.
+sequence of `bagel_sequence` and one forward pass. Released code has a KV cache of all but the image; here nothing is
+kept between calls, so that every weight that affects the image can be trained. Names are those of ema.safetensors. A
+subclass writes text in a separate call, with a KV cache while it samples.
 
 Shapes: B samples, T text tokens, U tokens with NAME, G with NAME_moe_gen, L = U + G, D width, C latent channels.
 """
@@ -38,23 +38,23 @@ class Twofold(nn.Module):
     """A module whose children come in pairs: NAME for text and marks, NAME_moe_gen for latents."""
 
     def add_pair(self, name: str, make: Callable[[], nn.Module]) -> None:
-        """Adds NAME and NAME_moe_gen."""
+        """Add NAME and NAME_moe_gen."""
         self.add_module(name, make())
         self.add_module(f"{name}_moe_gen", make())
 
     def pair(self, name: str, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
-        """NAME of one stream, and NAME_moe_gen of the other."""
+        """Return NAME of one stream, and NAME_moe_gen of the other."""
         return self.get_submodule(name)(text), self.get_submodule(f"{name}_moe_gen")(image)
 
 
 class KeyValues:
-    """The keys and values [B, heads, L, width] of what has been read, by the layer's attention."""
+    """A KV cache: keys and values [B, heads, L, width] of earlier tokens, by the layer's attention."""
 
     def __init__(self) -> None:
         self.of: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def extend(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's keys and values of all there is, those of new tokens at the end."""
+        """Append keys and values of new tokens; return the layer's keys and values of all tokens."""
         if layer in self.of:
             key, value = (torch.cat(pair, dim=2) for pair in zip(self.of[layer], (key, value), strict=True))
         self.of[layer] = key, value
@@ -84,9 +84,9 @@ class BagelAttention(Twofold):
         segments: Sequence[Segment],
         kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Both streams [B, U, D] and [B, G, D], attended; rope: cos and sin [B, L, head_dim].
+        """Return the attention's output for both streams [B, U, D] and [B, G, D]. rope: cos and sin [B, L, head_dim].
 
-        kept: of what comes before both streams, to which theirs is added.
+        kept: the KV cache of the tokens before, which is extended.
         """
         query, key, value = (self._heads(name, text, image) for name in ("q_proj", "k_proj", "v_proj"))
         exact = torch.promote_types(text.dtype, torch.float32)  # of norms and rotations, as released
@@ -101,7 +101,7 @@ class BagelAttention(Twofold):
         return self.pair("o_proj", *part(out, segments))
 
     def _heads(self, name: str, text: Tensor, image: Tensor) -> list[Tensor]:
-        """A projection of both streams, [B, heads, tokens, head_dim]."""
+        """Return a projection of both streams, [B, heads, tokens, head_dim]."""
         return [t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in self.pair(name, text, image)]
 
 
@@ -123,7 +123,7 @@ class BagelBlock(Twofold):
         segments: Sequence[Segment],
         kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Both streams after the layer; arguments as for BagelAttention."""
+        """Return both streams after the layer; the arguments are BagelAttention's."""
         words, patches = self.self_attn(*self.pair("input_layernorm", text, image), rope, segments, kept)
         text, image = text + words, image + patches
         words, patches = self.pair("mlp", *self.pair("post_attention_layernorm", text, image))
@@ -131,7 +131,7 @@ class BagelBlock(Twofold):
 
 
 class BagelLayers(Twofold):
-    """The language model: embedding of the text, layers, last norm."""
+    """The language model: text embedding, layers, last norm."""
 
     _gradient_checkpointing_func: Callable[..., tuple[Tensor, Tensor]]
 
@@ -152,7 +152,7 @@ class BagelLayers(Twofold):
         references: Sequence[Tensor],
         seen: Sequence[Tensor],
     ) -> Tensor:
-        """The image's tokens [B, N, D] after all layers.
+        """Return the image's tokens [B, N, D] after all layers.
 
         references: tokens [B, N_i, D] of the references' latents. The other arguments are BagelTransformer's.
         """
@@ -167,11 +167,11 @@ class BagelLayers(Twofold):
         return normalised
 
     def read(self, input_ids: Tensor, attention_mask: Tensor, kept: KeyValues | None) -> Tensor:
-        """The tokens [B, L, D] of a text after all layers; arguments as for BagelThinker."""
+        """Return the tokens [B, L, D] of a text after all layers; the arguments are BagelThinker's."""
         text, words = self.embed_tokens(input_ids), attention_mask.bool()
         columns = torch.arange(words.shape[1], device=words.device)
         rows = columns[-input_ids.shape[1] :, None]
-        # Padding sees itself: a row that sees nothing would be NaN.
+        # Padding attends to itself: a row without any key would be NaN.
         visible = (words[:, None, None, :] & (columns <= rows)) | (columns == rows)
         positions = (words.cumsum(dim=1) - 1).clamp(min=0)[:, -input_ids.shape[1] :]
         text, _ = self._run(text, text[:, :0], positions, [Segment(text.shape[1], 0, visible)], kept)
@@ -186,7 +186,7 @@ class BagelLayers(Twofold):
         segments: Sequence[Segment],
         kept: KeyValues | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Both streams after all layers."""
+        """Return both streams after all layers."""
         rope = self.rotary_emb(text, positions)
         for layer in self.layers:
             if self.gradient_checkpointing and torch.is_grad_enabled():
@@ -197,13 +197,13 @@ class BagelLayers(Twofold):
 
 
 class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """All of BAGEL that draws. Arguments are those of llm_config.json, and defaults the released model's."""
+    """BAGEL's image generator. Arguments are those of llm_config.json, and defaults the released model's."""
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("BagelBlock",)
     _keep_in_fp32_modules = ("rotary_emb",)  # 8 bits of a frequency would be another angle at each position
     WRITES = False
-    # What sees references, which is a part of its own, and what writes text.
+    # The encoder of references, which is a separate part, and the head for text.
     _keys_to_ignore_on_load_unexpected = (r"^vit_", r"^connector\.", r"^language_model\.lm_head\.")
 
     @register_to_config
@@ -249,11 +249,10 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         references: Sequence[Tensor] = (),
         seen: Sequence[Tensor] = (),
     ) -> Tensor:
-        """The velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
+        """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
-        input_ids, attention_mask: the text [B, T], padded at its end, and what of it is none. marks: the ids [B, 2] of
-        the tokens around a picture. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens
-        [B, n, D] of each.
+        input_ids, attention_mask: the text [B, T], padded at its end, and its mask. marks: the ids [B, 2] of the tokens
+        around an image. references: clean latents [B, C, h', w'] of each. seen: BagelVision's tokens [B, n, D] of each.
         """
         image = self._embed(hidden_states, timestep)
         clean = [self._embed(latents, torch.zeros_like(timestep)) for latents in references]
@@ -267,34 +266,34 @@ class BagelTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return velocity
 
     def _embed(self, latents: Tensor, timestep: Tensor) -> Tensor:
-        """The tokens [B, N, D] of a picture: patches of latents [B, C, h, w], their noise level and their places."""
+        """Return the tokens [B, N, D] of latents [B, C, h, w]: the sum of patches, noise level and positions."""
         dtype = self.vae2llm.weight.dtype
         patches = latents.unflatten(-1, (-1, PATCH)).unflatten(2, (-1, PATCH)).permute(0, 2, 4, 3, 5, 1)
         rows, columns = (torch.arange(count, device=latents.device) for count in patches.shape[1:3])
         places = (rows[:, None] * MAX_TOKENS_PER_SIDE + columns).flatten()
         level = get_timestep_embedding(timestep, TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         tokens: Tensor = self.vae2llm(patches.flatten(3).flatten(1, 2).to(dtype))
-        # The table of places is fixed: sines and cosines, as released.
+        # The table of positions is fixed: sines and cosines, as released.
         places = self.latent_pos_embed["pos_embed"].detach()[places].to(dtype)
         return tokens + self.time_embedder["mlp"](level.to(dtype))[:, None] + places
 
 
 class BagelThinker(BagelTransformer):
-    """BAGEL with what writes text: called without latents it does that."""
+    """BAGEL with its head for text: a call without latents writes text."""
 
     WRITES = True
 
     def get_output_embeddings(self) -> nn.Module:
-        """What makes logits, as models of transformers have it."""
+        """Return the head that computes logits, like models of transformers."""
         head: nn.Module = self.language_model["lm_head"]
         return head
 
     def set_output_embeddings(self, head: nn.Module) -> None:
-        """Put another in its place."""
+        """Replace the head."""
         self.language_model["lm_head"] = head
 
     def forward(self, hidden_states: Tensor | None = None, **given: Any) -> Any:  # type: ignore[override]
-        """As BagelTransformer's; without latents as `write`."""
+        """Run BagelTransformer's forward; without latents `write`."""
         return self.write(**given) if hidden_states is None else super().forward(hidden_states, **given)
 
     def write(
@@ -306,10 +305,10 @@ class BagelThinker(BagelTransformer):
         only_last: bool = False,
         use_cache: bool = False,
     ) -> CausalLMOutput:
-        """The logits [B, L, V] of what follows each of the tokens input_ids [B, L], or the last one's alone [B, 1, V].
+        """Return the logits [B, L, V] after each of the tokens input_ids [B, L], or only after the last one, [B, 1, V].
 
-        attention_mask: what is no padding, [B, L]; longer by the tokens before, where they have been kept. kept: their
-        keys and values, to which these are added. use_cache: False, as models of transformers have it.
+        attention_mask: False for padding, [B, L]; longer by the tokens in `kept`, a KV cache that is extended.
+        use_cache: False, the argument of transformers' models.
         """
         layers: BagelLayers = self.language_model["model"]  # type: ignore[assignment]
         states = layers.read(input_ids, attention_mask, kept)

@@ -1,15 +1,14 @@
-"""The sequence of BAGEL's tokens, which is made of segments: references, text, image.
+"""The sequence of BAGEL's tokens, in segments: references, text, image.
 
-A segment sees itself and all before it, but a token of the text only what is before itself. A reference is two
-segments: its latents at noise level 0, and what the vision transformer makes of it. The tokens of a picture share one
-position. With R references:
+A segment attends to itself and all before it; text is causal. A reference is two segments: its latents at noise level
+0, and its tokens of the vision transformer. The tokens of an image share one position. With R references:
 
-    segment    reference i           reference i, seen     text               image
+    segment    reference i           reference i, vision   text               image
     tokens     2 marks, N_i latents  2 marks, n_i tokens   T                  2 marks, N latents
     position   2i                    2i + 1                2R .. 2R + T - 1   2R + T
 
-The marks are <|vision_start|> and <|vision_end|>. Latents have weights of their own, so the net keeps two streams of
-tokens, each in the order of the sequence: U tokens of text, marks and what is seen, and G latents.
+The marks are <|vision_start|> and <|vision_end|>. Latents have separate weights, so the net keeps two streams of
+tokens, each in the order of the sequence: U tokens of text, marks and vision, and G latents.
 
 Shapes: B samples, L = U + G tokens, D width.
 """
@@ -21,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-MAX_TOKENS_PER_SIDE = 64  # along a side, as the weights have it; the released config.json says 32
+MAX_TOKENS_PER_SIDE = 64  # along a side, as in the weights; the released config.json says 32
 
 
 class Segment(NamedTuple):
-    """How many tokens of a segment have NAME, and how many NAME_moe_gen; and what they see up to its end.
+    """The numbers of a segment's tokens with NAME and with NAME_moe_gen, and the attention mask up to its end.
 
-    visible: which tokens, as scaled_dot_product_attention takes it; None for all, or those before a token.
+    visible: the mask of scaled_dot_product_attention; None for all tokens, or causal ones.
     """
 
     text: int
@@ -37,9 +36,9 @@ class Segment(NamedTuple):
 
 
 def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) -> tuple[list[Segment], Tensor]:
-    """The segments of a sequence, and its positions [B, L].
+    """Return the segments of a sequence, and its positions [B, L].
 
-    words: what of the text [B, T] is no padding. references: N_i and n_i of each. image: N.
+    words: mask of the text [B, T], False for padding. references: N_i and n_i of each. image: N.
     """
     B, T = words.shape
     segments = [segment for clean, seen in references for segment in (Segment(2, clean), Segment(2 + seen, 0))]
@@ -55,20 +54,20 @@ def lay_out(words: Tensor, references: Sequence[tuple[int, int]], image: int) ->
 
 
 def join(text: Tensor, image: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """The sequence [B, heads, L, width] of two streams, [B, heads, U, width] and [B, heads, G, width]."""
+    """Return the sequence [B, heads, L, width] of two streams, [B, heads, U, width] and [B, heads, G, width]."""
     texts = text.split([segment.text for segment in segments], dim=2)
     images = image.split([segment.image for segment in segments], dim=2)
     return torch.cat([piece for pair in zip(texts, images, strict=True) for piece in pair], dim=2)
 
 
 def part(states: Tensor, segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """The streams [B, U, D] and [B, G, D] of a sequence [B, L, D]."""
+    """Return the streams [B, U, D] and [B, G, D] of a sequence [B, L, D]."""
     pieces = states.split([count for segment in segments for count in segment[:2]], dim=1)
     return torch.cat(pieces[::2], dim=1), torch.cat(pieces[1::2], dim=1)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """The attention of a sequence [B, heads, L, width], segment by segment; keys and values may begin before it."""
+    """Return the attention of a sequence [B, heads, L, width] by segments; keys and values may begin before it."""
     out, end = [], 0
     past = key.shape[2] - query.shape[2]
     for text, image, visible, is_causal in segments:

@@ -1,7 +1,7 @@
-"""BAGEL that thinks before it draws (arXiv 2505.14683, section on generation with thinking).
+"""BAGEL that thinks before it generates an image (arXiv 2505.14683, section on generation with thinking).
 
-The sequence is a request to think, the prompt, the thought and the image; each text stands between <|im_start|> and
-<|im_end|>, and the last mark of a thought is the model's own. Guidance leads away from prompt and thought together.
+The sequence is a request to think, the prompt, the thought and the image; <|im_start|> and <|im_end|> enclose each
+text, and the model itself ends a thought. The negative omits both prompt and thought.
 
 Shapes: B samples, P tokens of the longest request with its prompt, T of the longest thought, V of the vocabulary.
 """
@@ -27,7 +27,7 @@ REQUEST = (  # as released
 
 
 class BagelWriting:
-    """Thoughts that are being written, with the keys and values of all before. ids, words: as `ThinkingBagel.batch`."""
+    """Unfinished thoughts, with a KV cache. ids, words: those of `ThinkingBagel.batch`."""
 
     def __init__(self, ids: Tensor, words: Tensor) -> None:
         from omni_rollout.models.bagel_net import KeyValues
@@ -35,7 +35,7 @@ class BagelWriting:
         self.ids, self.words, self.kept = ids, words, KeyValues()
 
     def next_logits(self, net: nn.Module, tokens: Tensor | None) -> Tensor:
-        """The logits [B, V] of what follows the tokens [B] that were chosen last; None before the first."""
+        """Return the logits [B, V] after the tokens [B] that were sampled last; None before the first."""
         if tokens is not None:
             self.ids = tokens[:, None]
             self.words = pad(self.words, [0, 1], value=True)
@@ -44,7 +44,7 @@ class BagelWriting:
 
 
 class ThinkingBagel(Bagel):
-    """BAGEL for one checkpoint, with what writes text. Prompts have no references."""
+    """BAGEL for one checkpoint, with its head for text. Prompts have no references."""
 
     LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # of the image's tokens as published, and the same of the text's
         *Bagel.LORA_TARGETS,
@@ -60,17 +60,17 @@ class ThinkingBagel(Bagel):
         self.ends = (self.end,)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """As Bagel's, with the request to think before the text."""
+        """Encode as Bagel does, with the request to think before the text."""
         request = super().encode(parts, replace(prompt, text=REQUEST))
         own = super().encode(parts, prompt, negative=negative)
         return request | {name: torch.cat([request[name], own[name]]) for name in ("ids", "ids_mask")}
 
     def ask(self, ids: Tensor) -> Cond:
-        """What a thought follows, of the tokens of one prompt by `encode`: `input_ids` [P]."""
+        """Return the tokens before a thought, `input_ids` [P], for the tokens of one prompt from `encode`."""
         return {"input_ids": pad(ids, [0, 1], value=self.begin)}
 
     def batch(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids [B, P + T] and what of them is no padding: prompts, padded before, and thoughts [B, T]."""
+        """Return ids [B, P + T] and their mask, False for padding: left-padded prompts, and thoughts [B, T]."""
         device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
         rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.end) for row, left in rows]).to(device)
@@ -78,29 +78,29 @@ class ThinkingBagel(Bagel):
         return torch.cat([ids, tokens.masked_fill(~mask, self.end)], dim=1), torch.cat([words.bool(), mask], dim=1)
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """What the net is called with: prompts and thoughts [B, T], on the device of `tokens`."""
+        """Return the net's inputs: prompts and thoughts [B, T], on the device of `tokens`."""
         ids, words = self.batch(encoded, tokens, mask)
         return {"input_ids": ids, "attention_mask": words}
 
     def start(self, encoded: Sequence[Cond], device: torch.device) -> "BagelWriting":
-        """Thoughts to be written, of which there is no token."""
+        """Return thoughts that have no tokens yet."""
         none = torch.empty(len(encoded), 0, dtype=torch.long, device=device)
         return BagelWriting(*self.batch(encoded, none, none.bool()))
 
     def decode_text(self, tokens: Tensor) -> str:
-        """The text of one thought, without marks."""
+        """Return the text of one thought, without marks."""
         text: Any = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return str(text)
 
-    def told(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
-        """The conditioning of the drawing, with the thoughts after the prompts; all end, whether they were done or not.
+    def with_thoughts(self, cond: Cond, thoughts: TokenTrajectory) -> Cond:
+        """Return the image's conditioning, `cond` with the thoughts after the prompts; add missing end tokens.
 
-        cond: as `encode` has it, with an axis B.
+        cond: that of `encode`, with an axis B.
         """
         device, rows = cond["ids"].device, []
         for each, tokens, mask in zip(thoughts.encoded, thoughts.tokens, thoughts.mask, strict=True):
-            said = tokens[mask]
-            ids = torch.cat([each["input_ids"], said[said != self.end], torch.tensor([self.end])]).to(device)
+            thought = tokens[mask]
+            ids = torch.cat([each["input_ids"], thought[thought != self.end], torch.tensor([self.end])]).to(device)
             rows.append({"ids": ids, "ids_mask": torch.ones(len(ids), dtype=torch.bool)})
         return cond | join(rows, dim=0, what="thoughts")
 

@@ -1,4 +1,4 @@
-"""How BAGEL sees references: the sizes they are brought to, and SigLIP's vision transformer on a grid of any size.
+"""BAGEL's encoder of references: their sizes, and SigLIP's vision transformer on a grid of any size.
 
 Names are those of ema.safetensors. Nothing here is trained.
 """
@@ -16,7 +16,7 @@ MOST_PIXELS = 14 * 14 * 9 * 1024  # of a reference
 
 
 class BagelVision(nn.Module):
-    """The vision transformer and what leads from it to the language model.
+    """The vision transformer and its connector to the language model.
 
     Arguments are those of vit_config.json, defaults the released model's. width: of the language model.
     """
@@ -56,7 +56,7 @@ class BagelVision(nn.Module):
         self.vit_pos_embed = nn.ParameterDict({"pos_embed": nn.Parameter(torch.zeros(self.grid**2, width))})
 
     def forward(self, image: Tensor) -> Tensor:
-        """The tokens [n, D] of a picture [3, H, W] in [-1, 1], one for each patch, row by row."""
+        """Return the tokens [n, D] of an image [3, H, W] in [-1, 1], one for each patch, row by row."""
         vision, size = self.vit_model["vision_model"], self.patch_size
         patch, place, encoder, norm = map(vision.get_submodule, STAGES)
         weight = patch.get_parameter("weight")
@@ -70,10 +70,10 @@ class BagelVision(nn.Module):
 
 
 def fit(image: Tensor, *, unit: int, least: float, most: float) -> Tensor:
-    """A reference, uint8 [H, W, 3], its sides multiples of `unit` pixels and at most `most`.
+    """Return a reference, uint8 [H, W, 3], resized to sides that are multiples of `unit` pixels and at most `most`.
 
-    The shorter side has at least `least` pixels where the longer one permits it. Its steps and roundings are those of
-    released code; the filter is bicubic.
+    The shorter side has at least `least` pixels if the longer one permits it. Steps and rounding are those of released
+    code; the filter is bicubic.
     """
     height, width = image.shape[:2]
     scale = max(min(most / max(height, width), 1.0), least / min(height, width))
@@ -86,6 +86,6 @@ def fit(image: Tensor, *, unit: int, least: float, most: float) -> Tensor:
 
 
 def _scaled(height: int, width: int, scale: float, unit: int) -> tuple[int, int]:
-    """Both sides scaled, each to the nearest multiple of the unit."""
+    """Return both sides scaled, each to the nearest multiple of the unit."""
     new_height, new_width = (max(1, round(round(side * scale) / unit)) * unit for side in (height, width))
     return new_height, new_width

@@ -1,4 +1,4 @@
-"""What models have in common whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
+"""The base of models whose checkpoint is the folder of a diffusers pipeline: files, configuration, loading."""
 
 import inspect
 import json
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value", int, float, bool, str, list)
 MOST_TEXT_TOKENS = 512  # that the stock pipelines allow as max_sequence_length
-PIXELS_PER_TOKEN = 16  # of pictures: 8 by the VAE, 2 by the patches
-JOINT_ATTENTION = (  # the layers of attention to pictures and texts at once, as diffusers names them
+PIXELS_PER_TOKEN = 16  # of images: 8 by the VAE, 2 by the patches
+JOINT_ATTENTION = (  # the layers of joint attention to images and texts, by diffusers' names
     "attn.to_q",
     "attn.to_k",
     "attn.to_v",
@@ -36,8 +36,8 @@ JOINT_ATTENTION = (  # the layers of attention to pictures and texts at once, as
     "attn.add_v_proj",
     "attn.to_add_out",
 )
-# The fields of a flow's scheduler that bend its levels or its steps, beside those that `sigmas` takes as they are, and
-# what they must be, a tuple for one of several: nothing else is computed.
+# The fields of a flow scheduler that change its levels or steps, besides those that `sigmas` reads, with the only
+# supported values; a tuple is for one of several.
 FLOW_SCHEDULER: Mapping[str, object] = {
     "num_train_timesteps": 1000,
     "invert_sigmas": False,
@@ -51,13 +51,13 @@ FLOW_SCHEDULER: Mapping[str, object] = {
 
 
 class DiffusersModel:
-    """The half of a Model that the checkpoint's files decide; a subclass adds the arithmetic.
+    """The half of a Model that depends on the checkpoint's files; a subclass adds the arithmetic.
 
     PIPELINE: the `_class_name` of its model_index.json. PARTS: the parts to load, each with its library and class.
     OPTIONAL: those that a checkpoint may lack.
-    GUIDANCE: `guidance_scale`, or those of OPTIONS, that are scales of classifier-free guidance, each with its lowest
-    value, where that is off; negatives are wanted if one of them is above. UNUSED: of some parts the modules that never
-    run, which are not loaded.
+    GUIDANCE: the scales of classifier-free guidance, `guidance_scale` or some of OPTIONS, each with its lowest value,
+    which turns it off; negatives are required if one of them is above. UNUSED: modules of parts that never run, and are
+    not loaded.
 
     Raises:
         ValueError: a file of the configuration is missing, damaged, or of another class; it is named.
@@ -78,8 +78,8 @@ class DiffusersModel:
     NEGATES_TEXT: ClassVar[bool] = False
     IMAGES = range(1)
     boundary = 0.0
-    reads_weights = True  # without, parts are made of their configuration alone, with values left open
-    host_encoders = False  # with it, text encoders stay on the host, from where they visit the device to encode
+    reads_weights = True  # False: parts are made from their configuration only, with uninitialized values
+    host_encoders = False  # True: text encoders are offloaded, and copied to the device while they encode
 
     def __init__(self, path: str | Path) -> None:
         self.path = str(path)
@@ -91,13 +91,13 @@ class DiffusersModel:
         self._check_config()
 
     def _check_config(self) -> None:
-        """Raise ValueError for a configuration that is not computed here; a subclass adds what it has built in."""
+        """Raise ValueError for a configuration that is not supported; a subclass adds its built-in values."""
         for part in self.parts:
             self._expect(part, quantization_config=None)
         self._expect("scheduler", **self.SCHEDULER)
 
     def _expect(self, part: str, **built_in: object) -> None:
-        """Raise ValueError unless a part's configuration has these values; what an older file lacks is as built in."""
+        """Raise ValueError unless a part's configuration has these values; values that an older file lacks pass."""
         for name, value in built_in.items():
             allowed = value if isinstance(value, tuple) else (value,)
             if (found := self.config[part].get(name)) not in (None, *allowed):
@@ -105,7 +105,7 @@ class DiffusersModel:
                 raise ValueError(f"{name} of {self.config_file(part)} {rule}, got {json.dumps(found):.80}")
 
     def _expect_length(self, part: str, name: str, length: int) -> None:
-        """Raise ValueError unless a list of a part's configuration, if there is one, has as many entries."""
+        """Raise ValueError unless a list of a part's configuration, if it has one, has `length` entries."""
         found = self.config[part].get(name)
         if found is not None and not (isinstance(found, list) and len(found) == length):
             rule = f"must have {length} entries for a {self.PIPELINE}"
@@ -113,7 +113,7 @@ class DiffusersModel:
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The net's experts, each with its subfolder; the net itself, whose name is empty, where it is one."""
+        """The subfolder of each of the net's experts, by name; the name is empty for a single net."""
         return {"": "transformer"}
 
     @property
@@ -122,19 +122,19 @@ class DiffusersModel:
         return [part for part in self.PARTS if isinstance(self.config.get(part), dict)]
 
     def _part_config(self, part: str, library: str, name: str) -> dict[str, Any]:
-        """The configuration of one part; its class, wherever the files name it, is the one that will be loaded."""
+        """Return the configuration of one part; raise ValueError where the files name another class for it."""
         index, found = self.folder / "model_index.json", self.config.get(part)
         if not isinstance(found, list) or [str(entry).removesuffix("Fast") for entry in found] != [library, name]:
             raise ValueError(f"{part} must be a {name} of {library}, {index} says {found!r:.80}")
         file = self.config_file(part)
         config = read_json(file)
-        said = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
-        if said not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the inside of a language model
-            raise ValueError(f"{part} must be a {name}, {file} says {said!r:.80}")
+        found = name if "tokenizer" in part else config.get("_class_name") or config.get("architectures", [name])
+        if found not in (name, [name], [name.replace("Model", "ForCausalLM")]):  # the body of a language model
+            raise ValueError(f"{part} must be a {name}, {file} says {found!r:.80}")
         return config
 
     def config_file(self, part: str) -> Path:
-        """Where the configuration of a part lies."""
+        """Return the file with the configuration of a part."""
         kinds = {
             "scheduler": "scheduler_config",
             "processor": "preprocessor_config",
@@ -145,9 +145,9 @@ class DiffusersModel:
         return self.folder / part / f"{kind}.json"
 
     def value(self, part: str, name: str, kind: type[Value], default: Value | None = None) -> Value:
-        """One value of a part's configuration; the default of the part's class where an older file lacks it.
+        """Return one value of a part's configuration; the default of the part's class where an older file lacks it.
 
-        A list is one of numbers.
+        A list must hold numbers.
 
         Raises:
             ValueError: it is missing, or of another type.
@@ -163,21 +163,21 @@ class DiffusersModel:
         return value
 
     def option(self, params: Params, name: str) -> float:
-        """The value of `guidance_scale`, or of one of OPTIONS."""
+        """Return the value of `guidance_scale`, or of one of OPTIONS."""
         return params.guidance_scale if name == "guidance_scale" else params.guidance.get(name, self.OPTIONS[name])
 
     def is_guided(self, params: Params) -> bool:
-        """Whether predict_velocity wants a `negative_X` for every entry X of `encode`."""
+        """True if predict_velocity wants a `negative_X` for every entry X of `encode`."""
         return any(self.option(params, name) > off for name, off in self.GUIDANCE.items())
 
     def unguided(self, params: Params) -> Params:
-        """The same parameters without classifier-free guidance; other options stay."""
+        """Return the same parameters without classifier-free guidance; other options stay."""
         off = dict(self.GUIDANCE)
         scale = off.pop("guidance_scale", params.guidance_scale)
         return replace(params, guidance_scale=scale, guidance={**params.guidance, **off})
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for an option that the model lacks, or guidance below off; a subclass adds sizes."""
+        """Raise ValueError for an option that the model lacks, or guidance below off; a subclass adds sizes."""
         for name in params.guidance:
             if name not in self.OPTIONS:
                 have = f"one of {', '.join(self.OPTIONS)}" if self.OPTIONS else "empty"
@@ -188,23 +188,23 @@ class DiffusersModel:
             rule = f"num_inference_steps must be >= 2, as {self.config_file('scheduler')} has a shift_terminal"
             raise ValueError(f"{rule}, got {params.num_inference_steps}")
         for name, off in self.GUIDANCE.items():
-            if (scale := self.option(params, name)) < off:  # where the pipelines silently leave it off
+            if (scale := self.option(params, name)) < off:  # the pipelines silently turn it off
                 raise ValueError(f"{name} must be >= {off:g}, where {off:g} is no guidance, got {scale}")
 
     def check_text_length(self, params: Params, most: int = MOST_TEXT_TOKENS) -> None:
-        """Raises ValueError unless the option max_sequence_length is a number of text tokens that the model takes."""
+        """Raise ValueError unless the option max_sequence_length is a number of text tokens that the model supports."""
         if (length := self.option(params, "max_sequence_length")) not in range(1, most + 1):
             raise ValueError(f"max_sequence_length must be a whole number from 1 to {most}, got {length:g}")
 
     def check_image(self, height: int, width: int) -> None:
-        """References may have any size, unless a subclass says otherwise."""
+        """Accept references of any size; a subclass may raise ValueError."""
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0: even steps, shifted as the scheduler's configuration says."""
+        """Return the noise levels [S + 1] from 1 to 0: even steps, shifted by the scheduler's configuration."""
         return self._shifted(linear_sigmas(params.num_inference_steps), params)
 
     def _shifted(self, levels: Tensor, params: Params) -> Tensor:
-        """Levels [S + 1], moved as the scheduler's configuration says."""
+        """Return levels [S + 1], shifted by the scheduler's configuration."""
         if not self.value("scheduler", "use_dynamic_shifting", bool, False):
             levels = shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
         elif self.value("scheduler", "time_shift_type", str, "exponential") == "linear":
@@ -215,12 +215,12 @@ class DiffusersModel:
 
     @property
     def terminal(self) -> float:
-        """What the scheduler stretches the lowest level but 0 to; 0 where it does not."""
+        """The lowest level above 0 after the scheduler's stretching; 0 if it does not stretch."""
         part = "scheduler"
         return self.value(part, "shift_terminal", float) if self.config.get(part, {}).get("shift_terminal") else 0.0
 
     def _mu(self, params: Params) -> float:
-        """The strength of a shift by the number of tokens."""
+        """Return the strength of a shift by the number of tokens."""
         return resolution_mu(
             self._num_tokens(params),
             base_tokens=self.value("scheduler", "base_image_seq_len", int, 256),
@@ -230,17 +230,17 @@ class DiffusersModel:
         )
 
     def _num_tokens(self, params: Params) -> int:
-        """How many tokens a sample has, by which a schedule may be shifted."""
+        """Return the number of tokens of a sample; a schedule may be shifted by it."""
         return (params.height // PIXELS_PER_TOKEN) * (params.width // PIXELS_PER_TOKEN)
 
     def streams(self, params: Params) -> dict[str, int]:
-        """The latent of one medium is no row of several."""
+        """Return {}: the latent holds one medium."""
         return {}
 
     def check_files(self) -> None:
-        """Raises ValueError unless all files are there, whole, and as the configuration says; reads no weight.
+        """Raise ValueError unless all files exist, are complete, and match the configuration; read no weight.
 
-        Configurations alone are enough of a hub id, whose other files `load` checks, and where weights are not read.
+        A hub id needs only configurations, as `load` checks its other files; so does a model that reads no weights.
         """
         is_whole = Path(self.path).is_dir() and self.reads_weights
         for part in self.parts:
@@ -275,10 +275,10 @@ class DiffusersModel:
         return [part for part in self.parts if part.startswith("text_encoder")]
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """All parts, frozen, in eval mode. net: put in place of the checkpoint's own, whose weights are not read.
+        """Return all parts, frozen, in eval mode. net: replaces the checkpoint's, whose weights are then not read.
 
         Raises:
-            ValueError: a part that cannot be made of its files, lacks weights, or has some that are not finite.
+            ValueError: a part cannot be made from its files, lacks weights, or has some that are not finite.
         """
         others = [part for part in self.parts if part not in (*self.nets.values(), "scheduler")]
         hosted = self.encoders if self.host_encoders else []
@@ -289,21 +289,21 @@ class DiffusersModel:
         return parts
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The net alone, as `load` has it."""
+        """Return only the net, as `load` does."""
         return joined({name: self._load(part, device, dtype) for name, part in self.nets.items()})
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """The net on the meta device, for names and shapes. buffers: all but its parameters is real, to be filled."""
+        """Return the net on the meta device, for names and shapes. buffers: True to keep all but parameters real."""
         return joined({name: self._empty(part, buffers=buffers) for name, part in self.nets.items()})
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
-        """The safetensors files of a part; those of a hub id are fetched."""
+        """Return the safetensors files of a part; those of a hub id are fetched."""
         local_folder(self.path, f"{part}/*.safetensors")
         name = "model" if self.PARTS[part][0] == "transformers" else "diffusion_pytorch_model"
         return safetensors_files(self.folder / part, name)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Nothing: the text is all that is conditioned on."""
+        """Return {}: only the text is conditioned on."""
         return {}
 
     def _class(self, part: str) -> Any:
@@ -321,9 +321,9 @@ class DiffusersModel:
         if not self.reads_weights:
             with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
                 return nn.Module.to(self._make(part), device, dtype).requires_grad_(False).eval()
-        folder = self.weight_files(part)[0].parent  # there are some, or the library looks for other formats
+        folder = self.weight_files(part)[0].parent  # raises if there are none: the library would look for other formats
         module, missing = self._read(part, dtype)
-        if missing:  # the library has drawn them at random
+        if missing:  # the library has initialized them at random
             some = f"{len(missing)} weights, such as {min(missing)}"
             raise ValueError(f"model is incomplete: {folder} lacks {some}")
         for name, weight in module.named_parameters():
@@ -332,7 +332,7 @@ class DiffusersModel:
         return module.to(device).eval().requires_grad_(False)
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
-        """A part with its weights, and the names of those that its files lack."""
+        """Return a part with its weights, and the names of those that its files lack."""
         module, report = self._class(part).from_pretrained(
             self.folder,
             subfolder=part,
@@ -354,7 +354,7 @@ class DiffusersModel:
         return module.requires_grad_(False)
 
     def _make(self, part: str) -> nn.Module:
-        """A part of its configuration."""
+        """Return a part, made from its configuration."""
         cls, config = self._class(part), self.config[part]
         of_transformers = self.PARTS[part][0] == "transformers"
         module: nn.Module = cls(cls.config_class.from_dict(config)) if of_transformers else cls.from_config(config)
@@ -362,35 +362,35 @@ class DiffusersModel:
 
 
 class ImageModel(DiffusersModel):
-    """A DiffusersModel of pictures, whose latents are the scaled code of an AutoencoderKL."""
+    """A DiffusersModel of images, whose latents are the scaled code of an AutoencoderKL."""
 
     def _check_config(self) -> None:
         super()._check_config()
         self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w)."""
+        """Return (C, h, w)."""
         return self.value("vae", "latent_channels", int), params.height // 8, params.width // 8
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        """Return images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
         scale, shift = self._statistics()
         images = parts.vae.decode((x0 / scale + shift).to(parts.vae.dtype), return_dict=False)[0]
         return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
+        """Return the clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
         scale, shift = self._statistics()
         images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
         return (parts.vae.encode(images).latent_dist.mode().float() - shift) * scale
 
     def _statistics(self) -> tuple[float, float]:
-        """The VAE's scale and shift."""
+        """Return the VAE's scale and shift."""
         return self.value("vae", "scaling_factor", float), self.value("vae", "shift_factor", float)
 
 
 class Experts(nn.Module):
-    """Several nets as one module, of which a call names the one that runs, by the keyword `expert`."""
+    """Several nets as one module; the keyword `expert` of a call names the one that runs."""
 
     def __init__(self, nets: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -398,18 +398,18 @@ class Experts(nn.Module):
             self.add_module(name, net)
 
     def forward(self, *, expert: str, **inputs: Any) -> Any:
-        """What that net gives."""
+        """Return the output of that net."""
         return self.get_submodule(expert)(**inputs)
 
     def enable_gradient_checkpointing(self, run_block: Callable[..., Any]) -> None:
-        """Have all nets run their blocks by that function, as each of diffusers' models does."""
+        """Run the blocks of all nets through that function, as diffusers' models do."""
         for net in self.children():
             net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]
 
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within the `with` block, new tensors of floats have that dtype, as `from_pretrained` makes them."""
+    """Create new float tensors of the `with` block in that dtype, like `from_pretrained`."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -419,18 +419,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def joined(nets: Mapping[str, nn.Module]) -> nn.Module:
-    """The nets as one module; the only one as it is."""
+    """Return the nets as one module; a single net unchanged."""
     return Experts(nets) if len(nets) > 1 else next(iter(nets.values()))
 
 
 def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
     """Return the class of transformers without modules that never run: names, or name.N: for a list's entries from N.
 
-    Files may hold their weights, which are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
+    Weights of these modules in the files are not read: 3 to 27 % of a text encoder, 1 to 11 GB in bfloat16.
     """
 
     class Part(cls):  # type: ignore[misc,valid-type]
-        _tied_weights_keys = None  # of what is left none are tied
+        _tied_weights_keys = None  # none of the remaining ones are tied
         _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = [
             re.escape(name.rstrip(":0123456789")) for name in unused
         ]
@@ -444,16 +444,16 @@ def _without(cls: type[nn.Module], unused: Collection[str]) -> type[nn.Module]:
                 else:
                     self.set_submodule(name, nn.Identity())
 
-    for name in ("__name__", "__qualname__", "__module__"):  # by which transformers finds the older names of weights
+    for name in ("__name__", "__qualname__", "__module__"):  # transformers finds the older names of weights by them
         setattr(Part, name, getattr(cls, name))
     return Part
 
 
 def visit(module: nn.Module, device: torch.device) -> None:
-    """Have a frozen module of the host run on `device`, with its inputs; its outputs stay there. Call it once.
+    """Make a frozen module on the host run on `device`, with its inputs; its outputs stay there. Call it once.
 
-    A text encoder runs for a few texts a step. Its weights are brought anew each time, by copies that the host does not
-    wait for, and no more of them than one block's is on the device at once.
+    A text encoder runs for a few texts per step. Its weights are copied each time, without a wait of the host, and the
+    device holds those of one block at a time.
     """
     module.register_forward_pre_hook(partial(_bring_inputs, device), with_kwargs=True)
     for unit, inside in _units(module):
@@ -466,7 +466,7 @@ def visit(module: nn.Module, device: torch.device) -> None:
 
 
 def _units(module: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Each block, an entry of a list, with all that is in it; of what lies around them each module with tensors."""
+    """Yield each block, an entry of a list, with its modules; and each other module with tensors, on its own."""
     if any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
         yield module, [module]
     for child in module.children():
@@ -486,10 +486,10 @@ def _bring_inputs(
 
 
 def local_folder(path: str | Path, *patterns: str) -> Path:
-    """The folder of a checkpoint; of a hub id that to which its configuration, or files of `patterns`, are fetched.
+    """Return the folder of a checkpoint; for a hub id, fetch its configuration, or the files of `patterns`, first.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: there is no such folder or hub id.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -502,13 +502,13 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
         wanted = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"]
         return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"]))
     except (OSError, ValueError) as exc:
-        told = " ".join(str(exc).split()).rstrip(".")
+        fault = " ".join(str(exc).split()).rstrip(".")
         how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
-        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {told}. {how}") from exc
+        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {how}") from exc
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
-    """Raises ValueError unless height and width are from 1 to `most` times `unit` pixels; names the nearest."""
+    """Raise ValueError unless height and width are from 1 to `most` times `unit` pixels; name the nearest."""
     bound = "" if most is None else f" up to {most * unit}"
     for name, value in (("height", params.height), ("width", params.width)):
         if value < unit or value % unit or (most is not None and value > most * unit):
@@ -518,7 +518,7 @@ def check_size(params: Params, unit: int, *, most: int | None = None) -> None:
 
 
 def both(cond: Cond, name: str) -> Tensor:
-    """An entry and its negative as one batch [2B, ...]; where it grows with the text, padded to the longer one."""
+    """Return an entry and its negative as one batch [2B, ...], padded to the longer text if it has a mask."""
     pair = [cond[name], cond[f"negative_{name}"]]
     if pair[0].dim() > 1:
         length = max(len(pair[0][0]), len(pair[1][0]))
@@ -527,58 +527,58 @@ def both(cond: Cond, name: str) -> Tensor:
 
 
 def where_needed(mask: Tensor, device: torch.device) -> Tensor | None:
-    """A mask on that device, or None if it hides nothing: attention without one is faster.
+    """Return a mask on that device, or None if it hides nothing: attention without a mask is faster.
 
-    It hides nothing in a batch of one prompt's samples, whose texts run in one call and their negatives, which are of
-    another length, in another. These are two calls whatever the lengths: sharded ranks must make equally many.
+    It hides nothing in a batch of one prompt's samples: their texts run in one call, and their negatives, of another
+    length, in a second. There are two calls for any lengths: sharded ranks must make the same number.
     """
     return None if bool(mask.all()) else to_device(mask, device)
 
 
 def pixels(media: Tensor) -> Tensor:
-    """Pictures [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
+    """Return images [..., H, W, 3], uint8 or in [0, 1], as float32 in [-1, 1], channels before height."""
     values = media.float() / 127.5 if media.dtype == torch.uint8 else media.float() * 2
     return (values - 1).movedim(-1, -3)
 
 
 def resized(image: Tensor, height: int, width: int, *, resample: str = "LANCZOS") -> Tensor:
-    """A picture, uint8 [H, W, 3], of another size, as PIL's filter of that name has it."""
+    """Return an image, uint8 [H, W, 3], resized with PIL's filter of that name."""
     from transformers.image_transforms import PILImageResampling, resize
 
     return torch.tensor(resize(image.cpu().numpy(), (height, width), resample=getattr(PILImageResampling, resample)))
 
 
 def pack(x: Tensor) -> Tensor:
-    """[B, C, h, w] -> tokens [B, (h/2)(w/2), 4C], each a 2 x 2 patch."""
+    """Return latents [B, C, h, w] as tokens [B, (h/2)(w/2), 4C], each a 2 x 2 patch."""
     B, C, h, w = x.shape
     return x.view(B, C, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5).reshape(B, (h // 2) * (w // 2), C * 4)
 
 
 def unpack(tokens: Tensor, shape: Sequence[int]) -> Tensor:
-    """The inverse of `pack` for a latent of the given shape [B, C, h, w]."""
+    """Return the inverse of `pack` for a latent of the given shape [B, C, h, w]."""
     B, C, h, w = shape
     return tokens.view(B, h // 2, w // 2, C, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(B, C, h, w)
 
 
 def text_ids(tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: float) -> Tensor:
-    """The ids [1, length] of a text, cut or filled up to the length."""
+    """Return the ids [1, length] of a text, truncated or padded to the length."""
     tokens = tokenizer([text], padding="max_length", max_length=int(length), truncation=True, return_tensors="pt")
     return tokens.input_ids.to(encoder.device)
 
 
 def _check_types(signature: inspect.Signature, config: Mapping[str, Any], file: Path) -> None:
-    """Raises ValueError for a value that is unlike the default of the parameter that takes it."""
+    """Raise ValueError for a value of another type than its parameter's default."""
     for name, parameter in signature.parameters.items():
         value, default = config.get(name), parameter.default
-        if value is None or default in (None, inspect.Parameter.empty) or _alike(value, default):
+        if value is None or default in (None, inspect.Parameter.empty) or _has_type(value, default):
             continue
         raise ValueError(f"{name} of {file} must be like {default!r:.40}, got {value!r:.80}")
 
 
-def _alike(value: object, default: object) -> bool:
-    """Whether a value of a JSON file has the type of a default, and its entries that of the default's."""
+def _has_type(value: object, default: object) -> bool:
+    """True if a value of a JSON file and its entries have the types of a default and its entries."""
     if isinstance(default, list | tuple):
-        return isinstance(value, list | tuple) and (not default or all(_alike(entry, default[0]) for entry in value))
+        return isinstance(value, list | tuple) and (not default or all(_has_type(entry, default[0]) for entry in value))
     if isinstance(default, float):
         return type(value) in (int, float)
     return type(value) is type(default)

@@ -1,8 +1,8 @@
-"""FLUX.1, dev, schnell and Kontext (arXiv 2506.15742): text to image, or one edited, a flow in latents of an 8x VAE.
+"""FLUX.1, dev, schnell and Kontext (arXiv 2506.15742): text to image, or image editing, a flow in an 8x VAE's latents.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), h' x w' of a reference, T text
 positions of T5 (max_sequence_length), D text width, D' that of CLIP's pooled text. All texts fill all positions, so
-that nothing is masked.
+there is no mask.
 """
 
 import math
@@ -25,7 +25,7 @@ from omni_rollout.models.diffusers_model import (
 )
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-# Width and height of the pictures that Kontext was trained on, upright; there are square ones, and these on their side.
+# Width and height of the images that Kontext was trained on: these portrait sizes, their landscape ones, and squares.
 SIZES = ((672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104))
 AREA = 1024 * 1024  # pixels of each of them, about
 
@@ -33,9 +33,9 @@ AREA = 1024 * 1024  # pixels of each of them, about
 class Flux1(ImageModel):
     """FLUX.1 for one checkpoint.
 
-    `guidance_scale` is an input of the net of dev, which was distilled from a guided one; the net of schnell has none.
-    The option `true_cfg_scale` is that of classifier-free guidance besides, on above 1.
-    The option max_sequence_length is how many tokens T5 reads of a text, filled up to as many: 512, or 256 for schnell.
+    `guidance_scale` is an input of dev's net, which was distilled from a guided one; schnell's net has no such input.
+    The option `true_cfg_scale` is the scale of additional classifier-free guidance, on above 1.
+    The option max_sequence_length is the number of T5's text tokens, padded or truncated: 512, or 256 for schnell.
     """
 
     PIPELINE = "FluxPipeline"
@@ -52,7 +52,7 @@ class Flux1(ImageModel):
     TEXT_OPTIONS: ClassVar[tuple[str, ...]] = ("max_sequence_length",)
     GUIDANCE: ClassVar[Mapping[str, float]] = {"true_cfg_scale": 1.0}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks q, k and v alone
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only q, k and v
         *JOINT_ATTENTION,
         "ff.net.0.proj",
         "ff.net.2",
@@ -62,7 +62,7 @@ class Flux1(ImageModel):
 
     @property
     def takes_scale(self) -> bool:
-        """Whether guidance_scale is an input of the net."""
+        """True if guidance_scale is an input of the net."""
         return self.value("transformer", "guidance_embeds", bool, False)
 
     def _check_config(self) -> None:
@@ -71,7 +71,7 @@ class Flux1(ImageModel):
         self._expect("transformer", patch_size=1, in_channels=channels, out_channels=channels)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         self.check_text_length(params)
         check_size(params, PIXELS_PER_TOKEN)
@@ -82,17 +82,17 @@ class Flux1(ImageModel):
             raise ValueError(f"guidance_scale must be 1 for a {self.PIPELINE} without guidance_embeds, got {scale}")
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
+        """Return the embeddings of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
         text = prompt.negative if negative else prompt.text
         clip = text_ids(parts.tokenizer, parts.text_encoder, text, parts.tokenizer.model_max_length)
         t5 = text_ids(parts.tokenizer_2, parts.text_encoder_2, text, max_sequence_length)
         return {"embeds": parts.text_encoder_2(t5)[0][0], "pooled": parts.text_encoder(clip).pooler_output[0]}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `pooled` [B, D']; with classifier-free guidance also their negatives, and both
-        halves run as one batch; `reference_0`, if any: latents [B, C, h', w'] of the picture to edit.
+        halves run as one batch; `reference_0`, if any: latents [B, C, h', w'] of the image to edit.
         """
         embeds, pooled = cond["embeds"], cond["pooled"]
         pictures = [x, cond["reference_0"]] if "reference_0" in cond else [x]
@@ -111,7 +111,7 @@ class Flux1(ImageModel):
             img_ids=torch.cat([_places(latents, picture) for picture, latents in enumerate(pictures)]),
             return_dict=False,
         )[0].float()
-        velocity = velocity[:, : x[0, 0].numel() // 4]  # without that of the reference
+        velocity = velocity[:, : x[0, 0].numel() // 4]  # without the reference's velocity
         if guided:
             positive, negative = velocity.chunk(2)
             velocity = negative + self.option(params, "true_cfg_scale") * (positive - negative)
@@ -121,7 +121,7 @@ class Flux1(ImageModel):
 class Flux1Kontext(Flux1):
     """FLUX.1 Kontext for one checkpoint, which edits one reference.
 
-    The option image_area is the pixels that the latents of the reference stand for, 4,096 tokens by default.
+    The option image_area is the number of pixels of the reference's latents, 4,096 tokens by default.
     """
 
     PIPELINE = "FluxKontextPipeline"
@@ -129,19 +129,19 @@ class Flux1Kontext(Flux1):
     IMAGES = range(1, 2)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         if not (area := self.option(params, "image_area")) >= PIXELS_PER_TOKEN**2:
             raise ValueError(f"image_area must be >= {PIXELS_PER_TOKEN**2} pixels, got {area}")
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """The latents of the reference, `reference_0` [C, h', w']."""
+        """Return the latents of the reference, `reference_0` [C, h', w']."""
         image = _fit(prompt.images[0], self.option(params, "image_area"))
         return {"reference_0": self.encode_media(parts, {"image": image[None]}, params)[0]}
 
 
 def _fit(image: Tensor, area: float) -> Tensor:
-    """A picture, uint8 [H, W, 3], of the trained size that is most like it in shape, scaled to about `area` pixels."""
+    """Return an image, uint8 [H, W, 3], resized to the trained size nearest in aspect ratio, at about `area` pixels."""
     rows, columns = (max(1, side // PIXELS_PER_TOKEN) for side in image.shape[:2])
     sizes = [*SIZES, (1024, 1024), *((height, width) for width, height in reversed(SIZES))]
     width, height = min(sizes, key=lambda size: abs(columns / rows - size[0] / size[1]))
@@ -150,6 +150,6 @@ def _fit(image: Tensor, area: float) -> Tensor:
 
 
 def _places(x: Tensor, picture: int) -> Tensor:
-    """The place [(h/2)(w/2), 3] of each token of latents [B, C, h, w]: picture, row and column."""
+    """Return the position [(h/2)(w/2), 3] of each token of latents [B, C, h, w]: image, row and column."""
     rows, columns = (torch.arange(side // 2, device=x.device, dtype=torch.float32) for side in x.shape[-2:])
     return torch.cartesian_prod(torch.full_like(rows[:1], picture), rows, columns)

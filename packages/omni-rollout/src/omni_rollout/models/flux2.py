@@ -1,7 +1,7 @@
 """FLUX.2 klein, klein-base and dev: text to image, also from references, a flow in the latents of a 16x VAE.
 
-Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the picture; h' x w' of a reference),
-T text tokens (512: shorter texts are filled up, and all of them are attended to), D text width.
+Shapes: B samples, C latent channels (128), h x w latent pixels (a sixteenth of the image; h' x w' of a reference),
+T text tokens (512: shorter texts are padded, and the net attends to padding), D text width.
 """
 
 import math
@@ -26,7 +26,7 @@ from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates
 TEXT_TOKENS = 512
 MOST_PIXELS = 1024 * 1024  # of a reference; a larger one is reduced to it
 LEAST_SIDE, MOST_RATIO = 64, 8  # of a reference
-SYSTEM = (  # what dev was trained to read before a text
+SYSTEM = (  # the system prompt that dev was trained with
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
 )
@@ -49,7 +49,7 @@ class Flux2Klein(DiffusersModel):
     UNUSED: ClassVar[Mapping[str, tuple[str, ...]]] = {"text_encoder": ("lm_head", "model.layers.28:")}
     IMAGES = range(11)
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks the first layer alone
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = (  # as published; of the single blocks only the first layer
         *JOINT_ATTENTION,
         "ff.linear_in",
         "ff.linear_out",
@@ -57,7 +57,7 @@ class Flux2Klein(DiffusersModel):
         "ff_context.linear_out",
         "attn.to_qkv_mlp_proj",
     )
-    LAYERS: ClassVar[tuple[int, ...]] = (9, 18, 27)  # of the text encoder, whose states are the features
+    LAYERS: ClassVar[tuple[int, ...]] = (9, 18, 27)  # of the text encoder, whose hidden states are the embeddings
     CHAT: ClassVar[Mapping[str, bool]] = {"add_generation_prompt": True, "enable_thinking": False}
 
     def _check_config(self) -> None:
@@ -68,33 +68,33 @@ class Flux2Klein(DiffusersModel):
         self._expect_length("vae", "block_out_channels", 4)  # each but the first halves the sides
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
         if self.config.get("is_distilled") and params.guidance_scale != 1:
             raise ValueError(f"guidance_scale must be 1 for a distilled {self.PIPELINE}, got {params.guidance_scale}")
 
     def check_image(self, height: int, width: int) -> None:
-        """Raises ValueError for a reference that is too small, or too long."""
+        """Raise ValueError for a reference that is too small, or has a too large aspect ratio."""
         if min(height, width) < LEAST_SIDE or max(height, width) > MOST_RATIO * min(height, width):
             rule = f"images must have sides of {LEAST_SIDE} pixels or more, one at most {MOST_RATIO} times the other"
             raise ValueError(f"{rule}, got height {height} and width {width}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w).
+        """Return (C, h, w).
 
         Raises:
-            ValueError: height or width is no positive multiple of 16 pixels.
+            ValueError: height or width is not a positive multiple of 16 pixels.
         """
         check_size(params, PIXELS_PER_TOKEN)
         size = params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
         return self.value("transformer", "in_channels", int, 128), *size
 
     def _mu(self, params: Params) -> float:
-        """The strength of a shift by the number of tokens and of steps.
+        """Return the strength of a shift by the number of tokens and of steps.
 
-        It is linear in the tokens at 10 steps and at 200, and between them in the steps; above 4,300 tokens it is what
-        it is at 200 steps.
+        It is linear in the tokens at 10 steps and at 200, and interpolated in the steps; above 4,300 tokens it is the
+        value of 200 steps.
         """
         (_, h, w), S = self.latent_shape(params), params.num_inference_steps
         at_200 = 0.00016927 * h * w + 0.45666666
@@ -102,7 +102,7 @@ class Flux2Klein(DiffusersModel):
         return at_200 if h * w > 4300 else at_200 + (at_10 - at_200) * (200 - S) / 190
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, states of several layers."""
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype, states of several layers."""
         text = prompt.negative if negative else prompt.text
         tokens = parts.tokenizer.apply_chat_template(
             [self._chat(text)],
@@ -118,18 +118,18 @@ class Flux2Klein(DiffusersModel):
         return {"embeds": torch.cat([states[layer][0] for layer in self.LAYERS], dim=-1)}
 
     def _chat(self, text: str) -> list[dict[str, object]]:
-        """The messages that a text is put into."""
+        """Return the chat messages for a text."""
         return [{"role": "user", "content": text}]
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """The latents of the references, `reference_0` [C, h', w'] and so on."""
+        """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         return {
             f"reference_{i}": self.encode_media(parts, {"image": _fit(image)[None]}, params)[0]
             for i, image in enumerate(prompt.images)
         }
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D]; with guidance also their negatives; `reference_0` and so on: latents [B, C, h', w'] of
         references. Both halves of classifier-free guidance run as one batch.
@@ -150,32 +150,32 @@ class Flux2Klein(DiffusersModel):
             img_ids=places.expand(len(tokens), -1, -1),
             return_dict=False,
         )[0].float()
-        velocity = velocity[:, : x[0, 0].numel()].mT.unflatten(2, x.shape[2:])  # without that of the references
+        velocity = velocity[:, : x[0, 0].numel()].mT.unflatten(2, x.shape[2:])  # without the references' velocities
         if not guided:
             return velocity
         positive, negative = velocity.chunk(2)
         return negative + params.guidance_scale * (positive - negative)
 
     def _embedded_guidance(self, params: Params, sigma: Tensor) -> Tensor | None:
-        """The guidance [B] that the net itself takes, if it does."""
+        """Return the guidance [B] that is an input of the net; None if it has no such input."""
         return None
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Images [B, 16h, 16w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        """Return images [B, 16h, 16w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
         mean, std = _statistics(parts.vae.bn)
         code = pixel_shuffle(x0 * std + mean, 2).to(parts.vae.dtype)
         images = parts.vae.decode(code, return_dict=False)[0]
         return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, H/16, W/16] of images [B, H, W, 3]: the mean of the VAE's code."""
+        """Return the clean latents [B, C, H/16, W/16] of images [B, H, W, 3]: the mean of the VAE's code."""
         mean, std = _statistics(parts.vae.bn)
         images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
         return (pixel_unshuffle(parts.vae.encode(images).latent_dist.mode().float(), 2) - mean) / std
 
 
 class Flux2(Flux2Klein):
-    """FLUX.2 dev for one checkpoint: `guidance_scale` is an input of its net, and nothing is guided away from."""
+    """FLUX.2 dev for one checkpoint: `guidance_scale` is an input of its net, and there are no negatives."""
 
     PIPELINE = "Flux2Pipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -196,7 +196,7 @@ class Flux2(Flux2Klein):
     CHAT: ClassVar[Mapping[str, bool]] = {}
 
     def _chat(self, text: str) -> list[dict[str, object]]:
-        contents = {"system": SYSTEM, "user": text.replace("[IMG]", "")}  # which stands for a picture
+        contents = {"system": SYSTEM, "user": text.replace("[IMG]", "")}  # a placeholder for an image
         return [{"role": role, "content": [{"type": "text", "text": part}]} for role, part in contents.items()]
 
     def _embedded_guidance(self, params: Params, sigma: Tensor) -> Tensor | None:
@@ -205,13 +205,13 @@ class Flux2(Flux2Klein):
     def _class(self, part: str) -> Any:
         if part != "tokenizer":
             return super()._class(part)
-        from transformers import AutoTokenizer  # the processor's half for texts, which does without torchvision
+        from transformers import AutoTokenizer  # the processor's half for texts, which needs no torchvision
 
         return AutoTokenizer
 
 
 def _fit(image: Tensor) -> Tensor:
-    """A reference, uint8 [H, W, 3], reduced if it is too large, its middle cut to sides of whole tokens."""
+    """Return a reference, uint8 [H, W, 3], downscaled if it is too large, and center-cropped to whole tokens."""
     height, width = image.shape[:2]
     if height * width > MOST_PIXELS:
         scale = math.sqrt(MOST_PIXELS / (width * height))
@@ -223,13 +223,13 @@ def _fit(image: Tensor) -> Tensor:
 
 
 def _places(latents: Tensor, first: int) -> Tensor:
-    """Where each token of a picture [B, C, h, w] stands: (first, row, column, 0), [hw, 4]."""
+    """Return the position (first, row, column, 0) of each token of latents [B, C, h, w], [hw, 4]."""
     sizes = latents.shape[2:]
     rows, columns = torch.meshgrid(*(torch.arange(size, device=latents.device) for size in sizes), indexing="ij")
     return torch.stack([torch.full_like(rows, first), rows, columns, torch.zeros_like(rows)], dim=-1).flatten(0, 1)
 
 
 def _statistics(norm: nn.BatchNorm2d) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation [1, C, 1, 1] of the VAE's latents, which its batch norm holds."""
+    """Return the mean and standard deviation [1, C, 1, 1] of the VAE's latents, from its batch norm."""
     mean, variance = (norm.get_buffer(f"running_{name}").float().view(1, -1, 1, 1) for name in ("mean", "var"))
     return mean, (variance + norm.eps).sqrt()

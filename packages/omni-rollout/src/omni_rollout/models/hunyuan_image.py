@@ -1,10 +1,10 @@
 """HunyuanImage-3.0 (arXiv 2509.23951): text to image by a language model of 64 experts, 80 billion weights.
 
-Its weights and released code are under the Tencent Hunyuan Community License, which is none for the European Union, the
+Its weights and released code are under the Tencent Hunyuan Community License, which excludes the European Union, the
 United Kingdom and South Korea. This file and those beside it were written without that code (`hunyuan_image_net`).
 
 A checkpoint is the released folder: config.json, generation_config.json, safetensors files of all parts with their
-index, and a tokenizer. The transformer is `hunyuan_image_net`'s, the VAE `hunyuan_image_vae`'s.
+index, and a tokenizer. The transformer is in `hunyuan_image_net`, the VAE in `hunyuan_image_vae`.
 
 Shapes: B samples, C latent channels (32), h x w latent pixels (a sixteenth of the image), T text tokens.
 """
@@ -24,13 +24,13 @@ from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
 TRAIN_STEPS = 1000
-TEMPLATES = {  # what is before a prompt, and after it
+TEMPLATES = {  # the text before a prompt, and after it
     "pretrain": ((), ()),
     "instruct": (("User: ",), ("\n\n", "Assistant: ", "<answer>")),
 }
 EXTRA_RATIOS = ((1024, 768), (1280, 720), (768, 1024), (720, 1280))  # height and width
 EXTRA_SIZES = ((512, 512), (640, 640), (768, 768), (896, 896))
-KNOWN = {  # values that are built in
+KNOWN = {  # the only supported values
     "attention_bias": False,
     "cfg_distilled": False,
     "hidden_act": "silu",
@@ -82,24 +82,24 @@ class HunyuanImage(ImageModel):
                 f"sequence_template of {self.config_file('drawing')} must be {names}, got {template!r:.80}"
             )
         self.template = TEMPLATES[template]
-        if self.value("transformer", "moe_topk", int, 8) < 2:  # of one alone the released share is not 1
+        if self.value("transformer", "moe_topk", int, 8) < 2:  # a single expert's released weight is not 1
             raise ValueError(f"moe_topk of {self.folder / 'config.json'} must be > 1")
         self.base = self.value("transformer", "image_base_size", int, 1024)
         self.sizes = buckets(self.base)
 
     def config_file(self, part: str) -> Path:
-        """Where the configuration of a part lies."""
+        """Return the file with the configuration of a part."""
         return self.folder / {"tokenizer": "tokenizer_config.json", "drawing": "generation_config.json"}.get(
             part, "config.json"
         )
 
     def weight_files(self, part: str = "transformer") -> list[Path]:
-        """The safetensors files, each of which may have weights of any part; those of a hub id are fetched."""
+        """Return the safetensors files, which may hold weights of any part; fetch them for a hub id."""
         local_folder(self.path, "*.safetensors")
         return safetensors_files(self.folder, "model")
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""
+        """Raise ValueError for a size or option that the model lacks; sizes are those of the released tokenizer."""
         super().check(params)
         height, width = params.height, params.width
         if (height, width) not in self.sizes:
@@ -108,12 +108,12 @@ class HunyuanImage(ImageModel):
             raise ValueError(f"{rule}, got {height} x {width}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w)."""
+        """Return (C, h, w)."""
         channels = self.value("vae", "latent_channels", int)
         return channels, params.height // PIXELS_PER_TOKEN, params.width // PIXELS_PER_TOKEN
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, whatever the size: those of vLLM-Omni's port.
+        """Return the noise levels [S + 1] from 1 to 0 of vLLM-Omni's port, the same for any size.
 
         Its scheduler spaces steps evenly between the shifted ends of the training schedule, and shifts them again.
         """
@@ -123,9 +123,9 @@ class HunyuanImage(ImageModel):
         return torch.cat([shift_sigmas(levels, shift), torch.zeros(1)])
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The tokens of one prompt: `ids` [T] with `ids_mask` [T], True.
+        """Return the tokens of one prompt: `ids` [T] with `ids_mask` [T], True.
 
-        Without a negative prompt guidance leads away from as many <cfg> as the prompt has tokens.
+        Without a negative prompt the negative has a <cfg> for each token of the prompt.
         """
         tokenizer = parts.tokenizer
 
@@ -143,16 +143,16 @@ class HunyuanImage(ImageModel):
         }
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """`marks` [3], the tokens that tell the image's size and ratio."""
+        """Return `marks` [3], the tokens of the image's size and ratio."""
         names = ["<boi>", f"<img_size_{self.base}>", f"<img_ratio_{self.sizes[params.height, params.width]}>"]
         marks = parts.tokenizer.convert_tokens_to_ids(names)
         return {"marks": torch.tensor(marks, device=parts.vae.device)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: as `encode` and `condition` have it, with an axis B; with guidance also the negatives of `encode`, and
-        both halves run as one batch. What `omni_rollout.models.routing` has added replays the experts of sampling.
+        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`, and both
+        halves run as one batch. Entries of `omni_rollout.models.routing` replay the experts of sampling.
         """
         text = {name: cond[name] for name in ("ids", "ids_mask", "text_routes", "routes") if name in cond}
         marks, guided = cond["marks"], self.is_guided(params)
@@ -175,7 +175,7 @@ class HunyuanImage(ImageModel):
         return velocity
 
     def _statistics(self) -> tuple[float, float]:
-        """The VAE's scale and shift; none where the file has none."""
+        """Return the VAE's scale and shift; 1 and 0 if the file has none."""
         scale, shift = (self.config["vae"].get(f"{name}_factor") for name in ("scaling", "shift"))
         return scale or 1.0, shift or 0.0
 
@@ -196,7 +196,7 @@ class HunyuanImage(ImageModel):
         return tokenizer
 
     def _read(self, part: str, dtype: torch.dtype) -> tuple[nn.Module, Collection[str]]:
-        """A part with its weights, and the names of those that the files lack."""
+        """Return a part with its weights, and the names of missing weights."""
         from diffusers.models.model_loading_utils import load_state_dict
 
         module, prefix = self._empty(part, buffers=True), "vae." if part == "vae" else ""
@@ -214,17 +214,17 @@ class HunyuanImage(ImageModel):
 
 
 def _one(value: object) -> object:
-    """A value of the configuration; of one for each layer the one that all have."""
-    alike = isinstance(value, list) and value and all(each == value[0] for each in value)
-    return value[0] if alike and isinstance(value, list) else value
+    """Return a value of the configuration; of a list by layer, the value that all layers have."""
+    is_uniform = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_uniform and isinstance(value, list) else value
 
 
 def buckets(base: int) -> dict[tuple[int, int], int]:
-    """The sizes (height, width) that a model of about base x base pixels draws, each with the index of its ratio.
+    """Return the sizes (height, width) of a model for about base x base pixels, each with the index of its ratio.
 
     From the square one side grows to twice the base and the other shrinks to half of it, in steps of a sixteenth;
-    ratios are counted from the widest on. Four further ones follow, and four further sizes have the ratio 1. Of small
-    bases not all sides are whole tokens: these sizes are left out.
+    ratios are counted from the widest on. Four further ones follow, and four further sizes have the ratio 1. Sizes
+    without whole tokens, which small bases have, are omitted.
     """
     step, low, high = base // 16, base // 2, base * 2
     tall, long, short = [], base, base

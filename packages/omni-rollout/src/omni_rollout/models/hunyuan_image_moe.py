@@ -1,7 +1,7 @@
-"""The mixture of experts of HunyuanImage-3.0: every token goes to its k best experts, and none is ever dropped.
+"""The mixture of experts of HunyuanImage-3.0: every token is routed to its k best experts, and none is dropped.
 
-An expert takes as many tokens as choose it, so that a sample does not depend on its batch. All sizes but the number of
-rows of each expert are known beforehand: one operator multiplies all experts' rows, and a block stays one graph.
+An expert's capacity is unlimited, so that a sample does not depend on its batch. All sizes except the number of rows of
+each expert are static: one operator multiplies all experts' rows, and a block stays one graph.
 
 Shapes: R tokens of a batch, k experts of a token, S = R k rows, E experts, D width, M inner width.
 """
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 @torch.library.custom_op("omni_rollout::mm_experts", mutates_args=())
 def mm_experts(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
-    """Rows [S, in] times the weight [out, in] of their expert, [S, out]; ends [E], on the host: of each one's rows."""
+    """Return rows [S, in] times their expert's weight [out, in], [S, out]. ends: of experts' rows [E], on the host."""
     out, start = rows.new_empty(len(rows), len(weights[0])), 0
     for weight, end in zip(weights, ends.tolist(), strict=True):
         torch.mm(rows[start:end], weight.t(), out=out[start:end])
@@ -26,7 +26,7 @@ def mm_experts(rows: Tensor, ends: Tensor, weights: list[Tensor]) -> Tensor:
 
 @torch.library.custom_op("omni_rollout::mm_experts_weights", mutates_args=())
 def mm_experts_weights(grad: Tensor, rows: Tensor, ends: Tensor) -> list[Tensor]:
-    """The gradients [out, in] of the experts' weights; zeros for an expert without rows."""
+    """Return the gradients [out, in] of the experts' weights; zeros for an expert without rows."""
     return [grad[start:end].t() @ rows[start:end] for start, end in pairwise([0, *ends.tolist()])]
 
 
@@ -67,7 +67,7 @@ mm_experts.register_autograd(_backward, setup_context=_keep)
 
 
 class GatedMLP(nn.Module):
-    """A layer of the MLP in the order of the released files: above the linear half of what goes up, below its gate."""
+    """A gated MLP with the weight order of the released files: the up projection's linear half first, then its gate."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -75,13 +75,13 @@ class GatedMLP(nn.Module):
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, states: Tensor) -> Tensor:
-        """[..., D] of [..., D]."""
+        """Return the output [..., D] for states [..., D]."""
         out: Tensor = self.down_proj(gated(self.gate_and_up_proj(states)))
         return out
 
 
 class Expert(nn.Module):
-    """The weights of one expert under their released names; `Mixture` multiplies by them."""
+    """The weights of one expert under their released names; `Mixture` uses them."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Expert(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses the experts of tokens, in float32, by released code's name of its weight."""
+    """The router, in float32, with the released name of its weight."""
 
     def __init__(self, width: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Router(nn.Module):
         self.wg = nn.Linear(width, num_experts, bias=False)
 
     def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Experts [R, k] of states [R, D], and their shares [R, k], which add up to 1.
+        """Return the experts [R, k] of states [R, D], and their weights [R, k], whose sum is 1.
 
-        routes: experts [R, k] to take in place of the best.
+        routes: experts [R, k] to use instead of the best.
         """
         exact = torch.promote_types(states.dtype, torch.float32)
         scores = linear(states.to(exact), self.wg.weight.to(exact)).softmax(dim=-1)
@@ -110,7 +110,7 @@ class Router(nn.Module):
 
 
 class Mixture(nn.Module):
-    """An MLP that all tokens share, and the experts of each."""
+    """A shared MLP, and the experts of each token."""
 
     def __init__(self, width: int, inner: int, *, shared: int, num_experts: int, top_k: int) -> None:
         super().__init__()
@@ -119,13 +119,13 @@ class Mixture(nn.Module):
         self.experts = nn.ModuleList([Expert(width, inner) for _ in range(num_experts)])
 
     def forward(self, states: Tensor, routes: Tensor | None) -> tuple[Tensor, Tensor]:
-        """[B, L, D] of [B, L, D], and the experts [B, L, k]; routes: as of Router, [B, L, k]."""
+        """Return the output [B, L, D] for states [B, L, D], and the experts [B, L, k]. routes: Router's, [B, L, k]."""
         flat = states.flatten(0, 1)
         experts, shares = self.gate(flat, None if routes is None else routes.flatten(0, 1))
         chosen, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(self.experts), device=flat.device)
         ends = torch.searchsorted(chosen, every, right=True)
-        ends = ends if ends.is_meta else ends.cpu()  # the only wait, with its backward pass
+        ends = ends if ends.is_meta else ends.cpu()  # the only wait for the device, with that of the backward pass
         rows = flat[order // experts.shape[1]]
         up, down = (
             [getattr(each, name)["weight"] for each in self.experts] for name in ("gate_and_up_proj", "down_proj")
@@ -137,6 +137,6 @@ class Mixture(nn.Module):
 
 
 def gated(states: Tensor) -> Tensor:
-    """The half [..., M] of [..., 2M] that is linear, times SiLU of the other."""
+    """Return the linear half [..., M] of states [..., 2M], times SiLU of the other."""
     up, gate = states.chunk(2, dim=-1)
     return up * silu(gate)

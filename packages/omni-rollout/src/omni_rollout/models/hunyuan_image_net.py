@@ -1,14 +1,14 @@
-"""HunyuanImage-3.0's transformer (arXiv 2509.23951), a mixture of experts that reads the text and draws the image.
+"""HunyuanImage-3.0's transformer (arXiv 2509.23951), a mixture of experts that reads text and generates an image.
 
-Written from two descriptions under Apache-2.0: the layers are those of transformers' HunYuanMoEV1DecoderLayer, and what
-is around them is what vLLM-Omni's port computes; released code has not been looked at. Text and image are one sequence
-and one forward, of which nothing is kept between calls, so that every weight that leads to the image can be trained:
+Written from two sources under Apache-2.0: the layers are those of transformers' HunYuanMoEV1DecoderLayer, and the rest
+computes what vLLM-Omni's port does; released code was not read. Text and image are one sequence and one forward pass.
+Nothing is kept between calls, so that every weight that affects the image can be trained:
 
     tokens     T of text   <boi>, size, ratio   the noise level   N of the image
-    sees       what is before it, itself                          all before it, all of the image
+    attention  causal                                             all before it, all of the image
 
-The image lies in the plane: the angles of every second frequency turn with its rows, the others with its columns. Names
-are those of the released files.
+Positions of the image are two-dimensional: every second rotary frequency is of rows, the others of columns. Names are
+those of the released files.
 
 Shapes: B samples, T text tokens, P = T + 4, N = h w image tokens, L = P + N, D width, C latent channels.
 """
@@ -38,7 +38,7 @@ Visible = Tensor | None
 
 
 class HunyuanImageAttention(nn.Module):
-    """Attention, whose queries, keys and values come from one layer: those of each key head lie together."""
+    """Attention with one layer for queries, keys and values, which are grouped by key head."""
 
     def __init__(self, width: int, num_heads: int, num_key_heads: int, head_dim: int, eps: float) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class HunyuanImageAttention(nn.Module):
         self.key_layernorm = HunYuanMoEV1RMSNorm(head_dim, eps)
 
     def forward(self, states: Tensor, rope: Rope, length: int, before: Visible, around: Visible) -> Tensor:
-        """[B, L, D] of [B, L, D].
+        """Return the output [B, L, D] for states [B, L, D].
 
-        rope: cos and sin [B, L, head_dim], float32. length: P. before, around: what the first P tokens and the image
-        see, as scaled_dot_product_attention takes it; None where that is all, and before it, respectively.
+        rope: cos and sin [B, L, head_dim], float32. length: P. before, around: masks of scaled_dot_product_attention
+        for the first P tokens, None for causal attention, and for the image, None for full attention.
         """
         qkv = self.qkv_proj(states).unflatten(-1, (self.num_key_heads, self.num_groups + 2, self.head_dim))
         query, key, value = qkv.split([self.num_groups, 1, 1], dim=3)
@@ -79,14 +79,14 @@ class HunyuanImageBlock(nn.Module):
     def forward(
         self, states: Tensor, rope: Rope, length: int, before: Visible, around: Visible, routes: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The states [B, L, D] after the layer, and the experts [B, L, k]; arguments as of attention and mixture."""
+        """Return the states [B, L, D] after the layer, and the experts [B, L, k]; see attention and mixture."""
         states = states + self.self_attn(self.input_layernorm(states), rope, length, before, around)
         mixed, experts = self.mlp(self.post_attention_layernorm(states), routes)
         return states + mixed, experts
 
 
 class HunyuanImageLayers(nn.Module):
-    """The language model: the embedding of tokens, and the layers; its last norm is for writing alone."""
+    """The language model: token embedding and layers; only writing would need its last norm."""
 
     _gradient_checkpointing_func: Callable[..., tuple[Tensor, Tensor]]
 
@@ -99,7 +99,7 @@ class HunyuanImageLayers(nn.Module):
     def forward(
         self, states: Tensor, rope: Rope, length: int, before: Visible, around: Visible, routes: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The states [B, L, D] after all layers, and the experts [B, L, layers, k], uint8; routes: such experts."""
+        """Return the states [B, L, D] after all layers, and the experts [B, L, layers, k], uint8. routes: to replay."""
         chosen = []
         for i, layer in enumerate(self.layers):
             given = states, rope, length, before, around, None if routes is None else routes[:, :, i]
@@ -112,21 +112,21 @@ class HunyuanImageLayers(nn.Module):
 
 
 class TimeEmbedding(nn.Module):
-    """What is made of a noise level."""
+    """The embedding of a noise level."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(TIME_FREQUENCIES, width), nn.GELU(), nn.Linear(width, width))
 
     def forward(self, timestep: Tensor) -> Tensor:
-        """[B, D] of timesteps [B] in thousandths of a noise level."""
+        """Return the embedding [B, D] of timesteps [B] in thousandths of a noise level."""
         level = get_timestep_embedding(timestep, TIME_FREQUENCIES, flip_sin_to_cos=True, downscale_freq_shift=0)
         out: Tensor = self.mlp(level.to(self.mlp[0].weight.dtype))
         return out
 
 
 class LevelBlock(nn.Module):
-    """Two convolutions, the second of which is told the noise level."""
+    """Two convolutions, the second modulated by the noise level."""
 
     def __init__(self, channels: int, width: int, out: int) -> None:
         super().__init__()
@@ -134,14 +134,14 @@ class LevelBlock(nn.Module):
             nn.GroupNorm(GROUPS, channels), nn.SiLU(), nn.Conv2d(channels, out, 3, padding=1)
         )
         self.emb_layers = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * out))
-        # The third is a dropout of nothing, which only the names count.
+        # The third is a dropout with probability 0, kept for the names.
         self.out_layers = nn.Sequential(
             nn.GroupNorm(GROUPS, out), nn.SiLU(), nn.Identity(), nn.Conv2d(out, out, 3, padding=1)
         )
         self.skip_connection = nn.Conv2d(channels, out, 1)
 
     def forward(self, x: Tensor, level: Tensor) -> Tensor:
-        """[B, out, h, w] of x [B, channels, h, w] and level [B, D]."""
+        """Return the output [B, out, h, w] for x [B, channels, h, w] and level [B, D]."""
         scale, shift = self.emb_layers(level)[..., None, None].chunk(2, dim=1)
         norm, *others = self.out_layers
         states = norm(self.in_layers(x)) * (1 + scale) + shift
@@ -152,18 +152,18 @@ class LevelBlock(nn.Module):
 
 
 class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
-    """All of HunyuanImage-3.0 that draws. Arguments are those of config.json, one number for all layers.
+    """HunyuanImage-3.0's image generator. Arguments are those of config.json, one number for all layers.
 
     latent_channels: of the VAE.
     """
 
     _supports_gradient_checkpointing = True
     _no_split_modules = ("HunyuanImageBlock",)
-    # What sees images, what makes them of latents, and what writes text.
+    # The encoder of images, the decoder of latents, and the head for text.
     _keys_to_ignore_on_load_unexpected = (r"^vae\.", r"^vision_", r"^lm_head\.", r"^model\.ln_f\.")
 
     @register_to_config
-    def __init__(  # noqa: PLR0913 - the file's own
+    def __init__(  # noqa: PLR0913 - those of the file
         self,
         vocab_size: int = 133120,
         hidden_size: int = 4096,
@@ -217,11 +217,11 @@ class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         text_routes: Tensor | None = None,
         routes: Tensor | None = None,
     ) -> Tensor:
-        """The velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
+        """Return the velocity [B, C, h, w] at latents hidden_states [B, C, h, w] and noise levels timestep [B].
 
-        input_ids: the text [B, T], padded at its end. lengths: how much of it is none [B]. marks: the ids [B, 3] of the
-        tokens before the noise level. attention_mask: what of the text is no padding [B, T]; None for all of it.
-        text_routes, routes: experts to take, as `Routing` has them.
+        input_ids: the text [B, T], padded at its end. lengths: its tokens without padding [B]. marks: the ids [B, 3] of
+        the tokens before the noise level. attention_mask: False for padding [B, T]; None without padding. text_routes,
+        routes: experts to replay, see `Routing`.
         """
         (B, T), device, dtype = input_ids.shape, hidden_states.device, self.model.wte.weight.dtype
         thousandths = timestep * 1000
@@ -244,10 +244,10 @@ class HunyuanImageTransformer(ModelMixin, ConfigMixin, PeftAdapterMixin):
         return velocity
 
     def _rope(self, lengths: Tensor, longest: int, h: int, w: int) -> Rope:
-        """cos and sin [B, L, head_dim] for texts of these lengths [B], float32.
+        """Return cos and sin [B, L, head_dim] for texts of these lengths [B], float32.
 
-        A token turns by its place in the sequence. The image begins at place `first`, and its middle is where the
-        middle of its N tokens would be.
+        The position of a text token is its index in the sequence. The image begins at `first`; its center is at the
+        position that the middle of its N tokens would have.
         """
         head_dim, theta, device = self.config["attention_head_dim"], self.config["rope_theta"], lengths.device
         words = torch.arange(longest, device=device).expand(len(lengths), longest)

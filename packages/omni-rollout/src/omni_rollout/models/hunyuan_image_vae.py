@@ -1,7 +1,7 @@
-"""HunyuanImage-3.0's VAE: 16 x 16 pixels are a latent, by convolutions in space and time without causes.
+"""HunyuanImage-3.0's VAE: 16 x 16 pixels per latent, by non-causal 3-D convolutions.
 
-Written from vLLM-Omni's port (Apache-2.0). It was made for video: a picture is as many equal frames as a latent stands
-for, and of the frames that are decoded the last is the picture. Names are those of the released files.
+Written from vLLM-Omni's port (Apache-2.0). It was made for video: an image is encoded as equal frames, as many as one
+latent has, and the last decoded frame is the image. Names are those of the released files.
 
 Shapes: B samples, C latent channels, F frames, H x W pixels, h x w latent pixels.
 """
@@ -19,16 +19,16 @@ GROUPS = 32  # of channels, in norms
 
 
 class Frames(nn.Module):
-    """What encoder and decoder have in common: blocks in levels, and a middle with attention."""
+    """The base of encoder and decoder: blocks in levels, and a middle with attention."""
 
     def add_middle(self, channels: int) -> None:
-        """Adds `mid`."""
+        """Add `mid`."""
         self.mid = nn.ModuleDict()
         self.mid["block_1"], self.mid["block_2"] = Residual(channels, channels), Residual(channels, channels)
         self.mid["attn_1"] = Attention(channels)
 
     def middle(self, x: Tensor) -> Tensor:
-        """The states [B, channels, F, h, w] after the middle."""
+        """Return the states [B, channels, F, h, w] after the middle."""
         for name in ("block_1", "attn_1", "block_2"):
             x = self.mid[name](x)
         return x
@@ -44,13 +44,13 @@ class Residual(nn.Module):
         self.nin_shortcut = nn.Conv3d(channels, out, 1) if channels != out else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, out, F, h, w] of [B, channels, F, h, w]."""
+        """Return the output [B, out, F, h, w] for x [B, channels, F, h, w]."""
         states: Tensor = self.conv2(silu(self.norm2(self.conv1(silu(self.norm1(x))))))
         return states + (x if self.nin_shortcut is None else self.nin_shortcut(x))
 
 
 class Attention(nn.Module):
-    """Attention of all places of all frames, with one head."""
+    """Attention over all positions of all frames, with one head."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.proj_out = (nn.Conv3d(channels, channels, 1) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, channels, F, h, w] of the same."""
+        """Return the output for x, both [B, channels, F, h, w]."""
         states = self.norm(x)
         query, key, value = (layer(states).flatten(2).transpose(1, 2)[:, None] for layer in (self.q, self.k, self.v))
         seen = scaled_dot_product_attention(query, key, value)[:, 0].transpose(1, 2)
@@ -67,7 +67,7 @@ class Attention(nn.Module):
 
 
 class Shrink(nn.Module):
-    """Halves height and width, and `times` frames to one: what is taken together becomes channels."""
+    """A layer that halves height and width and merges `times` frames, by moving them into channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Shrink(nn.Module):
         self.conv = nn.Conv3d(channels, out // (4 * times), 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, out, F / times, h / 2, w / 2] of [B, channels, F, h, w]."""
+        """Return the output [B, out, F / times, h / 2, w / 2] for x [B, channels, F, h, w]."""
         kept = self._fold(x)
         return self._fold(self.conv(x)) + kept.unflatten(1, (self.out, -1)).mean(dim=2)
 
@@ -85,7 +85,7 @@ class Shrink(nn.Module):
 
 
 class Grow(nn.Module):
-    """Doubles height and width, and makes `times` frames of each: channels are laid out."""
+    """A layer that doubles height and width and makes `times` frames of each, from channels."""
 
     def __init__(self, channels: int, out: int, times: int) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Grow(nn.Module):
         self.conv = nn.Conv3d(channels, out * 4 * times, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, out, times F, 2h, 2w] of [B, channels, F, h, w]."""
+        """Return the output [B, out, times F, 2h, 2w] for x [B, channels, F, h, w]."""
         return self._unfold(self.conv(x)) + self._unfold(x.repeat_interleave(self.repeats, dim=1))
 
     def _unfold(self, x: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class Grow(nn.Module):
 
 
 class Encoder(Frames):
-    """Frames to the mean and the log-variance of their code."""
+    """The encoder of frames: mean and log-variance of their code."""
 
     def __init__(self, latents: int, widths: tuple[int, ...], layers: int, halvings: int, doublings: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Encoder(Frames):
         self.conv_out = nn.Conv3d(channels, 2 * latents, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, 2C, F', h, w] of frames [B, 3, F, H, W]."""
+        """Return the code [B, 2C, F', h, w] of frames [B, 3, F, H, W]."""
         x = self.conv_in(x)
         for level in self.down:
             assert isinstance(level, nn.ModuleDict)
@@ -133,7 +133,7 @@ class Encoder(Frames):
 
 
 class Decoder(Frames):
-    """A code to frames."""
+    """The decoder of a code."""
 
     def __init__(self, latents: int, widths: tuple[int, ...], layers: int, halvings: int, doublings: int) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Decoder(Frames):
         self.conv_out = nn.Conv3d(channels, 3, 3, padding=1)
 
     def forward(self, z: Tensor) -> Tensor:
-        """[B, 3, F, H, W] of a code [B, C, F', h, w]."""
+        """Return the frames [B, 3, F, H, W] of a code [B, C, F', h, w]."""
         x = self.conv_in(z)
         x = self.middle(x + z.repeat_interleave(x.shape[1] // z.shape[1], dim=1))
         for level in self.up:
@@ -182,10 +182,10 @@ class HunyuanImageVAE(ModelMixin, ConfigMixin):
         self.decoder = Decoder(latent_channels, widths[::-1], layers_per_block, halvings, doublings)
 
     def encode(self, pixels: Tensor) -> SimpleNamespace:
-        """The code of pictures [B, 3, H, W] in [-1, 1]; its `latent_dist.mode()` is [B, C, h, w]."""
+        """Return the code of images [B, 3, H, W] in [-1, 1]; its `latent_dist.mode()` is [B, C, h, w]."""
         frames = pixels[:, :, None].expand(-1, -1, self.config["ffactor_temporal"], -1, -1)
         return SimpleNamespace(latent_dist=DiagonalGaussianDistribution(self.encoder(frames)[:, :, 0]))
 
     def decode(self, latents: Tensor, return_dict: bool = False) -> tuple[Tensor]:
-        """Pictures [B, 3, H, W] in [-1, 1] of latents [B, C, h, w]."""
+        """Return images [B, 3, H, W] in [-1, 1] for latents [B, C, h, w]."""
         return (self.decoder(latents[:, :, None])[:, :, -1],)

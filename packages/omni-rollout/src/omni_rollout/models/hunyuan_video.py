@@ -1,8 +1,8 @@
 """HunyuanVideo 1.5 (arXiv 2511.18870): text and image to video, a flow in the latents of a causal video VAE.
 
 Shapes: B samples, C latent channels (32), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w latent pixels
-(a sixteenth of a frame), T text tokens and their width D, G bytes of quoted words and their width D', I tokens of a
-given frame and their width D''.
+(a sixteenth of a frame), T text tokens of width D, G bytes of quoted words of width D', I tokens of a given frame of
+width D''.
 """
 
 import re
@@ -44,7 +44,7 @@ PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.
 class HunyuanVideo15(DiffusersModel):
     """HunyuanVideo 1.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
 
-    Words in quotes are encoded a second time, byte by byte, so that they can be spelled.
+    Quoted words are encoded a second time, byte by byte, so that the model can spell them.
     """
 
     PIPELINE = "HunyuanVideo15Pipeline"
@@ -77,14 +77,14 @@ class HunyuanVideo15(DiffusersModel):
         self._expect("transformer", patch_size=1, patch_size_t=1, in_channels=2 * channels + 1, out_channels=channels)
         if self.value("transformer", "use_meanflow", bool, False):
             rule = f"use_meanflow of {self.config_file('transformer')} must be false"
-            raise ValueError(f"{rule}: such a net gives the mean velocity of a step, which is no flow's, got true")
+            raise ValueError(f"{rule}: such a net predicts the mean velocity of a step, got true")
         guider = self.folder / "guider" / "guider_config.json"
         for name, value in read_json(guider).items():
             if name in PLAIN and value != PLAIN[name]:
                 raise ValueError(f"{name} of {guider} must be {PLAIN[name]}, got {value!r:.80}")
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
         super().check(params)
         check_size(params, self._strides[0])
         stride, frames = self._strides[1], params.num_frames
@@ -93,23 +93,23 @@ class HunyuanVideo15(DiffusersModel):
             raise ValueError(f"num_frames must be {stride}k + 1, such as {nearest}, got {frames}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int, int]:
-        """(C, f, h, w)."""
+        """Return (C, f, h, w)."""
         side, time = self._strides
         frames = (params.num_frames - 1) // time + 1
         return self.value("vae", "latent_channels", int), frames, params.height // side, params.width // side
 
     @property
     def _strides(self) -> tuple[int, int]:
-        """Pixels and frames of a latent pixel."""
+        """The pixels and frames of a latent pixel."""
         return (
             self.value("vae", "spatial_compression_ratio", int, 16),
             self.value("vae", "temporal_compression_ratio", int, 4),
         )
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt: `embeds` [T, D], and `glyphs` [G, D'] of its words in quotes, G may be 0.
+        """Return the embeddings of one prompt, `embeds` [T, D], and of its quoted words, `glyphs` [G, D']; G may be 0.
 
-        Each comes with its mask, all True, in its encoder's dtype.
+        Each has a mask, all True, and its encoder's dtype.
         """
         text = prompt.negative if negative else prompt.text
         chat = [{"role": "system", "content": REQUEST}, {"role": "user", "content": text or " "}]
@@ -137,10 +137,10 @@ class HunyuanVideo15(DiffusersModel):
         }
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives; and what
-        `condition` gives.
+        cond: `embeds` [B, T, D], `glyphs` [B, G, D'] and their masks, with guidance also their negatives; and the
+        entries of `condition`.
         """
         dtype, given, known = cond["embeds"].dtype, torch.zeros_like(x), torch.zeros_like(x[:, :1])
         if "first" in cond:
@@ -153,7 +153,7 @@ class HunyuanVideo15(DiffusersModel):
             words, letters = (None, None) if mask is None else mask.split([embeds.shape[1], glyphs.shape[1]], dim=1)
             velocity: Tensor = net(
                 hidden_states=inputs,
-                timestep=(sigma.float() * 1000).to(dtype),  # rounded in bfloat16, as the stock pipeline does
+                timestep=(sigma.float() * 1000).to(dtype),  # rounded in bfloat16 like the stock pipeline
                 encoder_hidden_states=embeds,
                 encoder_hidden_states_2=glyphs,
                 encoder_attention_mask=words,
@@ -169,13 +169,13 @@ class HunyuanVideo15(DiffusersModel):
         return velocity
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
+        """Return videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
         code = (x0 / self.value("vae", "scaling_factor", float)).to(parts.vae.dtype)
-        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # all it can at once
+        video = torch.cat([parts.vae.decode(one, return_dict=False)[0] for one in code.split(1)])  # one at most
         return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
+        """Return the clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
         video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
         code = torch.cat([parts.vae.encode(one).latent_dist.mode() for one in video.split(1)])
         return code.float() * self.value("vae", "scaling_factor", float)
@@ -189,7 +189,7 @@ class HunyuanVideo15(DiffusersModel):
 
 
 class HunyuanVideo15ImageToVideo(HunyuanVideo15):
-    """HunyuanVideo 1.5 for one checkpoint whose videos begin with a given frame, which SigLIP sees too."""
+    """HunyuanVideo 1.5 for one checkpoint whose videos begin with a given frame, which SigLIP encodes too."""
 
     PIPELINE = "HunyuanVideo15ImageToVideoPipeline"
     PARTS: ClassVar[Mapping[str, tuple[str, str]]] = {
@@ -200,7 +200,7 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
     IMAGES = range(1, 2)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Of the given frame, cut to the video's shape: `first` [C, 1, h, w], latents, and `image_embeds` [I, D'']."""
+        """Return the given frame, cropped to the video: latents `first` [C, 1, h, w], and `image_embeds` [I, D'']."""
         frame, encoder = covering(prompt.images[0], params.height, params.width), parts.image_encoder
         first = self.encode_media(parts, {"video": frame[None, None]}, params)[0]
         seen = to_device(parts.feature_extractor([frame.numpy()], return_tensors="pt").pixel_values, encoder.device)
@@ -211,11 +211,11 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
             return super()._class(part)
         from transformers import SiglipImageProcessorPil
 
-        return SiglipImageProcessorPil  # which does without torchvision
+        return SiglipImageProcessorPil  # which needs no torchvision
 
 
 def covering(image: Tensor, height: int, width: int) -> Tensor:
-    """A picture, uint8 [H, W, 3], of another size; what then is beside that size is cut off on both sides."""
+    """Return an image, uint8 [H, W, 3], resized to cover another size, and center-cropped to it."""
     H, W, _ = image.shape
     wide = W * height > H * width
     h, w = (height, W * height // H) if wide else (H * width // W, width)

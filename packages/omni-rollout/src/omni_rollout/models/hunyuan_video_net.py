@@ -1,12 +1,12 @@
 """HunyuanVideo 1.5's transformer: diffusers' modules and weights, with shapes that do not depend on texts.
 
-The class of diffusers moves each sample's words before its padding, for which the host waits in every forward; it has
-tokens of an image that is not there, and a mask of all queries times all keys. Attention to words has no order, so here
-they stay where they are, absent tokens are left out, and a mask has only keys, or is none.
+The class of diffusers moves each sample's words before its padding, for which the host waits in every forward pass; it
+has tokens for an absent image, and a mask of all queries times all keys. Attention to words has no order, so here they
+stay in place, absent tokens are omitted, and a mask has only keys, or is None.
 
-For 17 frames of 256 x 320 and 220 words this takes 0.45 of the operations that diffusers' pipeline takes, and on a CPU
-0.3 of the time; where diffusers' class gets no padding and an image of no tokens, 0.9 of the time. For 33 frames of
-480 x 848 it spares a mask of 0.2 GB, with which no flash attention runs.
+For 17 frames of 256 x 320 and 220 words this takes 0.45 of the operations of diffusers' pipeline, and on a CPU 0.3 of
+the time; if diffusers' class gets no padding and an image without tokens, 0.9 of the time. For 33 frames of
+480 x 848 it saves a mask of 0.2 GB, which would rule out flash attention.
 """
 
 from functools import wraps
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DModel):
-    """The net of diffusers' class, by its name."""
+    """The net of diffusers' class, under the same name."""
 
     @wraps(diffusers.HunyuanVideo15Transformer3DModel.__init__)  # type: ignore[misc]  # from_config reads its names
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -38,10 +38,10 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         encoder_attention_mask_2: Tensor | None = None,
         image_embeds: Tensor | None = None,
     ) -> Tensor:
-        """The velocity [B, C, f, h, w] at latents and their condition, hidden_states [B, 2C + 1, f, h, w].
+        """Return the velocity [B, C, f, h, w] at hidden_states [B, 2C + 1, f, h, w], latents with their condition.
 
         timestep: [B], of 1000. encoder_hidden_states: words [B, T, D]. encoder_hidden_states_2: glyphs [B, G, D'].
-        The masks, bool [B, T] and [B, G], tell padding; both are None where there is none. image_embeds: [B, I, D''].
+        The masks, bool [B, T] and [B, G], are False for padding; both None without padding. image_embeds: [B, I, D''].
         """
         B, _, f, h, w = hidden_states.shape
         temb, rope = self.time_embed(timestep), self.rope(hidden_states)
@@ -65,7 +65,7 @@ class HunyuanVideo15Transformer3DModel(diffusers.HunyuanVideo15Transformer3DMode
         return tokens.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(B, -1, f, h, w)
 
     def _refined(self, words: Tensor, timestep: Tensor, mask: Tensor | None) -> Tensor:
-        """The words [B, T, D] as the blocks take them; their padding holds whatever."""
+        """Return the words [B, T, D] for the blocks; values in padding are arbitrary."""
         embedder = self.context_embedder
         weights = words.new_ones(words.shape[:2]) if mask is None else mask.float()
         mean = (words * weights[..., None]).sum(dim=1) / weights.sum(dim=1, keepdim=True)

@@ -2,8 +2,8 @@
 
 Shapes: B samples, n latent elements of a sample: those of its frames, [C, f, h, w], then those of its sound, [L, A].
 C latent channels (128), F frames, f = (F - 1) / 8 + 1, h x w latent pixels (a thirty-second of a frame), L latents of
-sound (25 a second), A numbers each (128), T text positions (1024), D and D' widths of the text for frames and sound.
-All texts fill all positions with learned registers, so that nothing is masked. Both media share one schedule.
+sound (25 per second), A numbers each (128), T text positions (1024), D and D' widths of the text for frames and sound.
+All texts fill all positions with learned registers, so there is no mask. Both media share one schedule.
 """
 
 import math
@@ -27,8 +27,8 @@ WIDE_VOCODER = "LTX2VocoderWithBWE"  # of 2.3, which makes 48 kHz of 16
 class LTX2(DiffusersModel):
     """LTX-2 or 2.3 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
 
-    The option audio_guidance_scale is the scale of the sound, where it is another than that of the frames. The further
-    guidance of the pipeline, by forwards without some attention, is left out.
+    The option audio_guidance_scale is the scale of the sound, if it differs from that of the frames. The pipeline's
+    further guidance, by forward passes without some attention, is not supported.
     """
 
     PIPELINE = "LTX2Pipeline"
@@ -90,11 +90,11 @@ class LTX2(DiffusersModel):
         return getattr(ltx2, self.config[part]["_class_name"])
 
     def option(self, params: Params, name: str) -> float:
-        """The value of `guidance_scale`, or of the option; the sound's scale is that of the frames unless given."""
+        """Return the value of `guidance_scale` or an option; the sound's scale defaults to that of the frames."""
         return params.guidance.get(name, params.guidance_scale)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
         super().check(params)
         stride, pixels = self._strides()
         check_size(params, pixels)
@@ -107,12 +107,12 @@ class LTX2(DiffusersModel):
             raise ValueError(f"{rule}, got {params.frame_rate}")
 
     def _strides(self) -> tuple[int, int]:
-        """Frames and pixels along a side of a latent."""
+        """The frames, and the pixels along a side, of a latent."""
         frames, pixels, *_ = self.value("transformer", "vae_scale_factors", list)
         return int(frames), int(pixels)
 
     def _sound_rate(self) -> float:
-        """Latents of sound in a second."""
+        """Return the latents of sound per second."""
         hop = self.value("audio_vae", "mel_hop_length", int, 160)
         return self.value("audio_vae", "sample_rate", int, 16_000) / hop / MEL_RATIO
 
@@ -120,22 +120,22 @@ class LTX2(DiffusersModel):
         return round(params.num_frames / params.frame_rate * self._sound_rate())
 
     def _shapes(self, params: Params) -> tuple[tuple[int, int, int, int], tuple[int, int]]:
-        """(C, f, h, w) of the frames, and (L, A) of the sound."""
+        """Return (C, f, h, w) of the frames and (L, A) of the sound."""
         stride, pixels = self._strides()
         grid = (params.num_frames - 1) // stride + 1, params.height // pixels, params.width // pixels
         sound = self._sound_length(params), self.value("transformer", "audio_in_channels", int, 128)
         return (self.value("transformer", "in_channels", int, 128), *grid), sound
 
     def streams(self, params: Params) -> dict[str, int]:
-        """How many of a sample's latent elements are the frames', and how many the sound's."""
+        """Return the numbers of a sample's latent elements for frames and sound."""
         return dict(zip(self.MEDIA, map(math.prod, self._shapes(params)), strict=True))
 
     def latent_shape(self, params: Params) -> tuple[int]:
-        """(n,)."""
+        """Return (n,)."""
         return (sum(self.streams(params).values()),)
 
     def _split(self, x: Tensor, params: Params) -> tuple[Tensor, Tensor]:
-        """Latents [B, n] as those of the frames [B, C, f, h, w], and of the sound [B, L, A]."""
+        """Split latents [B, n] into those of the frames [B, C, f, h, w] and of the sound [B, L, A]."""
         frames, sound = self._shapes(params)
         parts = x.split(list(self.streams(params).values()), dim=1)
         return parts[0].reshape(-1, *frames), parts[1].reshape(-1, *sound)
@@ -144,7 +144,7 @@ class LTX2(DiffusersModel):
         return math.prod(self._shapes(params)[0][1:])
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt, `embeds` [T, D] and `sound_embeds` [T, D'], in the encoder's dtype."""
+        """Return the embeddings of one prompt, `embeds` [T, D] and `sound_embeds` [T, D'], in the encoder's dtype."""
         text = (prompt.negative if negative else prompt.text).strip()
         tokens = parts.tokenizer(
             [text],
@@ -163,11 +163,11 @@ class LTX2(DiffusersModel):
 
     @cached_property
     def _net(self) -> Any:
-        """A net that computes positions on the host: on a device it makes constants anew, for which the host waits."""
+        """A net that computes positions on the host: on a device it would create constants, and the host would wait."""
         return self.empty_net()
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
+        """Return the velocity [B, n], float32, at x [B, n] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `sound_embeds` [B, T, D'], with guidance also their negatives. Both halves of
         classifier-free guidance run as one batch.
@@ -175,7 +175,7 @@ class LTX2(DiffusersModel):
         texts, guided = [cond["embeds"], cond["sound_embeds"]], self.is_guided(params)
         frames, sound = self._split(x, params)
         _, _, f, h, w = frames.shape
-        # Strided rows pass a frozen linear layer by another product than a trained one, which rounds differently.
+        # For strided rows a frozen linear layer uses another matrix product than a trained one, with other rounding.
         tokens, sound = frames.flatten(2).transpose(1, 2).contiguous(), sound.contiguous()
         level = sigma.float() * 1000
         if guided:
@@ -207,7 +207,7 @@ class LTX2(DiffusersModel):
         return torch.cat([found[0].transpose(1, 2).flatten(1), found[1].flatten(1)], dim=1)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Videos [B, F, H, W, 3] in [0, 1] and sound [B, points, channels], float32, from clean latents x0 [B, n]."""
+        """Return videos [B, F, H, W, 3] in [0, 1] and sound [B, points, channels], float32, for latents x0 [B, n]."""
         frames, sound = self._split(x0, params)
         vae, sound_vae = parts.vae, parts.audio_vae
         mean, std = (each.float().view(1, -1, 1, 1, 1) for each in (vae.latents_mean, vae.latents_std))
@@ -225,5 +225,5 @@ class LTX2(DiffusersModel):
         return media, {"fps": params.frame_rate, "sample_rate": rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """Raises ValueError: the spectrogram that the sound's latents are made of is no part of a checkpoint."""
+        """Raise ValueError: a checkpoint lacks the spectrogram that the sound's latents need."""
         raise ValueError(f"samples of a {self.PIPELINE} must be given as latents, got {' and '.join(media)}")

@@ -1,20 +1,20 @@
-"""What libraries make of a checkpoint's files, with one line where they cannot; no code of the folder's own runs."""
+"""Library objects made from a checkpoint's files; failures are one line, and no code from the folder runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# What a library's class raises when it is made of values that it does not check.
+# The errors of a library's class that is made from values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
 
 @contextmanager
 def made_of(place: Path, name: str) -> Iterator[None]:
-    """Within the `with` block a class of that name is made of the values in a file or folder.
+    """Report an error of the `with` block, which makes a class of that name from a file or folder.
 
     Raises:
-        ValueError: it cannot be.
+        ValueError: the block raised one of FAULTS.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -25,15 +25,15 @@ def made_of(place: Path, name: str) -> Iterator[None]:
 
 
 def one_line(exc: BaseException) -> str:
-    """What an error says, as one line of at most 300 letters after its kind."""
+    """Return an error's kind and message as one line of at most 300 letters."""
     return f"{type(exc).__name__}: {' '.join(str(exc).split()):.300}"
 
 
 def open_processor(kind: Any, folder: Path) -> Any:
-    """A processor of media, or a tokenizer: of a class of transformers, or AutoTokenizer.
+    """Return a media processor or tokenizer of a class of transformers.
 
     Raises:
-        ValueError: a file is missing or damaged, or asks for code of the folder's own.
+        ValueError: a file is missing or damaged, or requires code from the folder.
     """
     try:
         return kind.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -42,7 +42,7 @@ def open_processor(kind: Any, folder: Path) -> Any:
 
 
 def open_tokenizer(kind: Any, folder: Path) -> Any:
-    """A tokenizer with a vocabulary: without its files transformers makes one that knows no text.
+    """Return a tokenizer with a vocabulary; without the files transformers would return one without tokens.
 
     Raises:
         ValueError: as `open_processor`, or no vocabulary is found.

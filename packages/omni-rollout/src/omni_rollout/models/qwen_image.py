@@ -2,8 +2,8 @@
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
 
-Latents stay unpacked, [B, C, h, w], so that a tensor's shape tells the geometry; the 2 x 2 packing into tokens happens
-around the transformer call. The transformer runs in the dtype of the text features.
+Latents stay unpacked, [B, C, h, w], so that a tensor's shape is the geometry; they are packed into 2 x 2 tokens only
+around the transformer call. The transformer runs in the dtype of the text embeddings.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from omni_rollout.models.diffusers_model import (
 )
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
-# The chat template the model was trained with; its first TEMPLATE_TOKENS tokens are dropped from the text features.
+# The chat template the model was trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, spatial "
     "relationships of the objects and background:<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
@@ -71,7 +71,7 @@ class QwenImage(DiffusersModel):
         self._expect_length("vae", "temperal_downsample", 3)  # each halves the sides
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         check_size(params, PIXELS_PER_TOKEN)
         if params.guidance_scale != 1:
@@ -79,21 +79,21 @@ class QwenImage(DiffusersModel):
             raise ValueError(f"{rule}, got {params.guidance_scale}")
 
     def load(self, *, device: torch.device | str, dtype: torch.dtype, net: nn.Module | None = None) -> Parts:
-        """As any model's; the decoder, which is one of videos, is cut to what a single frame needs."""
+        """Load as any model does, and reduce the decoder, which is a video decoder, to a single frame."""
         parts = super().load(device=device, dtype=dtype, net=net)
         cut_to_one_frame(parts.vae.decoder)
         return parts
 
     def latent_shape(self, params: Params) -> tuple[int, int, int]:
-        """(C, h, w)."""
+        """Return (C, h, w)."""
         return self.value("vae", "z_dim", int), params.height // 8, params.width // 8
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True.
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True.
 
-        One prompt at a time, so that the features do not depend on which prompts share a batch.
+        One prompt at a time, so that the embeddings do not depend on the batch.
         """
-        # An empty negative is what a user leaves out; the released pipeline guides away from one space.
+        # A user may omit the negative; the released pipeline then guides away from one space.
         text = (prompt.negative or " ") if negative else prompt.text
         tokens = parts.tokenizer(
             TEMPLATE.format(text), max_length=MAX_PROMPT_TOKENS + TEMPLATE_TOKENS, truncation=True, return_tensors="pt"
@@ -102,11 +102,11 @@ class QwenImage(DiffusersModel):
         return features(parts.text_encoder(input_ids=ids, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives; `reference_0` and so on:
-        latents [B, C, h', w'] of pictures to edit. The guided result is rescaled, token by token, to the length of the
-        conditional prediction, as the released pipeline does ("true CFG").
+        latents [B, C, h', w'] of images to edit. The guided result is rescaled, token by token, to the norm of the
+        conditional prediction, like the released pipeline ("true CFG").
         """
         pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
         tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
@@ -130,21 +130,21 @@ class QwenImage(DiffusersModel):
         return unpack(velocity, x.shape)
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
+        """Return images [B, 8h, 8w, 3] in [0, 1], float32, from clean latents x0 [B, C, h, w]."""
         mean, std = self._statistics(x0)
         latents = (x0 * std + mean).to(parts.vae.dtype)
         images = parts.vae.decode(latents[:, :, None], return_dict=False)[0][:, :, 0]
         return {"image": (images.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
+        """Return the clean latents [B, C, H/8, W/8] of images [B, H, W, 3]: the mean of the VAE's code."""
         images = pixels(media["image"]).to(parts.vae.device, parts.vae.dtype)
         code = parts.vae.encode(images[:, :, None]).latent_dist.mode()[:, :, 0].float()
         mean, std = self._statistics(code)
         return (code - mean) / std
 
     def _statistics(self, latents: Tensor) -> list[Tensor]:
-        """Mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
+        """Return the mean and standard deviation [1, C, 1, 1] of the VAE's channels."""
         return [
             to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1)
             for name in ("latents_mean", "latents_std")
@@ -152,7 +152,7 @@ class QwenImage(DiffusersModel):
 
 
 class OneFrameConv(nn.Conv2d):
-    """A causal convolution of videos for a single frame: its last taps in time, as the others meet zeros alone."""
+    """A causal video convolution for a single frame: only its last taps in time, as the others multiply zeros."""
 
     def __init__(self, conv: nn.Conv3d) -> None:
         _, height, width = conv.kernel_size
@@ -162,24 +162,24 @@ class OneFrameConv(nn.Conv2d):
         self.weight, self.bias = nn.Parameter(last, requires_grad=False), conv.bias
 
     def forward(self, x: Tensor, cache_x: None = None) -> Tensor:
-        """The frame [B, out, 1, h, w] of x [B, in, 1, h, w], before which there is none."""
+        """Return the output [B, out, 1, h, w] for a first frame x [B, in, 1, h, w]."""
         return super().forward(x[:, :, 0])[:, :, None]
 
 
 def cut_to_one_frame(decoder: nn.Module) -> None:
-    """Replace the convolutions of a decoder of videos by those that a single frame needs.
+    """Replace the convolutions of a video decoder by those that a single frame needs.
 
-    38 % of the operations and, on a CPU, of the time are left, and 2.4 GB of bfloat16 less are kept for a picture of
-    1024 pixels.
+    This leaves 38 % of the operations and, on a CPU, of the time, and saves 2.4 GB of bfloat16 activations for an image
+    of 1024 pixels.
     """
     for name, module in list(decoder.named_modules()):
         if isinstance(module, nn.Conv3d):
             decoder.set_submodule(name, OneFrameConv(module))
-    # Without `feat_cache`, as there is no next frame to keep the inputs of convolutions for.
+    # Without `feat_cache`: there is no next frame that needs the inputs of convolutions.
     decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
 
 
 def features(hidden: Tensor, num_left_out: int) -> Cond:
-    """The last hidden states [1, N, D] of a template with a text, without those of its first tokens."""
+    """Return the conditioning of last hidden states [1, N, D] of a template with a text, without its first tokens."""
     embeds = hidden[0, num_left_out:]
     return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}

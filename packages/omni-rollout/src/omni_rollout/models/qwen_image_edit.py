@@ -1,7 +1,7 @@
-"""Qwen-Image-Edit and Qwen-Image-Edit-Plus (2509, 2511): Qwen-Image that edits one reference, or draws from several.
+"""Qwen-Image-Edit and Qwen-Image-Edit-Plus (2509, 2511): Qwen-Image that edits one or several references.
 
-A reference enters twice: the text encoder sees it, and its latents stand beside those of the picture as further tokens.
-Beyond Qwen-Image's, shapes are: h' x w' latent pixels of a reference, which has about `image_area` pixels there.
+A reference enters twice: the text encoder reads it, and its latents are further tokens beside those of the image.
+Beyond Qwen-Image's, shapes are: h' x w' latent pixels of a reference, which is resized to about `image_area` pixels.
 """
 
 import math
@@ -14,7 +14,7 @@ from omni_rollout.models.diffusers_model import resized
 from omni_rollout.models.qwen_image import QwenImage, features
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-# The chat template the models were trained with; its first TEMPLATE_TOKENS tokens are dropped from the features.
+# The chat template the models were trained with; the embeddings of its first TEMPLATE_TOKENS tokens are dropped.
 TEMPLATE = (
     "<|im_start|>system\nDescribe the key features of the input image (color, shape, size, texture, objects, "
     "background), then explain how the user's text instruction should alter or modify the image. Generate a new image "
@@ -22,14 +22,14 @@ TEMPLATE = (
     "<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 )
 TEMPLATE_TOKENS = 64
-PLACE = "<|image_pad|>"  # one for each token of a picture
+PLACE = "<|image_pad|>"  # one for each token of an image
 UNIT = 32  # pixels; the sides of references are multiples of it
 
 
 class QwenImageEditPlus(QwenImage):
     """Qwen-Image-Edit-Plus for one checkpoint. Its guidance is `true_cfg_scale`, on above 1.
 
-    The option image_area is the pixels that the latents of a reference stand for, 4,096 tokens each by default.
+    The option image_area is the number of pixels of a reference's latents, 4,096 tokens each by default.
     """
 
     PIPELINE = "QwenImageEditPlusPipeline"
@@ -44,16 +44,15 @@ class QwenImageEditPlus(QwenImage):
     CAPTION: ClassVar[str] = "Picture {}: "  # before a reference in the text
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         if not (area := self.option(params, "image_area")) >= UNIT * UNIT:
             raise ValueError(f"image_area must be >= {UNIT * UNIT} pixels, got {area}")
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The features of one prompt and its references: `embeds` [T, D] in the encoder's dtype, and `embeds_mask` [T].
+        """Return the embeddings of a prompt and its references: `embeds` [T, D] and `embeds_mask` [T].
 
-        The encoder is told which tokens are pictures, or it would number them as if they were words
-        (diffusers issue 14194).
+        The encoder gets the types of tokens, or it would number those of images like words (diffusers issue 14194).
         """
         text = (prompt.negative or " ") if negative else prompt.text
         images = [fit(image, self.SEEN_AREA) for image in prompt.images]
@@ -70,7 +69,7 @@ class QwenImageEditPlus(QwenImage):
         return features(parts.text_encoder(**inputs, output_hidden_states=True).hidden_states[-1], TEMPLATE_TOKENS)
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """The latents of the references, `reference_0` [C, h', w'] and so on."""
+        """Return the latents of the references, `reference_0` [C, h', w'] and so on."""
         images = [fit(image, self.option(params, "image_area")) for image in prompt.images]
         return {
             f"reference_{i}": self.encode_media(parts, {"image": image[None]}, params)[0]
@@ -78,7 +77,7 @@ class QwenImageEditPlus(QwenImage):
         }
 
     def _class(self, part: str) -> Any:
-        return picture_processor() if part == "processor" else super()._class(part)
+        return image_processor_class() if part == "processor" else super()._class(part)
 
 
 class QwenImageEdit(QwenImageEditPlus):
@@ -90,15 +89,15 @@ class QwenImageEdit(QwenImageEditPlus):
     CAPTION: ClassVar[str] = ""
 
 
-def picture_processor() -> Any:
-    """The class of the processor's half for pictures, which does without torchvision."""
+def image_processor_class() -> Any:
+    """Return the class of the processor's half for images, which needs no torchvision."""
     from transformers import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil
 
 
 def fit(image: Tensor, area: float) -> Tensor:
-    """A picture, uint8 [H, W, 3], of about `area` pixels, its own aspect ratio, and sides of whole units."""
+    """Return an image, uint8 [H, W, 3], resized to about `area` pixels: same aspect ratio, sides of whole units."""
     ratio = image.shape[1] / image.shape[0]
     height, width = (max(1, round(math.sqrt(side) / UNIT)) * UNIT for side in (area / ratio, area * ratio))
     return resized(image, height, width)

@@ -1,8 +1,8 @@
-"""Mixtures of experts: how evenly they are loaded, and the same experts in the update as in sampling.
+"""Mixtures of experts: their load, and the replay of sampling's routes in the update.
 
-The net of such a model has a `Routing`, which it calls once in each forward pass with all that its routers have chosen;
+The net of such a model has a `Routing`, which it calls once in each forward pass with the choices of all its routers;
 its texts are the model's `ids`. Where sampling and update round differently, as in other batches, a near tie may send a
-token to another expert, and the ratio of the step leaps. Replayed routes rule that out (R3, arXiv 2510.11370).
+token to another expert, and the ratio of the step jumps. Replayed routes rule that out (R3, arXiv 2510.11370).
 
 Shapes: B samples, T text tokens, N further tokens, K kept steps, k experts of a token, E experts.
 """
@@ -16,41 +16,41 @@ from torch import Tensor, nn
 from omni_rollout.model import Model, wrap
 from omni_rollout.types import Cond, Engine, Params, Prompt, Trajectory
 
-Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all after them, as `Routing` has them
+Chosen = tuple[Tensor, Tensor]  # experts of text tokens and of all after them, see `Routing`
 
 
 class Routing(nn.Module):
-    """Where a net tells what its routers have chosen: a place for hooks."""
+    """The place for hooks that read the choices of a net's routers."""
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
         if num_experts > 256:
-            raise ValueError(f"num_experts must be <= 256, which a byte can tell, got {num_experts}")
+            raise ValueError(f"num_experts must be <= 256, the values of a byte, got {num_experts}")
         self.num_experts = num_experts
 
     def forward(self, text: Tensor, others: Tensor) -> Chosen:
-        """The experts of text tokens [B, T, layers, k] and of all after them [B, N, layers, k], uint8."""
+        """Return the experts of text tokens [B, T, layers, k] and of all after them [B, N, layers, k], uint8."""
         return text, others
 
 
 def routing_of(net: nn.Module) -> Routing | None:
-    """The net's, if it is a mixture of experts."""
+    """Return the routing of a net that is a mixture of experts, else None."""
     return next((module for module in net.modules() if isinstance(module, Routing)), None)
 
 
 class ExpertLoad:
-    """The tokens that each expert of each layer gets, those that pad texts included, in forwards that count."""
+    """The number of tokens of each expert and layer, padding included, over the forward passes that are counted."""
 
     def __init__(self, routing: Routing, *, counts: Callable[[], bool] = lambda: True) -> None:
         self.num_experts, self.is_counted, self.counts = routing.num_experts, counts, torch.zeros(0)
         routing.register_forward_hook(self._count)
 
     def clear(self) -> None:
-        """Count anew."""
+        """Restart the count."""
         self.counts = torch.zeros(0)
 
     def metrics(self) -> dict[str, float]:
-        """Of an even load the busiest expert's, the entropy's share of its most, and the share of idle experts."""
+        """Return the busiest expert's relative load, the entropy over its maximum, and the share of idle experts."""
         if not self.counts.numel():
             return {}
         share = self.counts / self.counts.sum(dim=1, keepdim=True)
@@ -68,9 +68,9 @@ class ExpertLoad:
 
 
 def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model, Engine]:
-    """Return an engine that keeps the routes of the kept steps in `cond`, and a model that takes them from there.
+    """Return an engine that keeps the routes of the kept steps in `cond`, and a model that replays them.
 
-    They are a byte for each token, layer, expert of the token and kept step; the text, which no step changes, counts
+    They are a byte for each token, layer, expert of the token and kept step; those of the text are stored
     once. `cond` has `text_routes` [B, T, layers, k] with a mask, `routes` [B, K, N, layers, k], and the noise levels
     `route_levels` [B, K] at which these steps start; with guidance also the negatives of both.
     """
@@ -88,7 +88,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
             hook.remove()
         if not params.sde_steps:
             return trajectory
-        last = len(trajectory.sigmas) - 1  # one forward pass for each step, however many a shared start has saved
+        last = len(trajectory.sigmas) - 1  # one forward pass per step; a shared start may have skipped the first ones
         found = _by_sample(model, trajectory, [seen[step - last] for step in params.sde_steps])
         return replace(trajectory, cond=trajectory.cond | found)
 
@@ -96,7 +96,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
         if "route_levels" not in cond:
             return model.predict_velocity(net, x, sigma, cond, params)
         at = cond["route_levels"] == sigma[:, None]
-        torch._assert_async(at.any(dim=1).all(), "routes must be replayed at the levels that they were kept at")
+        torch._assert_async(at.any(dim=1).all(), "routes must be replayed at their own noise levels")
         rows, steps = torch.arange(len(x), device=x.device), at.int().argmax(dim=1)
         own = {name: cond[name][rows, steps] for name in ("routes", "negative_routes") if name in cond}
         return model.predict_velocity(net, x, sigma, cond | own, params)
@@ -105,7 +105,7 @@ def replay_routes(model: Model, engine: Engine, routing: Routing) -> tuple[Model
 
 
 def _by_sample(model: Model, trajectory: Trajectory, kept: Sequence[Chosen]) -> dict[str, Tensor]:
-    """The entries of `cond` for what the forward passes of the kept steps have chosen."""
+    """Return the entries of `cond` for the choices in the forward passes of the kept steps."""
     cond: Mapping[str, Tensor] = trajectory.cond
     sides = ("", "negative_") if model.is_guided(trajectory.params) else ("",)
     texts, others = kept[0][0].chunk(len(sides)), torch.stack([chosen[1] for chosen in kept], dim=1).chunk(len(sides))

@@ -1,7 +1,7 @@
 """Stable Diffusion 3 and 3.5, medium and large (arXiv 2403.03206): text to image, a flow in the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text positions (77 of two
-CLIP encoders, max_sequence_length of T5), D text width. All texts fill all positions, so that nothing is masked.
+CLIP encoders, max_sequence_length of T5), D text width. All texts fill all positions, so there is no mask.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class StableDiffusion3(ImageModel):
     """Stable Diffusion 3 or 3.5 for one checkpoint. Its guidance is `guidance_scale`, on above 1.
 
-    The option max_sequence_length is how many tokens T5 reads of a text, filled up to as many.
+    The option max_sequence_length is the number of T5's text tokens, padded or truncated.
     """
 
     PIPELINE = "StableDiffusion3Pipeline"
@@ -47,7 +47,7 @@ class StableDiffusion3(ImageModel):
     TEXT_OPTIONS = tuple(OPTIONS)
     SCHEDULER: ClassVar[Mapping[str, object]] = {**FLOW_SCHEDULER, "use_dynamic_shifting": False}
     BLOCK_NAMES: ClassVar[tuple[str, ...]] = ("JointTransformerBlock",)
-    LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: 3.5 medium's second attention stays
+    LORA_TARGETS: ClassVar[tuple[str, ...]] = JOINT_ATTENTION  # as published: not 3.5 medium's second attention
 
     def _check_config(self) -> None:
         super()._check_config()
@@ -55,7 +55,7 @@ class StableDiffusion3(ImageModel):
         self._expect("transformer", in_channels=channels, out_channels=channels)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         self.check_text_length(params)
         check_size(
@@ -65,7 +65,7 @@ class StableDiffusion3(ImageModel):
         )
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, whatever the size.
+        """Return the noise levels [S + 1] from 1 to 0, the same for any size.
 
         diffusers spaces the steps evenly between the shifted ends of the training schedule, and shifts them again.
         """
@@ -75,9 +75,9 @@ class StableDiffusion3(ImageModel):
         return self._shifted(torch.cat([levels, torch.zeros(1)]), params)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 256) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
+        """Return the embeddings of one prompt: `embeds` [T, D] and `pooled` [D'], in the encoders' dtype."""
         text = prompt.negative if negative else prompt.text
-        length = parts.tokenizer.model_max_length  # for both, as the pipeline has it
+        length = parts.tokenizer.model_max_length  # for both, like the pipeline
         clip, pooled = _encode_clip(parts.tokenizer, parts.text_encoder, text, length)
         clip_2, pooled_2 = _encode_clip(parts.tokenizer_2, parts.text_encoder_2, text, length)
         t5 = parts.text_encoder_3(text_ids(parts.tokenizer_3, parts.text_encoder_3, text, max_sequence_length))[0]
@@ -86,7 +86,7 @@ class StableDiffusion3(ImageModel):
         return {"embeds": torch.cat([clips, t5], dim=1)[0], "pooled": torch.cat([pooled, pooled_2], dim=-1)[0]}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D] and `pooled` [B, D']; with guidance also their negatives. Both halves of
         classifier-free guidance run as one batch.
@@ -112,6 +112,6 @@ class StableDiffusion3(ImageModel):
 def _encode_clip(
     tokenizer: "PreTrainedTokenizerBase", encoder: "PreTrainedModel", text: str, length: int
 ) -> tuple[Tensor, Tensor]:
-    """The features [1, length, D] before the last layer, and the pooled ones [1, D']."""
+    """Return the embeddings [1, length, D] before the last layer, and the pooled ones [1, D']."""
     out = encoder(text_ids(tokenizer, encoder, text, length), output_hidden_states=True)
     return out.hidden_states[-2], out[0]

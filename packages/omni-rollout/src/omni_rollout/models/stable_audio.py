@@ -15,14 +15,14 @@ from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, 
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
 TEXT_TOKENS = 256
-MAX_LOGSNR = 16.0  # beyond which float32 levels meet 0 and 1
+MAX_LOGSNR = 16.0  # beyond it float32 levels round to 0 and 1
 
 
 class StableAudio3(DiffusersModel):
     """Stable Audio 3 for one checkpoint. Its guidance is `guidance_scale`, on above 1, plain.
 
-    Height, width and frames say nothing here: the option duration is the sound's length in seconds. The noise levels
-    lie between the log-SNRs logsnr_min and logsnr_max, in even steps.
+    Height, width and frames have no effect: the option duration is the sound's length in seconds. The noise levels are
+    evenly spaced between the log-SNRs logsnr_min and logsnr_max.
     """
 
     PIPELINE = "StableAudio3Pipeline"
@@ -58,7 +58,7 @@ class StableAudio3(DiffusersModel):
         self._expect("transformer", patch_size=1, io_channels=self.value("vae", "latent_dim", int))
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a length or an option that the model lacks."""
+        """Raise ValueError for a length or an option that the model lacks."""
         super().check(params)
         seconds, longest = self.option(params, "duration"), self.value("duration_embedder", "max_val", float, 384.0)
         rate = self.value("vae", "sampling_rate", int)
@@ -72,29 +72,29 @@ class StableAudio3(DiffusersModel):
             raise ValueError(f"logsnr_min must be >= -{bound} and < logsnr_max, and that <= {bound}, got {low}, {high}")
 
     def latent_shape(self, params: Params) -> tuple[int, int]:
-        """(C, n)."""
+        """Return (C, n)."""
         return self.value("vae", "latent_dim", int), math.ceil(self._points(params) / self._stride)
 
     def _points(self, params: Params) -> int:
-        """N."""
+        """Return N."""
         return int(self.option(params, "duration") * self.value("vae", "sampling_rate", int))
 
     @property
     def _stride(self) -> int:
-        """Points of a latent frame."""
+        """The points of a latent frame."""
         return self.value("vae", "patch_size", int) * math.prod(self.value("vae", "encoder_strides", list))
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, with even steps of log-SNR between."""
+        """Return the noise levels [S + 1] from 1 to 0, with even steps of log-SNR between."""
         low, high = self.option(params, "logsnr_min"), self.option(params, "logsnr_max")
         levels = torch.sigmoid(linear_sigmas(params.num_inference_steps) * (high - low) - high)
         levels[0], levels[-1] = 1, 0
         return shift_sigmas(levels, self.value("scheduler", "shift", float, 1.0))
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, and `is_text` [T], where it ends.
+        """Return the embeddings of a prompt: `embeds` [T, D] in the encoder's dtype, and `is_text` [T], False after it.
 
-        The net has a vector of its own for what comes after, and attends to it: nothing is padded or cut.
+        The net has a learned vector for positions after the text and attends to them, so there is no mask.
         """
         text, length = prompt.negative if negative else prompt.text, min(parts.tokenizer.model_max_length, TEXT_TOKENS)
         tokens = parts.tokenizer([text], padding="max_length", max_length=length, truncation=True, return_tensors="pt")
@@ -103,12 +103,12 @@ class StableAudio3(DiffusersModel):
         return {"embeds": embeds, "is_text": to_device(tokens.attention_mask[0].bool(), embeds.device)}
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """The code of the length, `duration` [D]."""
+        """Return the embedding of the length, `duration` [D]."""
         seconds = torch.tensor([self.option(params, "duration")], dtype=torch.float32)
         return {"duration": parts.duration_embedder(to_device(seconds, parts.duration_embedder.device))[0]}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, n], float32, at x [B, C, n] and noise levels sigma [B].
+        """Return the velocity [B, C, n], float32, at x [B, C, n] and noise levels sigma [B].
 
         cond: `embeds` [B, T, D], `is_text` [B, T] and `duration` [B, D]; with guidance also the negatives of the former
         two, and both halves run as one batch.
@@ -132,13 +132,13 @@ class StableAudio3(DiffusersModel):
         return velocity
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Sound [B, N, 2] in [-1, 1], float32, from clean latents x0 [B, C, n]."""
+        """Return sound [B, N, 2] in [-1, 1], float32, from clean latents x0 [B, C, n]."""
         sound = parts.vae.decode(x0.to(parts.vae.dtype), return_dict=False)[0].float()
         sound = sound[:, :, : self._points(params)].clamp(-1, 1).transpose(1, 2).contiguous()
         return {"audio": sound}, {"sample_rate": float(self.value("vae", "sampling_rate", int))}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, n] of sound [B, N, 2], which silence fills up to whole latent frames."""
+        """Return the clean latents [B, C, n] of sound [B, N, 2], padded with silence to whole latent frames."""
         sound = media["audio"].transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
         sound = nn.functional.pad(sound, [0, -sound.shape[-1] % self._stride])
         code: Tensor = parts.vae.encode(sound, return_dict=False)[0]
@@ -154,4 +154,4 @@ class StableAudio3(DiffusersModel):
             return cls
         from diffusers.loaders import PeftAdapterMixin
 
-        return type(cls.__name__, (cls, PeftAdapterMixin), {})  # diffusers' class of this net opens no adapters
+        return type(cls.__name__, (cls, PeftAdapterMixin), {})  # diffusers' class of this net cannot load adapters

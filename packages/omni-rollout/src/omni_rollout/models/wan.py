@@ -2,7 +2,7 @@
 
 Shapes: B samples, C latent channels (16; 48 of TI2V-5B), F frames of a video, f = (F - 1) / 4 + 1 latent frames, h x w
 latent pixels (an eighth of a frame, a sixteenth of TI2V-5B), T text positions (512), D text width. All texts fill all
-positions, and the net attends to the zeros after a text, so that nothing is masked.
+positions, and the net attends to the zeros after a text, so there is no mask.
 """
 
 import html
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import FLOW_SCHEDULER, DiffusersModel, both, check_size, pixels, resized
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
-TEXT_TOKENS = 512  # where the net has keys of images, it takes all that comes before so many for image tokens
+TEXT_TOKENS = 512  # a net with keys for images takes all tokens before this many last ones for image tokens
 PATCH = 2  # latent pixels along a token's side
-EXPERTS = {"high": "transformer", "low": "transformer_2"}  # of the noise level -> subfolder
+EXPERTS = {"high": "transformer", "low": "transformer_2"}  # by noise level -> subfolder
 
 
 class Wan(DiffusersModel):
     """Wan for one checkpoint. Its guidance is `guidance_scale`, on above 1.
 
-    The option guidance_scale_2 is the scale of the expert of low noise levels, 0 the same one; flow_shift is the shift
-    of the schedule, 0 the checkpoint's. TI2V-5B takes a first frame, which is then known data: the net sees it at noise
-    level 0, and its velocity is what leads to it.
+    The option guidance_scale_2 is the scale of the expert of low noise levels, 0 for guidance_scale; flow_shift is the
+    shift of the schedule, 0 for the checkpoint's. TI2V-5B accepts a first frame as known data: the net gets it at noise
+    level 0, and its velocity leads to it.
     """
 
     PIPELINE = "WanPipeline"
@@ -64,7 +64,7 @@ class Wan(DiffusersModel):
         if "transformer_2" in self.parts:
             if not isinstance(ratio, float) or not 0 < ratio < 1:
                 raise ValueError(f"boundary_ratio must be in (0, 1) for two experts, {index} says {ratio!r:.80}")
-            self.boundary = float(torch.tensor(ratio))  # as a noise level can be equal to it
+            self.boundary = float(torch.tensor(ratio))  # rounded like a noise level, which may equal it
         elif ratio is not None:
             raise ValueError(f"boundary_ratio must be null without a transformer_2, {index} says {ratio!r:.80}")
         self.IMAGES = self._images()
@@ -80,15 +80,15 @@ class Wan(DiffusersModel):
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The experts high and low, each with its subfolder, where the checkpoint has two."""
+        """The subfolders of the experts high and low, if the checkpoint has two."""
         return EXPERTS if "transformer_2" in self.parts else super().nets
 
     def _images(self) -> range:
-        """How many frames may be given: TI2V-5B takes the first, or none."""
+        """Return the possible numbers of given frames: TI2V-5B accepts the first, or none."""
         return range(2 if self.is_per_token else 1)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size, a number of frames or an option that the model lacks."""
+        """Raise ValueError for a size, a number of frames or an option that the model lacks."""
         super().check(params)
         most = self.value("transformer", "rope_max_seq_len", int, 1024)
         check_size(params, PATCH * self.value("vae", "scale_factor_spatial", int, 8), most=most)
@@ -106,22 +106,22 @@ class Wan(DiffusersModel):
             raise ValueError(f"flow_shift must be > 0, or 0 for the checkpoint's, got {shift}")
 
     def latent_shape(self, params: Params) -> tuple[int, int, int, int]:
-        """(C, f, h, w)."""
+        """Return (C, f, h, w)."""
         stride = self.value("vae", "scale_factor_spatial", int, 8)
         frames = (params.num_frames - 1) // self.value("vae", "scale_factor_temporal", int, 4) + 1
         return self.value("vae", "z_dim", int), frames, params.height // stride, params.width // stride
 
     def sigmas(self, params: Params) -> Tensor:
-        """The noise levels [S + 1] from 1 to 0, evenly spaced and shifted, as Wan's released code has them."""
+        """Return the noise levels [S + 1] from 1 to 0, evenly spaced and shifted like those of Wan's released code."""
         shift = self.option(params, "flow_shift") or self.value("scheduler", "flow_shift", float, 1.0)
         return shift_sigmas(linear_sigmas(params.num_inference_steps), shift)
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype, zeros after the text."""
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype, zeros after the text."""
         from ftfy import fix_text
 
         text = fix_text(prompt.negative if negative else prompt.text)
-        text = html.unescape(html.unescape(text))  # twice, as diffusers does
+        text = html.unescape(html.unescape(text))  # twice, like diffusers
         tokens = parts.tokenizer(
             [" ".join(text.split())], padding="max_length", max_length=TEXT_TOKENS, truncation=True, return_tensors="pt"
         )
@@ -131,10 +131,10 @@ class Wan(DiffusersModel):
         return {"embeds": torch.cat([embeds[:length], torch.zeros_like(embeds[length:])])}
 
     def condition(self, parts: Parts, prompt: Prompt, params: Params) -> Cond:
-        """Of the frames that are given: for TI2V-5B `first` [C, 1, h, w], the latents of the first.
+        """Return the conditioning by given frames: for TI2V-5B `first` [C, 1, h, w], the latents of the first.
 
         Else `image_latents` [4 + C, f, h, w], a mask of the given frames and the latents of a video that is gray
-        between them; and what CLIP sees of them, `image_embeds` [n, D'], for a net that takes it.
+        between them; and CLIP's embeddings of them, `image_embeds` [n, D'], for a net with that input.
         """
         if not prompt.images:
             return {}
@@ -151,7 +151,7 @@ class Wan(DiffusersModel):
         return {"image_latents": torch.cat([mask, latents])} | self._seen(parts, prompt)
 
     def _seen(self, parts: Parts, prompt: Prompt) -> Cond:
-        """What CLIP sees of the given frames."""
+        """Return CLIP's embeddings of the given frames."""
         if "image_encoder" not in self.parts:
             return {}
         encoder = parts.image_encoder
@@ -160,14 +160,14 @@ class Wan(DiffusersModel):
         return {"image_embeds": hidden.flatten(0, 1)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, f, h, w], float32, at x [B, C, f, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D], with guidance also its negative, and what `condition` gives. Both halves of
-        classifier-free guidance run as one batch. With two experts all levels are on one side of the boundary, which
-        the host has to know: it waits for them.
+        cond: `embeds` [B, T, D], with guidance also its negative, and the entries of `condition`. Both halves of
+        classifier-free guidance run as one batch. With two experts all levels must be on one side of the boundary; the
+        host waits for them.
 
         Raises:
-            ValueError: they are not.
+            ValueError: the levels are on both sides.
         """
         embeds, image, first = cond["embeds"], cond.get("image_embeds"), cond.get("first")
         guided, expert = self.is_guided(params), self._expert(sigma)
@@ -203,7 +203,7 @@ class Wan(DiffusersModel):
         return torch.cat([(x[:, :, :1] - first) / sigma.view(-1, 1, 1, 1, 1), velocity[:, :, 1:]], dim=2)
 
     def _expert(self, sigma: Tensor) -> dict[str, str]:
-        """Which of two experts runs."""
+        """Return the keyword that names the expert to run."""
         if not self.boundary:
             return {}
         low = {level < self.boundary for level in sigma.tolist()}
@@ -213,20 +213,20 @@ class Wan(DiffusersModel):
         return {"expert": "low" if low == {True} else "high"}
 
     def decode(self, parts: Parts, x0: Tensor, cond: Cond, params: Params) -> tuple[Media, Rates]:
-        """Videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
+        """Return videos [B, F, H, W, 3] in [0, 1], float32, from clean latents x0 [B, C, f, h, w]."""
         mean, std = self._statistics(x0)
         video = parts.vae.decode((x0 * std + mean).to(parts.vae.dtype), return_dict=False)[0]
         return {"video": (video.float() / 2 + 0.5).clamp(0, 1).movedim(1, -1)}, {"fps": params.frame_rate}
 
     def encode_media(self, parts: Parts, media: Media, params: Params) -> Tensor:
-        """The clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
+        """Return the clean latents [B, C, f, h, w] of videos [B, F, H, W, 3]: the mean of the VAE's code."""
         video = pixels(media["video"]).transpose(1, 2).to(parts.vae.device, parts.vae.dtype)
         code = parts.vae.encode(video).latent_dist.mode().float()
         mean, std = self._statistics(code)
         return (code - mean) / std
 
     def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [1, C, 1, 1, 1] of the VAE's channels."""
+        """Return the mean and standard deviation [1, C, 1, 1, 1] of the VAE's channels."""
         mean, std = (
             to_device(torch.tensor(self.value("vae", name, list)), latents.device).view(1, -1, 1, 1, 1)
             for name in ("latents_mean", "latents_std")
@@ -237,14 +237,14 @@ class Wan(DiffusersModel):
 class WanImageToVideo(Wan):
     """Wan for one checkpoint whose videos begin with a given frame, and may end with another.
 
-    2.1 sees the frames by CLIP too: its checkpoints take the first one, or, if made for both, both.
+    2.1 also encodes the frames with CLIP: its checkpoints accept the first one, or both if trained for both.
     """
 
     PIPELINE = "WanImageToVideoPipeline"
     IMAGES = range(1, 3)
 
     def _images(self) -> range:
-        """How many frames may be given."""
+        """Return the possible numbers of given frames."""
         if "image_encoder" not in self.parts:
             return range(1, 2 if self.is_per_token else 3)
         return range(2, 3) if self.config["transformer"].get("pos_embed_seq_len") else range(1, 2)
@@ -254,4 +254,4 @@ class WanImageToVideo(Wan):
             return super()._class(part)
         from transformers import CLIPImageProcessorPil
 
-        return CLIPImageProcessorPil  # which does without torchvision
+        return CLIPImageProcessorPil  # which needs no torchvision

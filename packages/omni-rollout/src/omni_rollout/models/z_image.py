@@ -1,8 +1,8 @@
 """Z-Image, base and turbo (arXiv 2511.22699): text to image, a flow in the latents of an 8x VAE.
 
 Shapes: B samples, C latent channels (16), h x w latent pixels (an eighth of the image), T text tokens, D text width.
-The net takes and returns lists, a tensor a sample; its time runs from 0 (noise) to 1 (data), its velocity from noise to
-data.
+The net takes and returns lists with a tensor per sample; its time runs from 0 (noise) to 1 (data), its velocity from
+noise to data.
 """
 
 from collections.abc import Mapping
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, check_size
 from omni_rollout.types import Cond, Params, Parts, Prompt
 
-TEXT_UNIT = 32  # tokens, of which the net fills a text up to a multiple
+TEXT_UNIT = 32  # tokens; the net pads a text to a multiple
 
 
 class ZImage(ImageModel):
     """Z-Image for one checkpoint. Its guidance is `guidance_scale`, on above 0; the turbo checkpoint takes 0.
 
-    Options: `cfg_truncation`, the time in [0, 1] after which guidance is off; `cfg_normalization`, the length of the
-    guided velocity is at most that many times the conditional one's, and 0 is no bound;
-    `max_sequence_length`, after how many tokens a text is cut, those of the chat template included.
+    Options: `cfg_truncation`, the time in [0, 1] after which guidance is off; `cfg_normalization`, the largest ratio of
+    the guided velocity's norm to the conditional one's, 0 for no bound; `max_sequence_length`, the number of tokens to
+    which a text is truncated, including those of the chat template.
     """
 
     PIPELINE = "ZImagePipeline"
@@ -49,17 +49,17 @@ class ZImage(ImageModel):
         self._expect("transformer", all_patch_size=[2], all_f_patch_size=[1], in_channels=channels)
 
     def check(self, params: Params) -> None:
-        """Raises ValueError for a size or option that the model lacks."""
+        """Raise ValueError for a size or option that the model lacks."""
         super().check(params)
         places, rows, columns = self.value("transformer", "axes_lens", list, [1024, 512, 512])
         check_size(params, PIXELS_PER_TOKEN, most=min(rows, columns))
-        self.check_text_length(params, (places - 2) // TEXT_UNIT * TEXT_UNIT)  # one is padding's, one the image's
+        self.check_text_length(params, (places - 2) // TEXT_UNIT * TEXT_UNIT)  # one for padding, one for the image
         for name, most in (("cfg_truncation", 1), ("cfg_normalization", float("inf"))):
             if not 0 <= (value := self.option(params, name)) <= most:
                 raise ValueError(f"{name} must be in [0, {most}], got {value}")
 
     def encode(self, parts: Parts, prompt: Prompt, *, negative: bool = False, max_sequence_length: float = 512) -> Cond:
-        """The text features of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
+        """Return the embeddings of one prompt: `embeds` [T, D] in the encoder's dtype and `embeds_mask` [T], True."""
         chat = [{"role": "user", "content": prompt.negative if negative else prompt.text}]
         text = parts.tokenizer.apply_chat_template(
             chat, tokenize=False, add_generation_prompt=True, enable_thinking=True
@@ -70,10 +70,10 @@ class ZImage(ImageModel):
         return {"embeds": embeds, "embeds_mask": torch.ones(len(embeds), dtype=torch.bool)}
 
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
-        """The velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
+        """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives, which are left out where
-        truncation turns it off for all samples.
+        cond: `embeds` [B, T, D] and `embeds_mask` [B, T]; with guidance also their negatives, which are not run if
+        truncation turns guidance off for all samples.
         """
         time = (1000 - sigma.float() * 1000) / 1000  # diffusers' own rounding
         scale = torch.full_like(time, params.guidance_scale)
@@ -104,5 +104,5 @@ class ZImage(ImageModel):
 
 
 def _length(x: Tensor) -> Tensor:
-    """Of each sample's velocity [B, C, h, w], as [B, 1, 1, 1]."""
+    """Return the norm of each sample's velocity [B, C, h, w], as [B, 1, 1, 1]."""
     return torch.linalg.vector_norm(x, dim=(1, 2, 3), keepdim=True)

@@ -91,7 +91,7 @@ def check_files(net: nn.Module, files: Sequence[str | Path]) -> None:
             if name not in wanted:
                 if any(re.search(each, name) for each in ignored):
                     continue
-                raise ValueError(f"{file} must hold weights of {kind} alone, got {name}")
+                raise ValueError(f"{file} must hold only weights of {kind}, got {name}")
             found, shape = opened.get_slice(name).get_shape(), list(wanted[name].shape)
             if found != shape:
                 raise ValueError(f"{file} does not fit {kind}: {name} is {found}, must be {shape}")

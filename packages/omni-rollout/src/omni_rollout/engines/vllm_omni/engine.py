@@ -1,13 +1,12 @@
 """The vLLM-Omni engine: its worker, modules and kernels, inside the training process.
 
-A batch of prompts becomes a batch of requests, the worker runs its pipeline once on all of them, and the pipeline runs
-the same denoising loop as the embedded engine, on vLLM-Omni's modules. So every step, window and noise is omni_sched's;
-what differs from the trainer is the arithmetic of another implementation of the same transformer.
+A batch of prompts becomes a batch of requests. The worker runs its pipeline once on all of them, and the pipeline runs
+the denoising loop of the embedded engine on vLLM-Omni's modules. So all steps, windows and noise are omni_sched's; only
+the arithmetic of another implementation of the transformer differs from the trainer.
 
-Weights. An unsharded trainer can hold its parameters in the engine's own storage (`adopt`): a sync then moves no byte.
-What is not adopted is copied in by `load_weights`, which wants every one of them: a name left out is an error, where
-vLLM-Omni would skip it in silence. The engine keeps its transformer under diffusers' names: `to_q` is a slice of the
-rows of the fused `to_qkv`.
+An unsharded trainer can hold its parameters in the engine's storage (`adopt`): a sync then moves no byte.
+`load_weights` copies those that are not adopted and requires every one of them: a missing name is an error, which
+vLLM-Omni would silently skip. Names are diffusers': `to_q` is a slice of the rows of the fused `to_qkv`.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -36,18 +35,17 @@ PROBES = 32  # elements of each weight that a sync compares afterwards, at most
 
 
 class VllmOmniEngine:
-    """One per process. The transformer's weights start as the checkpoint's, and count as `weight_version`.
+    """A vLLM-Omni engine, at most one per process. It begins with the checkpoint's weights as `weight_version`.
 
-    model: as `open_model` returns it. device: this rank's; its index picks the accelerator. dtype: of all weights.
-    together: entered around what may fail on one rank alone, so that a context manager that agrees with the other ranks
-    on leaving it ends all of them, and none waits for ever. Where there is a process group, all ranks construct their
-    engines at the same point.
+    model: from `open_model`. device: this rank's; its index selects the accelerator. dtype: of all weights. together:
+    entered around code that may fail on only one rank; a context manager such as `same_error` then raises on all ranks,
+    and none waits forever. With a process group, all ranks construct their engines at the same point.
 
     Raises:
-        ValueError: vLLM-Omni's platform has other devices than `device`, or there is no pipeline for the model.
+        ValueError: vLLM-Omni's platform is not that of `device`, or it has no pipeline for the model.
     """
 
-    shares_weights = False  # even what the trainer has adopted is told a new version, and checked
+    shares_weights = False  # adopted weights too get a new version, and are checked
     is_exact = False
 
     def __init__(
@@ -62,7 +60,7 @@ class VllmOmniEngine:
     ) -> None:
         device = torch.device(device)
         if current_omni_platform.device_type != device.type:
-            raise ValueError(f"device must be vLLM-Omni's, a {current_omni_platform.device_type}, got {device}")
+            raise ValueError(f"device must be vLLM-Omni's, {current_omni_platform.device_type}, got {device}")
         kind = model.config["_class_name"]
         if kind not in PIPELINES:
             raise ValueError(f"model must be a {' or '.join(PIPELINES)} for the vLLM-Omni engine, got a {kind}")
@@ -72,9 +70,9 @@ class VllmOmniEngine:
         self._worker = start_worker(PIPELINES[kind], model.path, local_rank=local_rank, dtype=dtype, together=together)
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
-        self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters that lie in the engine's storage
+        self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
         self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
-        self._host: dict[int, Tensor] = {}  # what never changes, by id: copied to the host once
+        self._host: dict[int, Tensor] = {}  # host copies of tensors that never change, by id
         self._calls = count()
 
     @property
@@ -89,10 +87,10 @@ class VllmOmniEngine:
         return self.parts.net
 
     def generate(self, prompts: Sequence[Prompt], params: Params) -> Trajectory:
-        """One sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
+        """Return one sample per prompt, in order, all in one batch; only the steps in `params.sde_steps` are kept.
 
         Raises:
-            ValueError: no prompts, or a size the model does not draw.
+            ValueError: there are no prompts, or the model lacks their size.
             RuntimeError: the engine sleeps.
         """
         if not prompts:
@@ -102,21 +100,21 @@ class VllmOmniEngine:
         requests = [_request(f"{call}-{i}", p, params, self.weight_version) for i, p in enumerate(prompts)]
         outputs = self._worker.execute_model_batch(_schedule(call, requests), self._worker.od_config).runner_outputs
         trajectory = Trajectory.cat([output.result.output for output in outputs])
-        # What inference mode made cannot take part in training. Concatenation has copied all tensors but this one.
+        # Tensors from inference mode cannot be trained with. Concatenation has copied all but this one.
         return replace(trajectory, sigmas=trajectory.sigmas.clone())
 
     def prepare(self, prompts: Sequence[Prompt], params: Params) -> None:
-        """Draw the noise that the next batch starts from, which a device that is busy need not wait for then."""
+        """Sample the initial noise of the next batch, so that a busy device need not wait for it."""
         self.pipeline.sampler.prepare(prompts, params)
 
     def condition(self, prompts: Sequence[Prompt], params: Params) -> Cond:
-        """The conditioning of samples, as `generate` has it; texts and images are encoded once and remembered."""
+        """Return the conditioning of `generate`; distinct texts and images are encoded once and cached."""
         self._check_awake()
         cond: Cond = self.pipeline.sampler.condition(prompts, params)
         return cond
 
     def weights(self) -> dict[str, Tensor]:
-        """The transformer's weights where they lie, under diffusers' names.
+        """Return views of the transformer's weights, under diffusers' names.
 
         Raises:
             RuntimeError: the engine sleeps.
@@ -125,16 +123,15 @@ class VllmOmniEngine:
         return diffusers_views(self.net, self.pipeline.diffusers_names, self.pipeline.packed)
 
     def _buffers(self) -> dict[str, Tensor]:
-        """What the transformer keeps besides its weights."""
+        """Return the transformer's buffers."""
         return dict(self.net.named_buffers())
 
     @torch.no_grad()
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
-        """Moves a trainer's parameters into the engine's storage; returns the bytes that no longer exist twice.
+        """Move a trainer's parameters into the engine's storage; return the number of bytes deduplicated.
 
-        The trainer then updates what the engine samples with. Each must have the values that the engine has, so that a
-        wrong name, or another checkpoint, is found here; they may lie on the host. What was adopted before no longer
-        counts as such.
+        The trainer then updates the engine's weights. The values must equal the engine's, which reveals a wrong name or
+        another checkpoint; they may be on the host. Earlier adoptions end.
 
         Raises:
             ValueError: the engine has no such weight, or another shape, dtype or value.
@@ -144,8 +141,8 @@ class VllmOmniEngine:
             view = _fitting(own, name, param)
             if param.dtype != view.dtype or not torch.equal(param.to(view.device), view):
                 raise ValueError(
-                    f"params must hold what the engine has loaded, but {name} ({param.dtype}) has other values, or "
-                    f"another type, than the engine's ({view.dtype})"
+                    f"params must equal the engine's weights, but {name} ({param.dtype}) has other values, or "
+                    f"another dtype, than the engine's ({view.dtype})"
                 )
             param.data = view
             self._adopted[name] = param
@@ -153,16 +150,16 @@ class VllmOmniEngine:
 
     @torch.no_grad()
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Copies weights in, one at a time, and counts as `version` from then on.
+        """Copy weights into the engine, one at a time, as `version`.
 
-        tensors: full tensors under diffusers' names, every weight of the transformer that is not adopted among them;
-        adopted ones may come too, and are not moved. `named_weights` of omni_train brings LoRA merged. None is kept
-        alive. After an error some are new and some old: the engine is not to be used.
+        tensors: full tensors under diffusers' names, with every weight of the transformer that is not adopted; adopted
+        ones may be included, and are not moved. `named_weights` of omni_train merges LoRA. None is kept alive. After an
+        error some weights are new and some old: do not use the engine any more.
 
         Raises:
-            ValueError: a name or shape that the transformer lacks, a weight left out, or another tensor for an adopted
-                weight, which would overwrite the trainer's own.
-            RuntimeError: the engine sleeps, or does not have afterwards what the trainer has.
+            ValueError: the transformer lacks a name or shape, a weight is missing, or an adopted weight has another
+                tensor, which would overwrite the trainer's.
+            RuntimeError: the engine sleeps, or has other values afterwards.
         """
         weights, given, moved = self.weights(), {}, 0
         own = weights | self._buffers()
@@ -170,11 +167,11 @@ class VllmOmniEngine:
             view = _fitting(own, name, tensor)
             given[name] = _probe(tensor, version).to(view)
             is_there = view.data_ptr() == tensor.data_ptr()
-            if name not in weights:  # a buffer, such as a table of positions: it is moved once, if it differs at all
+            if name not in weights:  # a buffer, such as a table of positions: moved only if it differs
                 is_there = torch.equal(given[name], _probe(view, version))
             if not is_there:
                 if name in self._adopted:
-                    raise ValueError(f"tensors must leave adopted weights where they are, got another for {name}")
+                    raise ValueError(f"tensors must not replace adopted weights, got another for {name}")
                 view.copy_(tensor)
                 moved += view.nbytes
             del tensor  # before the next one is gathered
@@ -186,23 +183,22 @@ class VllmOmniEngine:
         self.moved_bytes, self.weight_version = moved, version
 
     def sleep(self) -> None:
-        """Takes every weight that the trainer has not adopted off the accelerator; on a CPU nothing happens.
+        """Offload every weight that the trainer has not adopted to the host; do nothing on a CPU.
 
-        Text encoder and VAE go to the host, and of the transformer what the trainer does not hold. vLLM's own pool is
-        not used: it would take adopted weights along, and torch's statistics do not see it.
+        vLLM's memory pool is not used: it would offload adopted weights too, and torch's statistics do not include it.
         """
         if self._worker.device.type != "cpu" and not self._asleep:
             self._offload()
             torch.accelerator.empty_cache()
 
     def wake(self) -> None:
-        """Undoes `sleep`."""
+        """Undo `sleep`."""
         for weight, values in self._asleep:
             weight.data = values.to(self._worker.device)
         self._asleep = []
 
     def _offload(self) -> None:
-        """Empties what is not adopted; what changes is copied to the host each time, the rest once."""
+        """Offload tensors that are not adopted; copy those that change each time, the others once."""
         changing = {id(p) for p in self.net.parameters()}
         adopted = {param.untyped_storage().data_ptr() for param in self._adopted.values()}
         for tensor in [*self.pipeline.parameters(), *self.pipeline.buffers()]:
@@ -221,32 +217,32 @@ class VllmOmniEngine:
             raise RuntimeError("the engine sleeps: call wake() first")
 
     def close(self) -> None:
-        """Frees the engine; the process group and the weights that the trainer adopted stay."""
+        """Free the engine; keep the process group and the weights that the trainer adopted."""
         self.pipeline = None
         self._adopted, self._asleep, self._host = {}, [], {}
         stop_worker(self._worker)
 
     def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
-        """Reads the weights anew from the modules that sample: some elements of each are what the trainer has.
+        """Raise RuntimeError unless some elements of each weight equal the trainer's, read from the sampling modules.
 
-        Of an adopted weight it is the trainer's own parameter that is compared, by its address too.
+        An adopted weight must also have the address of the trainer's parameter.
         """
         own = self.weights() | self._buffers()
         moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
         if moved_away:
-            raise RuntimeError(f"the engine's storage is not the trainer's any more: {moved_away[:4]}")
+            raise RuntimeError(f"the engine's storage is no longer the trainer's: {moved_away[:4]}")
         wanted = given | {name: _probe(param, version) for name, param in self._adopted.items()}
         found = {name: _probe(own[name], version) for name in wanted}
         if not torch.equal(torch.cat(list(wanted.values())), torch.cat(list(found.values()))):
             wrong = [name for name, probe in wanted.items() if not torch.equal(probe, found[name])]
-            raise RuntimeError(f"the engine does not have the weights it was given, or they are NaN: {wrong[:4]}")
+            raise RuntimeError(f"the engine has other weights than it received, or NaN: {wrong[:4]}")
 
 
 def diffusers_views(transformer: Any, renamed: dict[str, str], packed: dict[str, list[str]]) -> dict[str, Tensor]:
-    """The weights of a transformer of vLLM-Omni under diffusers' names, as views of where they lie.
+    """Return views of the weights of a transformer of vLLM-Omni, under diffusers' names.
 
-    The rows of a fused layer are those of the layers it stands for, in the order of `packed`, or of the transformer's
-    own `packed_modules_mapping`. renamed: pieces of names here -> there.
+    A fused layer has the rows of its original layers, in the order of `packed`, or of the transformer's
+    `packed_modules_mapping`. renamed: pieces of names, vLLM-Omni's -> diffusers'.
     """
     views: dict[str, Tensor] = {}
     fused = packed or transformer.packed_modules_mapping
@@ -265,19 +261,19 @@ def diffusers_views(transformer: Any, renamed: dict[str, str], packed: dict[str,
 
 
 def _request(name: str, prompt: Prompt, params: Params, weight_version: int) -> OmniDiffusionRequest:
-    """One sample as vLLM-Omni asks for it; what its own fields cannot say goes along as it is."""
+    """Return vLLM-Omni's request for one sample, with prompt and parameters as extra arguments."""
     sampling = OmniDiffusionSamplingParams(
         height=params.height,
         width=params.width,
         num_inference_steps=params.num_inference_steps,
-        seed=0,  # unused: noise comes from omni_sched, by the prompt's own seed
+        seed=0,  # unused: noise comes from omni_sched, by the prompt's seed
         extra_args={"prompt": prompt, "params": params, "weight_version": weight_version},
     )
     return OmniDiffusionRequest(prompt={"prompt": prompt.text}, sampling_params=sampling, request_id=name)
 
 
 def _schedule(call: int, requests: list[OmniDiffusionRequest]) -> DiffusionSchedulerOutput:
-    """All requests at once, as one batch."""
+    """Return a schedule of all requests as one batch."""
     return DiffusionSchedulerOutput(
         step_id=call,
         scheduled_new_reqs=[NewRequestData(request.request_id, request) for request in requests],
@@ -289,7 +285,7 @@ def _schedule(call: int, requests: list[OmniDiffusionRequest]) -> DiffusionSched
 
 
 def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
-    """The weight of that name and shape, or a ValueError."""
+    """Return the weight of that name; raise ValueError unless it has the tensor's shape."""
     if name not in own or own[name].shape != tensor.shape:
         have = tuple(own[name].shape) if name in own else "no such weight"
         raise ValueError(f"names and shapes must be the transformer's, got {name} {tuple(tensor.shape)}, have {have}")
@@ -297,9 +293,9 @@ def _fitting(own: dict[str, Tensor], name: str, tensor: Tensor) -> Tensor:
 
 
 def _probe(tensor: Tensor, version: int) -> Tensor:
-    """Up to PROBES elements, evenly spread, as a copy that does not keep the tensor alive.
+    """Return a copy of up to PROBES evenly spaced elements, which does not keep the tensor alive.
 
-    Where they begin depends on the version, so that syncs one after the other look at every element in turn.
+    The first one depends on the version, so that consecutive syncs compare every element in turn.
     """
     stride = max(1, -(-tensor.numel() // PROBES))
     return tensor.flatten()[version % stride :: stride].clone()

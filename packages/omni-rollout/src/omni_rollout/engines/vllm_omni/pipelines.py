@@ -1,7 +1,7 @@
 """vLLM-Omni's pipelines as rollout pipelines, one row per model.
 
-A class subclasses one of vLLM-Omni's pipelines, and tells how its transformer's parameter names differ from diffusers'.
-Where vLLM-Omni's transformer is called differently, a hook turns diffusers' call into it.
+A class subclasses one of vLLM-Omni's pipelines, and has the differences of its transformer's parameter names from
+diffusers'. If vLLM-Omni's transformer has other arguments, a hook converts diffusers' call.
 """
 
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from transformers import CLIPImageProcessorPil
 
 from omni_rollout.engines.vllm_omni.worker import RolloutPipeline
 from omni_rollout.models.diffusers_model import joined
-from omni_rollout.models.qwen_image_edit import picture_processor
+from omni_rollout.models.qwen_image_edit import image_processor_class
 from omni_rollout.models.wan import EXPERTS
 
 from vllm_omni.diffusion.models.flux.pipeline_flux import FluxPipeline  # isort: skip - after the worker
@@ -50,7 +50,8 @@ class QwenEditPipeline(QwenPipeline):
 
     def __init__(self, **kwargs: Any) -> None:
         stock = type(self).__bases__[1]
-        with patch(f"{stock.__module__}.Qwen2VLProcessor", picture_processor()):  # `encode` needs only its image half
+        # `encode` needs only the processor's half for images.
+        with patch(f"{stock.__module__}.Qwen2VLProcessor", image_processor_class()):
             super().__init__(**kwargs)
 
 
@@ -83,7 +84,7 @@ class StableDiffusion3Rollout(RolloutPipeline, StableDiffusion3Pipeline):
 
 
 class WanPipeline(RolloutPipeline):
-    """What Wan's pipelines share: their names, and the experts as one net."""
+    """A rollout pipeline of Wan: parameter names, and the experts as one net."""
 
     diffusers_names: ClassVar = {
         ".to_out.": ".to_out.0.",
@@ -95,7 +96,7 @@ class WanPipeline(RolloutPipeline):
 
     @property
     def net(self) -> nn.Module:
-        """Both experts, or the only transformer."""
+        """Both experts, or the single transformer."""
         nets = {name: getattr(self, part) for name, part in EXPERTS.items()}
         return joined({name: net for name, net in nets.items() if net is not None})
 
@@ -111,23 +112,23 @@ class WanImageToVideoRollout(WanPipeline, wan_i2v.Wan22I2VPipeline):
         read = wan_i2v._load_json
 
         def parts_there(*args: Any) -> dict[str, Any]:
-            """Without the parts that are null: of a second transformer it asks for the name alone."""
+            """Return the file without null parts: the pipeline only checks for the name of a second transformer."""
             return {name: part for name, part in read(*args).items() if part != [None, None]}
 
         with patch.multiple(wan_i2v, _load_json=parts_there, CLIPImageProcessor=CLIPImageProcessorPil):
-            super().__init__(**kwargs)  # the other processor's pixels are torchvision's
+            super().__init__(**kwargs)  # the default processor uses torchvision
         if embedder := self.transformer.condition_embedder.image_embedder:
             for norm in (embedder.norm1, embedder.norm2):
-                norm.eps = 1e-5  # diffusers'; theirs is a tenth of it
+                norm.eps = 1e-5  # diffusers' value, ten times vLLM-Omni's
 
 
 def _add_text_lengths(module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """vLLM-Omni's transformer wants the padded length of every text, which diffusers' reads off the text itself."""
+    """Add the padded length of every text, which vLLM-Omni's transformer requires as an argument."""
     num_samples, length = kwargs["encoder_hidden_states"].shape[:2]
     return args, kwargs | {"txt_seq_lens": [length] * num_samples}
 
 
-# What model_index.json calls the pipeline -> the class that samples it.
+# The pipeline of model_index.json -> its rollout class.
 PIPELINES: dict[str, type[RolloutPipeline]] = {
     "FluxPipeline": Flux1Rollout,
     "FluxKontextPipeline": Flux1KontextRollout,

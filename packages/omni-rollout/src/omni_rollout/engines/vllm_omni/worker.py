@@ -1,7 +1,7 @@
-"""One worker of vLLM-Omni inside a training rank, and the trainer's process as it was before.
+"""A worker of vLLM-Omni inside a training rank.
 
-The worker is a guest of the process, see `omni_rollout.engines.guest`. Sampling itself calls no collective, so ranks
-may draw different prompts, batches and numbers of steps.
+The worker is a guest of the process, see `omni_rollout.engines.guest`. Sampling calls no collective, so ranks may have
+different prompts, batches and numbers of steps.
 """
 
 import importlib.metadata
@@ -19,11 +19,11 @@ from omni_rollout.model import Model
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Parts
 
-VERSION = "0.30.0"  # of vllm and of vllm-omni; the insides this file relies on change with every release
+VERSION = "0.30.0"  # of vllm and vllm-omni; this file uses internals that change with every release
 
 
 def check_versions() -> None:
-    """Raises ImportError unless vLLM and vLLM-Omni are there in the versions this engine is written for."""
+    """Raise ImportError unless vLLM and vLLM-Omni are installed in the versions that this engine supports."""
     found = {}
     for name in ("vllm", "vllm-omni"):
         try:
@@ -38,7 +38,7 @@ def check_versions() -> None:
 check_versions()
 if not torch.accelerator.is_available():
     os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
-with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the format of every log line
+with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # else it changes the format of every log line
     from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm_omni.diffusion.data import DiffusionOutput, OmniDiffusionConfig
     from vllm_omni.diffusion.distributed.parallel_state import destroy_distributed_env, model_parallel_is_initialized
@@ -48,11 +48,11 @@ with patch.dict(os.environ, VLLM_CONFIGURE_LOGGING="0"):  # or it takes over the
 
 
 class RolloutPipeline:
-    """Mixed into a pipeline of vLLM-Omni, it makes a batch of requests one call of our sampler on its modules.
+    """A mixin for pipelines of vLLM-Omni that answers a batch of requests by one call of our sampler on its modules.
 
-    diffusers_names: pieces of its transformer's parameter names, and what diffusers has in their place. packed: fused
-    layers and the layers they stand for, in the order of their rows, where vLLM-Omni's transformer does not say it.
-    sampler: set by the engine.
+    diffusers_names: pieces of its transformer's parameter names, with diffusers'. packed: fused layers with their
+    original layers, in the order of their rows, if vLLM-Omni's transformer has no `packed_modules_mapping`. sampler:
+    set by the engine.
     """
 
     supports_request_batch = True
@@ -63,7 +63,7 @@ class RolloutPipeline:
 
     @property
     def net(self) -> nn.Module:
-        """What samples."""
+        """The module that samples."""
         net: nn.Module = self.transformer
         return net
 
@@ -77,7 +77,7 @@ class RolloutPipeline:
         return parts
 
     def forward(self, req: DiffusionRequestBatch) -> list[DiffusionOutput]:
-        """One Trajectory of one sample per request, each in the `output` of its DiffusionOutput."""
+        """Return a Trajectory with one sample per request, in the `output` of its DiffusionOutput."""
         asked = [params.extra_args for params in req.sampling_params_list]
         trajectory = self.sampler.sample(
             [extra["prompt"] for extra in asked], asked[0]["params"], weight_version=asked[0]["weight_version"]
@@ -93,19 +93,19 @@ def start_worker(
     dtype: torch.dtype,
     together: Callable[[], AbstractContextManager[None]],
 ) -> DiffusionWorker:
-    """A worker with the pipeline's checkpoint loaded, on the device that `local_rank` names.
+    """Return a worker with the pipeline's checkpoint loaded, on the device of `local_rank`.
 
-    With a process group every rank calls this at the same point: it makes groups, which all ranks take part in. An
-    error leaves the trainer's group as it was, and room for another worker.
+    With a process group every rank calls this at the same point, as it creates groups. After an error the trainer's
+    group is unchanged, and another worker can be started.
 
-    together: entered around what may fail on one rank alone, with no collective inside, so that the caller can let
-    every rank fail at that point.
+    together: entered around code that may fail on only one rank and contains no collective, so that the caller can
+    raise on every rank.
 
     Raises:
         RuntimeError: the process has a worker already.
     """
     if model_parallel_is_initialized():
-        raise RuntimeError("this process has an engine, and vLLM-Omni's groups allow one: close() it first")
+        raise RuntimeError("this process has an engine already, and vLLM-Omni allows only one: close() it first")
     group = torch.distributed
     world = group.get_world_size() if group.is_initialized() else 1
     with undisturbed_process(), some_process_group(current_omni_platform.dist_backend), kept_process_group():
@@ -116,14 +116,14 @@ def start_worker(
                 num_gpus=world,
                 parallel_config={"data_parallel_size": world},  # every rank holds the whole model
                 enforce_eager=True,
-                extras={},  # its default is a placeholder that some pipelines trip over
+                extras={},  # its default is a placeholder that breaks some pipelines
             )
             config.enrich_config()
         worker_class = resolve_obj_by_qualname(current_omni_platform.get_diffusion_worker_cls())
         try:
-            # Both ranks it is told only pick the device: the process group knows the global one.
+            # Both ranks only select the device: the process group has the global rank.
             worker = worker_class(local_rank=local_rank, rank=local_rank, od_config=config, skip_load_model=True)
-            # It would hand an autoregressive stage's cache on: a broadcast of pickled objects for every request.
+            # It would transfer an autoregressive stage's KV cache: a broadcast of pickled objects per request.
             worker.model_runner.kv_transfer_manager = None
             with together():
                 worker.load_model(load_format="custom_pipeline", custom_pipeline_name=pipeline)
@@ -134,6 +134,6 @@ def start_worker(
 
 
 def stop_worker(worker: DiffusionWorker) -> None:
-    """Ends the worker and its groups; the trainer's process group stays."""
+    """End the worker and its groups; keep the trainer's process group."""
     with kept_process_group():
         worker.shutdown()

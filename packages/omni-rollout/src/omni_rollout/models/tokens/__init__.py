@@ -1,4 +1,4 @@
-"""One file per language model; nothing here knows of an algorithm."""
+"""One file per language model, independent of algorithms."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +10,7 @@ from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.models.tokens.qwen_text import QwenText
 from omni_rollout.tokens import TokenModel
 
-# What config.json calls the architecture -> the model's class. A new model is one more line.
+# The architecture of config.json -> the model's class. A new model is one more line.
 TOKEN_MODELS: dict[str, Callable[[str | Path], TokenModel]] = {
     "Qwen2ForCausalLM": QwenText,
     "Qwen3ForCausalLM": QwenText,
@@ -22,7 +22,7 @@ TOKEN_MODELS: dict[str, Callable[[str | Path], TokenModel]] = {
 
 
 def open_token_model(path: str | Path) -> TokenModel:
-    """The language model of a checkpoint, which is a folder or a hub id. No weight is read.
+    """Return the language model of a checkpoint, which is a folder or a hub id. No weight is read.
 
     Raises:
         ValueError: there is no such folder, it holds another model, or a file of its configuration is damaged.

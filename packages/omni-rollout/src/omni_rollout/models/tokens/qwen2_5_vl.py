@@ -1,6 +1,6 @@
 """Qwen2.5-VL (github.com/QwenLM/Qwen2.5-VL): text, images and video in, text out.
 
-Pictures take no torchvision: transformers' processor on PIL cuts them into patches, and a video's frames two by two.
+It needs no torchvision: transformers' PIL processor cuts images into patches, and a video's frames in pairs.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from omni_rollout.types import Cond, Prompt
 
 
 class Patches:
-    """The patches of pictures and of videos, as transformers' processors have them."""
+    """The patches of images and videos, like those of transformers' processors."""
 
     def __init__(self, folder: Path) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -24,14 +24,14 @@ class Patches:
         self.processor: Any = open_processor(Qwen2VLImageProcessorPil, folder)
 
     def of_images(self, images: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The patches [n, D] of pictures, uint8 [H, W, 3] each, and their grids [images, 3]: 1, rows, columns."""
+        """Return the patches [n, D] of images, uint8 [H, W, 3] each, and their grids [images, 3]: 1, rows, columns."""
         made = self.processor(images=[image.numpy() for image in images], return_tensors="pt")
         return made.pixel_values, made.image_grid_thw
 
     def of_video(self, video: Tensor) -> tuple[Tensor, Tensor]:
-        """The patches [n, D] of a video, uint8 [F, H, W, 3], and its grid [1, 3]: pairs of frames, rows, columns.
+        """Return the patches [n, D] of a video, uint8 [F, H, W, 3], and its grid [1, 3]: frame pairs, rows, columns.
 
-        The processor takes a picture for a frame that stands still; two frames share a patch in its place.
+        The processor repeats an image in time; here a patch has two frames instead.
         """
         span = self.processor.temporal_patch_size
         frames = torch.cat([video, video[-1:].expand(-len(video) % span, -1, -1, -1)])
@@ -42,14 +42,14 @@ class Patches:
         return together.flatten(0, 1).flatten(1), torch.tensor([[len(frames) // span, rows, columns]])
 
     def places(self, grids: Tensor) -> list[int]:
-        """The tokens that each of the grids takes in a prompt."""
+        """Return the number of prompt tokens of each grid."""
         counts: list[int] = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
         return counts
 
     def encode(self, prompt: Prompt, *, seconds: str) -> tuple[Cond, list[int], list[int]]:
-        """The tensors of a prompt's pictures and its video, and the tokens that each takes.
+        """Return the tensors of a prompt's images and video, and the number of tokens of each.
 
-        seconds: the net's name for those between two places in time of a video.
+        seconds: the net's name for the time between two temporal positions of a video.
         """
         found: Cond = {}
         images: list[int] = []
@@ -65,7 +65,7 @@ class Patches:
 
 
 class Qwen25VL(TransformersModel):
-    """Qwen2.5-VL for one checkpoint. Its vision tower stays as it is."""
+    """Qwen2.5-VL for one checkpoint. Its vision tower is frozen."""
 
     BLOCK_NAMES: tuple[str, ...] = ("Qwen2_5_VLDecoderLayer", "Qwen2_5_VLVisionBlock")
     LORA_TARGETS = r"model\.language_model\.layers\.\d+\.self_attn\.[qkvo]_proj"
@@ -80,12 +80,12 @@ class Qwen25VL(TransformersModel):
         self.patches = Patches(self.folder)
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """The tensors of a prompt's pictures and video, and the tokens that each takes."""
+        """Return the tensors of a prompt's images and video, and the number of tokens of each by placeholder."""
         found, images, videos = self.patches.encode(prompt, seconds="second_per_grid_ts")
         return found, {self.config["image_token_id"]: images, self.config["video_token_id"]: videos}
 
     def positions(self, inputs: Cond) -> Cond:
-        """What each token stands for, 0 text, 1 image, 2 video, of which the net makes its place."""
+        """Return each token's type, 0 text, 1 image, 2 video, from which the net computes positions."""
         kinds = torch.zeros_like(inputs["input_ids"])
         for kind, name in enumerate(("image_token_id", "video_token_id"), start=1):
             kinds = kinds.masked_fill(inputs["input_ids"] == self.config[name], kind)

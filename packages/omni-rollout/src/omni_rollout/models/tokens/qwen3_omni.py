@@ -1,6 +1,6 @@
 """The thinker of Qwen3-Omni (github.com/QwenLM/Qwen3-Omni): text, images, sound and video in, text out.
 
-It opens from the folder of the whole model, whose names begin with `thinker.`, or from one of the thinker alone.
+It loads from the folder of the whole model, whose names begin with `thinker.`, or from that of a separate thinker.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ FEATURES = ("input_features", "feature_attention_mask")
 
 
 class Qwen3Omni(TransformersModel):
-    """Qwen3-Omni's thinker for one checkpoint. Its towers for pictures and sound stay as they are."""
+    """Qwen3-Omni's thinker for one checkpoint. Its towers for images and sound are frozen."""
 
     BLOCK_NAMES: tuple[str, ...] = (
         "Qwen3OmniMoeThinkerTextDecoderLayer",
@@ -46,24 +46,24 @@ class Qwen3Omni(TransformersModel):
         self.prefix = "thinker." if "thinker_config" in read_json(self.file) else ""
 
     def read_config(self) -> dict[str, Any]:
-        """The configuration of the thinker, also of the whole model's."""
+        """Return the configuration of the thinker, also of the whole model's."""
         own: dict[str, Any] = self.net_config().to_dict()
         return own | {"architectures": read_json(self.file)["architectures"]}
 
     def net_class(self) -> Any:
-        """The class of the thinker."""
+        """Return the thinker's class."""
         from transformers import Qwen3OmniMoeThinkerForConditionalGeneration
 
         return Qwen3OmniMoeThinkerForConditionalGeneration
 
     def config_of(self, content: dict[str, Any]) -> Any:
-        """The configuration of the thinker, also of the whole model's."""
+        """Return the configuration of the thinker, also of the whole model's."""
         from transformers import Qwen3OmniMoeThinkerConfig
 
         return Qwen3OmniMoeThinkerConfig(**content.get("thinker_config", content))
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """The tensors of a prompt's pictures, video and sound, and the tokens that each takes."""
+        """Return the tensors of a prompt's images, video and sound, and the number of tokens of each by placeholder."""
         from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import _get_feat_extract_output_lengths
 
         found, images, videos = self.patches.encode(prompt, seconds="video_second_per_grid")
@@ -84,11 +84,11 @@ class Qwen3Omni(TransformersModel):
         return found, {self.config[name]: sizes for name, sizes in zip(names, (images, videos, sounds), strict=True)}
 
     def positions(self, inputs: Cond) -> Cond:
-        """None: the net makes places in time, rows and columns of ids and masks."""
+        """Return {}: the net computes positions from ids and masks."""
         return {}
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes the weights as the whole model names them, so that it opens them, the thinker too."""
+        """Write the weights under the whole model's names, which the thinker's class reads too."""
         from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
         config = Qwen3OmniMoeConfig(thinker_config=self.net_config().to_dict(), enable_audio_output=False)

@@ -1,4 +1,4 @@
-"""Qwen2.5 and Qwen3 (github.com/QwenLM/Qwen3): text in, text out. One file for both, as one layout serves them."""
+"""Qwen2.5 and Qwen3 (github.com/QwenLM/Qwen3): text in, text out. Both have the same layout."""
 
 from pathlib import Path
 
@@ -13,4 +13,4 @@ class QwenText(TransformersModel):
     def __init__(self, path: str | Path) -> None:
         super().__init__(path)
         kind = self.config["architectures"][0].removesuffix("ForCausalLM")
-        self.BLOCK_NAMES = (f"{kind}DecoderLayer",)  # they differ in their names alone
+        self.BLOCK_NAMES = (f"{kind}DecoderLayer",)  # they differ only in names

@@ -1,6 +1,6 @@
-"""A program that renders a chat by the template of a checkpoint that nobody vouches for; it has 10 s and 2 GB for it.
+"""A program that renders a chat with a checkpoint's untrusted template, within 10 s and 2 GB.
 
-Its input is a JSON object: the arguments of transformers' `render_jinja_template`, those for special tokens apart.
+Its input is a JSON object: the arguments of transformers' `render_jinja_template`, with special tokens separate.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What language models have in common whose checkpoint is transformers': files, texts, padding, loading, saving.
+"""The base of language models with transformers' checkpoints: files, texts, padding, loading, saving.
 
 Shapes: B samples, P tokens of the longest prompt, T of the longest answer.
 """
@@ -26,17 +26,17 @@ PARTS = {
     "images": "image",
     "video": "video",
     "audio": "audio",
-}  # what a prompt may hold -> how a chat template names it
-MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # what towers take
+}  # kind of a prompt's media -> its name in chat templates
+MEDIA = ("pixel_values", "pixel_values_videos", "input_features")  # inputs of towers
 
 MAX_RENDERED = 2**20  # letters that a chat template may add to a chat
 
 
 class TransformersModel:
-    """The half of a TokenModel that the checkpoint's files decide; a subclass adds media.
+    """The half of a TokenModel that depends on the checkpoint's files; a subclass adds media.
 
-    PLACES: entries of config.json, tokens that stand for media or enclose them in a prompt, and are in no answer.
-    GROWS: entries of `encode` that are padded behind, along their last axis, before they are joined.
+    PLACES: entries of config.json with the tokens of media placeholders and their marks, which no answer may have.
+    GROWS: entries of `encode` that are padded at the end of their last axis before they are concatenated.
     """
 
     BLOCK_NAMES: tuple[str, ...]
@@ -56,32 +56,32 @@ class TransformersModel:
         self.path, self.folder = str(path), local_folder(path)
         self.file = self.folder / "config.json"
         self.config = self.read_config()
-        self.net_config()  # or the tokenizer, which reads it too, would stumble over its faults
+        self.net_config()  # checked before the tokenizer reads it too
         self.tokenizer: Any = open_tokenizer(AutoTokenizer, self.folder)
-        template = self.folder / "chat_template.json"  # where releases of models with media have it
+        template = self.folder / "chat_template.json"  # in releases of models with media
         if self.tokenizer.chat_template is None and template.is_file():
             self.tokenizer.chat_template = read_json(template).get("chat_template")
         self.suppressed = tuple(_token(self.file, name, self.config.get(name)) for name in self.PLACES)
-        said = self.folder / "generation_config.json"
-        ends = read_json(said).get("eos_token_id", []) if said.is_file() else []
+        file = self.folder / "generation_config.json"
+        ends = read_json(file).get("eos_token_id", []) if file.is_file() else []
         ends = [self.tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])]
-        self.ends = tuple(dict.fromkeys(_token(said, "eos_token_id", end) for end in ends if end is not None))
+        self.ends = tuple(dict.fromkeys(_token(file, "eos_token_id", end) for end in ends if end is not None))
         if not self.ends:
             raise ValueError(f"model must have a token that ends answers, {self.folder} names none")
 
     def read_config(self) -> dict[str, Any]:
-        """The configuration of the net."""
+        """Return the configuration of the net."""
         return read_json(self.file)
 
     @property
     def nets(self) -> Mapping[str, str]:
-        """The net itself, whose name is empty."""
+        """The single net, whose name is empty."""
         return {"": "."}
 
     def check_files(self) -> None:
-        """Raises ValueError unless all files are whole and fit each other; of a hub id weights are left to `load_net`.
+        """Raise ValueError unless all files are complete and consistent; read no weight.
 
-        No weight is read.
+        `load_net` checks the weights of a hub id.
         """
         with _quiet():
             net: Any = self._read(torch.float32, values=False) if Path(self.path).is_dir() else self.empty_net()
@@ -94,13 +94,13 @@ class TransformersModel:
             check_template(self.folder, self.tokenizer.get_chat_template(), json.dumps(chat), special)
 
     def net_class(self) -> Any:
-        """The class of the net."""
+        """Return the class of the net."""
         import transformers
 
         return getattr(transformers, self.config["architectures"][0])
 
     def load_net(self, *, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The net with the checkpoint's weights, frozen, in eval mode.
+        """Return the net with the checkpoint's weights, frozen, in eval mode.
 
         Raises:
             ValueError: the weights do not fit the configuration, or some are not finite.
@@ -113,44 +113,44 @@ class TransformersModel:
         return net.requires_grad_(False).eval().to(device)
 
     def _read(self, dtype: torch.dtype, *, values: bool) -> nn.Module:
-        """The net of the files, with all of their weights; without values by their shapes, on the meta device.
+        """Return the net with all weights of the files; on the meta device, with only their shapes, if not `values`.
 
-        transformers opens no file: it has other rules than ours of which one to take, pickles among them.
+        transformers opens no file: it would choose other ones, also pickles.
         """
         cls = self.net_class()
         with safetensors_slices(safetensors_files(self.folder, "model")) as slices, made_of(self.file, cls.__name__):
             own = {name: part for name, part in slices.items() if name.startswith(self.prefix)}
-            net, told = cls.from_pretrained(
+            net, info = cls.from_pretrained(
                 None,
                 config=self.net_config(),
                 state_dict=own if values else {n: torch.empty(p.get_shape(), device="meta") for n, p in own.items()},
                 device_map=None if values else "meta",
                 dtype=dtype,
                 attn_implementation="sdpa",
-                ignore_mismatched_sizes=True,  # so that they are reported, as below
+                ignore_mismatched_sizes=True,  # so that they are reported below
                 output_loading_info=True,
                 trust_remote_code=False,
             )
-        if missing := told["missing_keys"]:
+        if missing := info["missing_keys"]:
             raise ValueError(f"model is incomplete: {self.folder} lacks {len(missing)} weights, such as {min(missing)}")
-        if surplus := told["unexpected_keys"]:
+        if surplus := info["unexpected_keys"]:
             some = f"{len(surplus)} weights that its configuration lacks, such as {min(surplus)}"
             raise ValueError(f"model is damaged: {self.folder} has {some}")
-        for name, found, shape in told["mismatched_keys"]:
+        for name, found, shape in info["mismatched_keys"]:
             says = f"{tuple(found)}, its configuration says {tuple(shape)}"
             raise ValueError(f"model is damaged: {name} of {self.folder} has the shape {says}")
         loaded: nn.Module = net
         return loaded
 
     def empty_net(self, *, buffers: bool = False) -> nn.Module:
-        """The net on the meta device, for names and shapes."""
+        """Return the net on the meta device, for names and shapes."""
         cls = self.net_class()
         with made_of(self.file, cls.__name__), torch.device("meta"):
             net: nn.Module = cls._from_config(self.net_config(), attn_implementation="sdpa")
         return net.requires_grad_(False).eval()
 
     def net_config(self) -> Any:
-        """The configuration as the net's class takes it."""
+        """Return the configuration for the net's class."""
         content, cls = read_json(self.file), self.net_class()
         check_counts(content, self.file)
         if "quantization_config" in content:
@@ -159,19 +159,19 @@ class TransformersModel:
             return self.config_of(content)
 
     def config_of(self, content: dict[str, Any]) -> Any:
-        """The configuration that a file's object stands for."""
+        """Return the configuration of a file's object."""
         return self.net_class().config_class.from_dict(content)
 
     def encode(self, prompt: Prompt) -> Cond:
-        """One prompt: `input_ids` [P], and the tensors of its media under the net's own names.
+        """Return a prompt's `input_ids` [P], and the tensors of its media under the net's names.
 
         Raises:
-            ValueError: media that the model does not take, or a text with tokens that stand for media.
+            ValueError: the model does not support the media, or the text has placeholders of media.
         """
         kinds = [kind for name, kind in PARTS.items() if getattr(prompt, name) not in (None, ())]
         for kind in kinds:
             if kind not in self.MEDIA:
-                have = " and ".join(self.MEDIA) or "text alone"
+                have = " and ".join(self.MEDIA) or "only text"
                 raise ValueError(f"prompts of a {type(self).__name__} must hold {have}, got {kind}")
         media, places = self.encode_media(prompt)
         text = prompt.text
@@ -188,7 +188,7 @@ class TransformersModel:
         return {"input_ids": torch.tensor(spread), **media}
 
     def _render(self, chat: object) -> str:
-        """A chat as the checkpoint's template has it."""
+        """Return a chat rendered with the checkpoint's template."""
         from jinja2 import TemplateError
 
         try:
@@ -200,20 +200,20 @@ class TransformersModel:
         return text
 
     def chat_of(self, prompt: Prompt, kinds: Sequence[str]) -> list[dict[str, object]]:
-        """The messages of a prompt that has none: the system's, if any, and the user's with media before the text."""
-        said: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
-        said = [{"type": "image"}] * len(prompt.images) + said + [{"type": "text", "text": prompt.text}]
-        chat: list[dict[str, object]] = [{"role": "user", "content": said if kinds else prompt.text}]
+        """Return the messages for a prompt without: the system's, if any, and the user's with media before the text."""
+        content: list[dict[str, str]] = [{"type": kind} for kind in kinds if kind != "image"]
+        content = [{"type": "image"}] * len(prompt.images) + content + [{"type": "text", "text": prompt.text}]
+        chat: list[dict[str, object]] = [{"role": "user", "content": content if kinds else prompt.text}]
         if system := prompt.meta.get("system"):
             chat.insert(0, {"role": "system", "content": str(system)})
         return chat
 
     def encode_media(self, prompt: Prompt) -> tuple[Cond, dict[int, list[int]]]:
-        """The tensors of a prompt's media; and by the token that stands for one, how many each takes."""
+        """Return the tensors of a prompt's media, and the number of tokens of each medium by its placeholder."""
         return {}, {token: [] for token in self.suppressed}
 
     def inputs(self, encoded: Sequence[Cond], tokens: Tensor, mask: Tensor) -> Cond:
-        """What the net is called with: prompts, padded on their left, and answers [B, T], on the device of `tokens`."""
+        """Return the net's inputs: left-padded prompts and answers [B, T], on the device of `tokens`."""
         device, length = tokens.device, max(len(each["input_ids"]) for each in encoded)
         rows = [(each["input_ids"], length - len(each["input_ids"])) for each in encoded]
         ids = torch.stack([pad(row, [left, 0], value=self.ends[0]) for row, left in rows]).to(device)
@@ -231,24 +231,24 @@ class TransformersModel:
         return together | self.positions(together)
 
     def positions(self, inputs: Cond) -> Cond:
-        """The places of tokens, as transformers' generation has them."""
+        """Return the positions of tokens, like those of transformers' generation."""
         places = inputs["attention_mask"].cumsum(dim=1) - 1
         return {"position_ids": places.masked_fill(inputs["attention_mask"] == 0, 1)}
 
     def decode(self, tokens: Tensor) -> str:
-        """The text of one answer, without special tokens."""
+        """Return the text of one answer, without special tokens."""
         text: str = self.tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
     def save(self, net: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Writes full weights, by the net's names, where transformers opens them, with all else of the checkpoint."""
+        """Write full weights, by the net's names, in transformers' layout, with the checkpoint's other files."""
         empty: Any = self.empty_net()
         empty.save_pretrained(folder, state_dict=dict(weights))
         self.finish(folder)
 
     def finish(self, folder: Path) -> None:
-        """Puts what is not trained beside exported weights: tokenizer, processors, templates, how to generate."""
-        (folder / "generation_config.json").unlink(missing_ok=True)  # a default one, with fewer ends
+        """Add tokenizer, processors, templates and generation settings to exported weights."""
+        (folder / "generation_config.json").unlink(missing_ok=True)  # the library's default, with fewer end tokens
         for file in self.folder.iterdir():
             is_small = file.suffix in (".json", ".txt", ".jinja", ".model") and "safetensors" not in file.name
             if is_small and not (folder / file.name).exists():
@@ -256,10 +256,10 @@ class TransformersModel:
 
 
 def _token(file: Path, name: str, value: object) -> int:
-    """A token that a file names.
+    """Return the token of a file's entry.
 
     Raises:
-        ValueError: it names none.
+        ValueError: it is not a token.
     """
     if type(value) is not int or value < 0:
         raise ValueError(f"{name} of {file} must be a token, got {value!r:.80}")
@@ -268,9 +268,9 @@ def _token(file: Path, name: str, value: object) -> int:
 
 @cache
 def check_template(folder: Path, template: str, chat: str, special: str) -> None:
-    """Raises ValueError for a chat template that fails, or takes too much time or memory, for a chat of one word.
+    """Raise ValueError for a chat template that fails, or takes too much time or memory, for a chat of one word.
 
-    A process of its own renders it, as nothing else bounds both. chat, special: as `rendering` has them, in JSON.
+    A separate process renders it, which bounds both. chat, special: the inputs of `rendering`, in JSON.
     """
     asked = f'{{"conversations": [{chat}], "chat_template": {json.dumps(template)}, "special": {special}}}'
     script = Path(__file__).with_name("rendering.py")
@@ -283,7 +283,7 @@ def check_template(folder: Path, template: str, chat: str, special: str) -> None
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the `with` block transformers prints nothing: what it would report is raised."""
+    """Silence transformers in the `with` block; errors are raised instead."""
     from transformers.utils import logging
 
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
