@@ -73,7 +73,8 @@ class TokenTrajectory(Samples):
     def _resized(self, length: int) -> Self:
         """Return the same answers, padded or truncated to `length`."""
         change = [0, length - self.tokens.shape[1]]  # a negative number truncates
-        resized = {name: pad(getattr(self, name), change) for name in ("tokens", "mask", "rollout_log_prob")}
+        names = ("tokens", "mask", "rollout_log_prob")
+        resized: dict[str, Any] = {name: pad(getattr(self, name), change) for name in names}
         return replace(self, **resized)
 
 
