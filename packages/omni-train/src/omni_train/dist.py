@@ -46,7 +46,7 @@ _FIRST_BYTES = 4096  # of a message that all ranks exchange at once; a longer on
 class Dist:
     """This process's place among the ranks. `mesh` is 1-D with the axis name "dp", or None without a process group.
 
-    is_planned: True if the other ranks do not exist (`omni_train.planned`); all of them would send what this one does.
+    is_planned: True if the other ranks do not exist (`omni_train.planned`); they are taken to send what this one does.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Moment:
-    """A time of the host's clock, seconds, and on an accelerator an event in its queue."""
+    """A time of the host's clock, in seconds, and on an accelerator an event in its queue."""
 
     host_s: float
     event: torch.Event | None = None
@@ -81,10 +81,10 @@ class Moment:
 def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
     """Join the ranks that torchrun started in one process group; return a single rank without torchrun.
 
-    A rank ends itself when its torchrun has ended, so that it cannot write beside the run that is started next.
+    A rank ends when its torchrun has ended, so that it cannot write at the same time as the next run.
 
     Args:
-        timeout_s: seconds after which a collective that some rank never joined is an error.
+        timeout_s: seconds after which a collective fails if a rank is missing.
         init_method: rendezvous of `torch.distributed.init_process_group`; torchrun needs the default.
     """
     if "RANK" not in os.environ:
@@ -158,7 +158,7 @@ def synchronize() -> None:
 
 
 def now() -> Moment:
-    """Return this moment; on an accelerator the one at which all work queued so far is done. It does not wait."""
+    """Return this moment; on an accelerator, the end of all work queued so far. It does not wait."""
     event = torch.Event(enable_timing=True) if torch.accelerator.is_available() else None
     if event is not None:
         event.record()
@@ -166,7 +166,7 @@ def now() -> Moment:
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """Return the seconds between two moments; wait until both have come."""
+    """Return the seconds between two moments; wait for both."""
     if start.event is None or end.event is None:
         return end.host_s - start.host_s
     if not end.event.query():
@@ -175,7 +175,7 @@ def seconds(start: Moment, end: Moment) -> float:
 
 
 def memory(device: torch.device) -> Memory:
-    """Return the memory of this process on `device`, or on a CPU its resident set size; NaN if it is not known."""
+    """Return the memory of this process on `device`, or on a CPU its resident set size; NaN if unknown."""
     if device.type == "cpu":
         statm, unit = Path("/proc/self/statm"), 1 if sys.platform == "darwin" else 1024
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
@@ -189,7 +189,7 @@ def memory(device: torch.device) -> Memory:
 
 
 def free_memory(device: torch.device) -> float:
-    """Return the bytes of free memory on `device`; infinite on a CPU, and 0 if it is not known."""
+    """Return the bytes of free memory on `device`; infinite on a CPU, and 0 if unknown."""
     if device.type == "cpu":
         return math.inf
     with suppress(RuntimeError, AttributeError):
@@ -198,7 +198,7 @@ def free_memory(device: torch.device) -> float:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new peak from the current use; do nothing where that is not possible, as on a CPU."""
+    """Reset the peak to the current use; do nothing if the device cannot, as on a CPU."""
     if device.type == "cpu":
         return
     for api in (torch.accelerator, torch.get_device_module(device)):  # as in `memory`
@@ -269,7 +269,7 @@ def mean_metrics(
 ) -> dict[str, float]:
     """Return each metric over all ranks. Every rank must pass the same names.
 
-    merges: the metrics that are no means. finite: metrics that must be finite on every rank.
+    merges: of metrics that are not means. finite: metrics that must be finite on every rank.
 
     Raises:
         ValueError: the names differ between ranks (raised on every rank).
@@ -293,7 +293,7 @@ def same_error(dist: Dist) -> Iterator[None]:
 
     The message is the same on every rank; out of memory is a RuntimeError.
 
-    Every rank enters the block, which must contain no collective: a rank that failed would not take part.
+    Every rank enters the block, which must contain no collective: a failed rank would not join it.
     """
     kinds = (OSError, ValueError, ImportError, RuntimeError)
     error: OSError | ValueError | ImportError | RuntimeError | None = None
@@ -308,7 +308,7 @@ def same_error(dist: Dist) -> Iterator[None]:
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """True if a collective failed because another rank has ended or did not come in time; that rank is the cause."""
+    """True if a collective failed because another rank ended or timed out; that rank is the cause."""
     return isinstance(error, torch_dist.DistError) or "gloo/transport" in str(error)
 
 
@@ -320,7 +320,7 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
     soon as one rank has ended, and the messages are still to be printed. Call it from the main thread.
 
     Args:
-        message: "" where another rank is the cause.
+        message: "" if another rank is the cause.
         wait_s: seconds.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -348,9 +348,9 @@ def tell_failure(message: str, *, wait_s: float = 3.0) -> dict[int, str]:
 def _meet(rank: int, world_size: int, timeout: timedelta) -> torch_dist.Store:
     """Return a part of torchrun's store with a new prefix, on which all ranks agree.
 
-    The store still has the addresses of ranks of an earlier start, and no number of this start that all machines know.
-    So each rank writes a random name; the first one publishes the names that it finds until every rank has found its
-    own among them. torchrun ends the others if one has failed.
+    The store still has the addresses of an earlier start's ranks, and no number of this start that all machines share.
+    So each rank writes a random name; the first one publishes the names until every rank has found its own among them.
+    torchrun ends the others if one has failed.
     """
     deadline = time.monotonic() + timeout.total_seconds()
     store = torch_dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False, timeout)

@@ -25,8 +25,8 @@ def peak_tflops(device: torch.device) -> float | None:
 class FlopTable:
     """The operations of one sample in a call of the net, by the shape [...] of its first input without the batch.
 
-    Two counts: of a forward pass, and of one with its backward pass. They leave out what gradient checkpointing
-    recomputes, and what longer texts add to the first call of a shape.
+    Two counts: of a forward pass, and of one with its backward pass. They omit recomputation by
+    gradient checkpointing, and longer texts than those of the first call of a shape.
 
     make: returns the net on the meta device, with its trained parameters.
     """

@@ -29,12 +29,9 @@ def local_file(place: str | Path) -> Path:
 
 
 def check_named(place: str | Path, suffixes: Sequence[str]) -> None:
-    """Check a file before it is fetched or opened: its suffix, and that it is no pipe or device, which may never end.
+    """Raise ValueError for a file with another suffix, or a pipe or device, before it is fetched or opened.
 
-    suffixes: those it may have; empty for any.
-
-    Raises:
-        ValueError: it has another one, or exists and is no regular file.
+    suffixes: the possible ones; empty for any.
     """
     path = Path(place)
     if suffixes and path.suffix not in suffixes:
@@ -82,7 +79,7 @@ def _fetch(address: str) -> Path:
 
 
 def pinned(place: str) -> str:
-    """Return the place itself, or a fetched address with the commit that it stood for."""
+    """Return the place itself, or a fetched address with the commit of its revision."""
     found = ADDRESS.fullmatch(place)
     if found is None:
         return place

@@ -9,6 +9,7 @@ import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
@@ -49,13 +50,13 @@ class RunLog:
             is_main: True on the rank that reports; False makes every method a no-op.
             total_steps: steps of the whole run, for the estimate of the time left.
             sinks: called as `sink(step, metrics)` after each line; numbers as in the file, non-finite ones included.
-                One that has a `close` is closed with the log. One that fails is only a warning: its numbers are in the
+                A sink with a `close` is closed with the log. A failing sink is only a warning: its numbers are in the
                 file. See `omni_rl.run.sinks`.
             tty: True for a progress bar instead of lines; None asks the terminal.
             columns: metrics shown as progress, in this order; empty shows the first six.
             resume_step: finished steps from which the run continues. Lines of later steps are dropped, as these steps
-                are repeated: -1 drops all, None keeps all. Lines that are missing before it are a warning.
-            eval_every: steps between two phases "eval", for the estimate; there is one after the last step too.
+                are repeated: -1 drops all, None keeps all. Missing earlier lines are a warning.
+            eval_every: steps between two phases "eval", for the estimate; the last step is evaluated too.
 
         Raises:
             ValueError: the file has a damaged line.
@@ -70,7 +71,7 @@ class RunLog:
         self._warned: set[str] = set()
         self._eval_every = eval_every
         self._eval_s = 0.0
-        self._train_s: deque[float] = deque(maxlen=20)  # of the last steps, which are more like the next than the first
+        self._train_s: deque[float] = deque(maxlen=20)  # of the last steps, the best estimate of the next ones
         self._step_start = time.perf_counter()
         if is_main:
             self._path = Path(folder) / "metrics.jsonl"
@@ -110,7 +111,7 @@ class RunLog:
     ) -> None:
         """Report after `step` finished steps: write the line, call the sinks, update the progress.
 
-        Line 0 is of the model before training.
+        Line 0 describes the model before training.
 
         Args:
             step: finished steps.
@@ -262,20 +263,18 @@ def _sparkline(values: Sequence[float]) -> str:
 
 
 def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}"
+    return str(timedelta(seconds=round(max(seconds, 0.0))))
 
 
 def claim_folder(dist: Dist, folder: Path, *, has_checkpoint: bool | None = None) -> None:
-    """Check, on every rank, that a folder is not another run's. Take the `omni_train.lock.RunLock` first.
+    """Raise on every rank if a folder is another run's. Take the `omni_train.lock.RunLock` first.
 
     Args:
         dist: every rank calls it.
         folder: of the run.
-        has_checkpoint: True if the run has a checkpoint to continue from: the metrics are its own. False if it has none
-            yet: a line of step 0 may then be left from a start that failed. None for a run that saves no checkpoints:
-            its folder must be new.
+        has_checkpoint: True if the run continues from a checkpoint: the metrics are its own. False if it has none yet:
+            a failed start may have left a line of step 0. None for a run that saves no checkpoints: its folder must be
+            new.
 
     Raises:
         ValueError: `folder` has metrics of another run, or damaged ones, or a link in their place.

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks, AdamW, its learning rate, and one step that all ranks take or skip together."""
+"""Gradients summed over ranks, AdamW, its learning rate, and one step that all ranks take or skip."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from omni_train.dist import Dist, gather_json
 from omni_train.memory.offload import HostAdamW
 from omni_train.shard import Mode, sharded_backward
 
-_BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few enough calls, little enough extra memory
+_BUCKET_BYTES = 64 * 2**20  # one all-reduce per 64 MB: few calls, little extra memory
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ A sharded module unshards a block at a time, and reshards it after its part of a
 backward pass before an optimizer step: each rank accumulates its own first, as in mode `ddp`, and to the same bits.
 
 In mode `fsdp2` every rank must run the same number of forwards and backwards, also without samples, and must not change
-a module's output in place: that would lose the hook that unshards parameters for the backward pass.
+a module's output in place, which would drop the hook that unshards parameters for the backward pass.
 """
 
 from collections.abc import Collection, Iterator, Sequence

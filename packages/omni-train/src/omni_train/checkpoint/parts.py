@@ -1,6 +1,6 @@
-"""The parts of a checkpoint, one a rank, and how any rows of a tensor are read from them.
+"""The parts of a checkpoint, one per rank, and the reading of any rows of a tensor from them.
 
-A part has the rows that one rank holds; rows that several ranks hold are written by the first of them. In the index
+A part has the rows of one rank; the first of several ranks with equal rows writes them. In the index
 each tensor has `{"dtype", "shape", "pieces": [[file, first row], ...]}`, and each file its size and SHA-256.
 """
 

@@ -1,4 +1,4 @@
-"""A save that is under way: the threads of a rank, which take part in no collective, and the waits for them.
+"""A save in progress: the threads of a rank, which call no collective, and the waits for them.
 
 Each rank's thread writes its files, and their index as `part-00001.json`. The first rank's thread reads these indices
 as they appear, and completes the checkpoint when it has all of them.
@@ -15,13 +15,13 @@ from omni_train.checkpoint.parts import Index, PartFile, merge_parts
 from omni_train.dist import Dist
 from omni_train.files import write_atomically
 
-NUM_THREADS = 4  # that write a rank's files, each one at a time
+NUM_THREADS = 4  # of a rank, each writes one file at a time
 SHARED_S = 60.0  # until a file of another rank must be visible in the shared folder
-LONELY_S = 20.0  # that the first rank of a failed run waits for the parts of the others
+LONELY_S = 20.0  # the first rank of a failed run waits this long for the parts of the others
 
 
 class Saving:
-    """This rank's part of a save, which starts to write at once."""
+    """This rank's part of a save, which starts immediately."""
 
     def __init__(
         self, folder: Path, dist: Dist, files: Iterable[PartFile], finish: Callable[[Index], None], *, num_threads: int
@@ -31,9 +31,9 @@ class Saving:
         Args:
             folder: where all ranks write.
             dist: this rank's place.
-            files: its files; the next one is taken from an iterator when the last is written.
+            files: its files; an iterator is advanced when the last one is written.
             finish: called by the first rank with the index of all parts.
-            num_threads: files that are written at once; with several, `files` must be in memory already.
+            num_threads: files written at the same time; if several, `files` must be in memory.
         """
         self._folder, self._dist, self._files, self._finish = folder, dist, files, finish
         self._num_threads = num_threads

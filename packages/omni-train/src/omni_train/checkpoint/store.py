@@ -1,11 +1,11 @@
 """Checkpoints from which a run continues bit for bit.
 
 A checkpoint is a folder `step-00000120` of safetensors files and one `checkpoint.json`. It is written under another
-name and renamed when all of it is on the disk: a folder of that name is complete, and all else in its place was left by
+name and renamed when all of it is on the disk: a folder of that name is complete, and one with another name was left by
 a crash. No file is ever written twice.
 
-`async_save` copies the state to host memory and returns; threads write the copy while training goes on. No thread takes
-part in a collective (see `checkpoint.saving`); `poll`, once a step, reports the result to all ranks.
+`async_save` copies the state to host memory and returns; threads write the copy while training continues. No thread
+calls a collective (see `checkpoint.saving`); `poll`, once a step, reports the result to all ranks.
 
 Every rank writes the rows that it holds, and the index has the file and first row of each piece of a tensor. So nothing
 is gathered, no host needs room for more than one file per rank, and any number of ranks, sharded or not, can read it.
@@ -99,13 +99,13 @@ class Checkpoint:
                 raise self._damaged(newest[0], exc) from exc
 
     def verify(self, saved: Saved, module: nn.Module | None = None) -> None:
-        """Check all of a checkpoint before any model is loaded; `load` then does not check it again.
+        """Check a whole checkpoint before any model is loaded; `load` then skips this check.
 
-        The ranks share the files: together they read each of them once.
+        The ranks divide the files among them, so that each is read once.
 
         Args:
             saved: what `latest` returned.
-            module: has the names and shapes of the one to load into; it may be on the meta device.
+            module: with the names and shapes of the module to load into; it may be on the meta device.
 
         Raises:
             ValueError: it is damaged, holds NaN or infinity, or its weights do not fit the module.
@@ -127,7 +127,7 @@ class Checkpoint:
     def save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None, *, config: Config
     ) -> Path:
-        """Write all that training has changed; return the folder. Earlier checkpoints stay complete after any error.
+        """Write the state that training changes; return the folder. Earlier checkpoints stay complete after any error.
 
         A rank has one file's tensors in host memory at a time.
 
@@ -151,10 +151,10 @@ class Checkpoint:
     def async_save(
         self, step: int, module: nn.Module, optimizer: Optimizer | None = None, ema: Copies = None, *, config: Config
     ) -> None:
-        """Copy all that training has changed to host memory, and write the copy while training goes on.
+        """Copy the state that training changes to host memory, and write the copy while training continues.
 
-        It waits for the save before. The memory is kept for the next save, pinned if there is an accelerator. The save
-        may fail until `poll` or `wait` has returned with it complete.
+        It waits for the save before. The memory is reused by the next save, and pinned if there is an accelerator. The
+        save may fail until `poll` or `wait` has reported it as complete.
 
         Args:
             step: finished training steps.
@@ -174,11 +174,11 @@ class Checkpoint:
 
     @property
     def is_saving(self) -> bool:
-        """True if a save is under way, or has ended and was not reported yet; the same on every rank."""
+        """True if a save is in progress, or has ended and was not reported yet; the same on every rank."""
         return self._saving is not None
 
     def poll(self) -> None:
-        """Check on the save that is under way, if any; end it if all ranks are done or one has failed.
+        """Check the save in progress, if any; end it if all ranks are done or one has failed.
 
         Raises:
             OSError, ValueError: as `save`, on every rank. The unfinished folder is removed.
@@ -189,7 +189,7 @@ class Checkpoint:
                 self.wait()
 
     def wait(self) -> None:
-        """Wait until the save that is under way, if any, is complete. Raises as `poll`."""
+        """Wait until the save in progress, if any, is complete. Raises as `poll`."""
         if not self._saving:
             return
         (step, saving), self._saving = self._saving, None
@@ -204,7 +204,7 @@ class Checkpoint:
             raise
 
     def wait_alone(self) -> None:
-        """Write this rank's part of the save that is under way, after an error that other ranks may not have.
+        """Write this rank's part of the save in progress, after an error that other ranks may not have.
 
         The checkpoint is complete afterwards if all ranks write their parts. It contains no collective.
         """

@@ -1,7 +1,7 @@
 """Gradient checkpointing that keeps the most expensive activations within a memory budget.
 
-Matrix products and attention are nearly all of a block's work and less than half of its activations. A block whose
-products are kept recomputes only the rest. Kept and recomputed values have the same bits.
+Matrix products and attention are nearly all of a block's operations and less than half of its activations. A block
+with kept products recomputes only the rest. Kept and recomputed values have the same bits.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,11 +24,11 @@ Context = AbstractContextManager[Any]
 class Recompute:
     """A function that runs one block with checkpointing, for diffusers' `enable_gradient_checkpointing`.
 
-    The products of a block are kept while there is room for all of them. The first block of a new kind, or with inputs
-    of new shapes, keeps none: their size is measured first.
+    The products of a block are kept if the budget has room for all. The first block of a new kind, or with inputs of
+    new shapes, keeps none: their size is measured first.
 
-    The compiler of a compiled block chooses what to keep, products first of all. Such a block is not recomputed while
-    there is room for that.
+    The compiler of a compiled block chooses what to keep, products first. Such a block is not recomputed if the budget
+    has room for that.
 
     budget: bytes that are kept at a time. They count from a forward pass to its backward pass, which must follow.
     on_host: True to offload the inputs of recomputed blocks.
@@ -107,12 +107,12 @@ class Recompute:
         try:
             with mode:
                 yield
-        finally:  # torch ends it with an exception as soon as it has all that the backward pass needs
+        finally:  # torch ends it with an exception as soon as the backward pass has its inputs
             self.room += keeps * self.sizes[kind]
 
 
 def recompute_blocks(net: nn.Module, run_block: Recompute) -> None:
-    """Have a model of diffusers or transformers compute its blocks through `run_block` where gradients are wanted."""
+    """Make a model of diffusers or transformers run its blocks through `run_block` if gradients are needed."""
     if hasattr(net, "enable_gradient_checkpointing"):
         net.enable_gradient_checkpointing(run_block)  # type: ignore[operator]  # as all models of diffusers have
         return

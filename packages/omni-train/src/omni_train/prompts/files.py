@@ -12,7 +12,7 @@ from pathlib import Path
 from omni_train.hub import check_named, local_file, real_roots
 from omni_train.prompts.table import media_folder, table_lines
 
-MAX_LINE_CHARS = 2**16  # of a record, which goes to the scorer with every image of it
+MAX_LINE_CHARS = 2**16  # of a record, which is sent to the scorer with every image
 MAX_SIDE = 16_384  # pixels
 ROLES = ("system", "user", "assistant")
 FILES = {"image": "images", "audio": "audio", "video": "video"}  # kinds of parts of messages -> the line's key of files
@@ -56,7 +56,7 @@ def load_prompts(
 
 
 def read_lines(place: str | Path, check: RecordCheck | None, media_root: str | Path) -> tuple[list[str], Parse]:
-    """Return the lines of a file that hold a prompt, all of them checked, and the function that parses one."""
+    """Return the checked lines of a file that hold a prompt, and the function that parses one."""
     check_named(place, (".txt", ".jsonl", ".parquet"))
     path = local_file(place)
     folders = [path.parent, media_folder(), *([media_root] if media_root else [])]

@@ -1,6 +1,6 @@
 """Prompts and random seeds as pure functions of the step, so that a resumed run needs no saved state.
 
-Letters: P prompts a step takes, M prompts in the file. Step s takes the places s*P ... s*P + P - 1 of an endless list:
+Letters: P prompts per step, M prompts in the file. Step s takes the places s*P ... s*P + P - 1 of an endless list:
 one ordering of the M prompts (an epoch) after another. An epoch is ordered by hashes of the prompts' numbers.
 """
 
@@ -14,7 +14,7 @@ from omni_train.prompts.files import PromptRecord, RecordCheck, read_lines
 
 
 class PromptSampler:
-    """Samples P prompts a step, without replacement within an epoch and without repeats within a step.
+    """A sampler of P prompts per step, without replacement within an epoch and without repeats within a step.
 
     Files: `.txt` holds one prompt a line; `.jsonl` one object a line with "prompt", maybe "negative_prompt", maybe
     "images", the path of a reference, or a list of them, relative to the file, maybe "audio" and "video", paths too,

@@ -12,9 +12,9 @@ from typing import Any
 from omni_train.files import write_atomically
 
 MAX_MEDIA_BYTES = 2**28  # of a file in a row
-MIN_BYTES = 2**26  # that any file may unpack to; a large one to 64 times its own
-MIN_TOTAL_BYTES = 2**30  # that all of its rows may hold; a text counts as often as it occurs
-MIN_ROWS = 2**16  # that any file may have; a large one as many as it has bytes
+MIN_BYTES = 2**26  # of any unpacked file; a large file may unpack to 64 times its size
+MIN_TOTAL_BYTES = 2**30  # of all rows; a text counts each time it occurs
+MIN_ROWS = 2**16  # of any file; a large file may have as many as it has bytes
 SIGNS = {  # the first bytes of a file -> its suffix
     rb"\x89PNG\r\n": ".png", rb"\xff\xd8\xff": ".jpg", rb"RIFF....WEBP": ".webp", rb"GIF8": ".gif",
     rb"RIFF....WAVE": ".wav",
@@ -45,7 +45,7 @@ def table_lines(path: Path, media_keys: Collection[str]) -> Iterator[str]:
             for row in batch.to_pylist():
                 count += 1
                 yield _row_line(row, media_keys, f"{path}, row {count}")
-    except (OSError, NotImplementedError, ArrowException) as exc:  # such as of a type that it does not know
+    except (OSError, NotImplementedError, ArrowException) as exc:  # such as an unknown type
         raise ValueError(f"path must be a parquet file that can be read, got {path}: {exc}") from exc
 
 

@@ -88,7 +88,7 @@ def save_weights(
         dist: rank 0 writes, and holds one tensor at a time.
         part: the module's name in its pipeline.
         adapter: which adapter to save.
-        into: the pipeline's component that loads it, for the card, if it is another: the second of two experts.
+        into: the pipeline's component that loads it, for the card, if not `part`: the second of two experts.
         card: facts for a model card, README.md, as for `omni_train.weights.card.model_card`; None writes none.
 
     Raises:
@@ -172,7 +172,7 @@ def _save(
 
 
 def homes(folder: str | Path, names: Iterable[str]) -> dict[str, Path]:
-    """Return the folders of a run's weights by expert, as far as they exist; {"": folder} for a net without experts.
+    """Return the existing folders of a run's weights by expert; {"": folder} for a net without experts.
 
     names: of the net's submodules, or "" for the net itself.
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class Snapshot:
-    """Copies of `params` at this moment, in the same dtype and sharding.
+    """A copy of `params` at this moment, in the same dtype and sharding.
 
-    name: of the copies in a checkpoint; two snapshots of one module need two names.
+    name: of the copy in a checkpoint; two snapshots of one module need two names.
     """
 
     def __init__(self, params: Sequence[Tensor], *, name: str = "snapshot") -> None:
@@ -26,7 +26,7 @@ class Snapshot:
             RuntimeError: inside `applied`, where the two are exchanged.
         """
         if self._is_applied:
-            raise RuntimeError("the copies cannot be had inside applied(), where the parameters hold them")
+            raise RuntimeError("the copies must not be read inside applied(), where the parameters have their values")
         return list(zip(self._params, self._copies, strict=True))
 
     def move(self, decay: float) -> None:
@@ -55,8 +55,8 @@ class Snapshot:
 class Ema(Snapshot):
     """An exponential moving average of `params`; sharded or not. With decay 0 it is empty and does nothing.
 
-    RL gradients are mostly noise, which the last iterate has in full; an average over recent steps has far less of it:
-    evaluate and save the average.
+    RL gradients are mostly noise; an average over recent steps has far less of it than the last iterate: evaluate and
+    save the average.
 
     params: the trained parameters. decay: share of the average that one update keeps, in [0, 1).
     """
