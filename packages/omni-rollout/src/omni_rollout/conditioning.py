@@ -26,6 +26,7 @@ from omni_rollout.types import Cond, Params, Parts, Prompt, join
 CONFIGURATION = (".json", ".txt", ".model", ".jinja")
 LIBRARIES = ("omni-rollout", "torch", "transformers")
 Entries = Iterable[tuple[str, bytes | Tensor]]
+Encode = Callable[[Prompt, str, bool, dict[str, float]], Cond]  # of a prompt, its text, whether negative, TEXT_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,9 @@ class Conditioner:
     def __init__(self, model: Model, parts: Parts, texts: TextCache = TEXT_CACHE) -> None:
         self.model, self.parts = model, parts
         self.max_bytes = texts.max_mb * 2**20
-        self.files = TextFiles(model, parts, texts.folder) if texts.folder else None
+        self.encode: Encode = lambda p, text, negative, options: model.encode(parts, p, negative=negative, **options)
+        if texts.folder:
+            self.encode = TextFiles(model, parts, texts.folder, self.encode).encode
         self._cached: dict[object, tuple[Prompt, Cond]] = {}  # the prompt keeps its images alive: the key has their ids
 
     @torch.no_grad()
@@ -68,12 +71,7 @@ class Conditioner:
     def _encode(self, prompt: Prompt, params: Params, *, negative: bool = False) -> Cond:
         text = (prompt.negative or self.model.NEGATES_TEXT * prompt.text) if negative else prompt.text
         options = {name: params.guidance.get(name, self.model.OPTIONS[name]) for name in self.model.TEXT_OPTIONS}
-        make = partial(self.model.encode, self.parts, prompt, negative=negative, **options)
-        if self.files:
-            entries: list[tuple[str, bytes | Tensor]] = [(f"text {negative}", text.encode())]
-            entries += [("image", image) for image in prompt.images]
-            entries += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
-            make = partial(self.files.read_or_make, entries, make)
+        make = partial(self.encode, prompt, text, negative, options)
         return self._once(make, prompt, negative, text, *options.items())
 
     def _once(self, make: Callable[[], Cond], prompt: Prompt, *facts: object) -> Cond:
@@ -100,19 +98,23 @@ class TextFiles:
     Any number of processes may share the folder: a file appears complete. A damaged one is reported and replaced.
     """
 
-    def __init__(self, model: Model, parts: Parts, folder: str) -> None:
+    def __init__(self, model: Model, parts: Parts, folder: str, encode: Encode) -> None:
+        self._encode = encode
         modules = {name: part for name, part in sorted(vars(parts).items()) if isinstance(part, nn.Module)}
         self.device = next(tensor.device for module in modules.values() for tensor in module.parameters())
         self.folder = Path(folder) / _digest(_encoder_entries(model, modules, self.device))
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def read_or_make(self, entries: Entries, make: Callable[[], Cond]) -> Cond:
-        """Return the conditioning in the file of these entries, or what `make` returns, and write the file."""
+    def encode(self, prompt: Prompt, text: str, negative: bool, options: dict[str, float]) -> Cond:
+        """Return the conditioning from its file, or encode it and write the file."""
+        entries: list[tuple[str, bytes | Tensor]] = [(f"text {negative}", text.encode())]
+        entries += [("image", image) for image in prompt.images]
+        entries += [(name, repr(float(value)).encode()) for name, value in sorted(options.items())]
         file = self.folder / f"{_digest(entries)}.safetensors"
         found = _read(file)
         if found is not None:
             return {n: tensor if n.endswith("_mask") else tensor.to(self.device) for n, tensor in found.items()}
-        cond = make()
+        cond = self._encode(prompt, text, negative, options)
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in cond.items()}
         temporary = file.with_suffix(f".{uuid4().hex}")
         save_file(tensors, temporary, metadata={"digest": _digest(sorted(tensors.items()))})
