@@ -1,4 +1,4 @@
-"""A frozen linear layer with adapters, which peft injects in place of its own.
+"""A frozen linear layer with adapters, which peft injects in place of its default one.
 
 It computes `W x + (alpha / rank) * B A x`; W is frozen, A is [rank, in], B is [out, rank] (LoRA, arXiv 2106.09685). A
 and B are float32 for any dtype of W. For a float32 input it computes the formula literally. For a lower precision it

@@ -58,8 +58,8 @@ class ThinkingEngine(DiffusersEngine):
             for prompt, text in zip(prompts, thoughts.answers, strict=True)
         ]
         cond = self.model.with_thoughts(cond, thoughts)
-        drawn = self.sampler.sample(prompts, params, weight_version=self.weight_version, cond=cond)
-        return ThoughtTrajectory(**vars(drawn), thoughts=replace(thoughts, prompts=drawn.prompts))
+        samples = self.sampler.sample(prompts, params, weight_version=self.weight_version, cond=cond)
+        return ThoughtTrajectory(**vars(samples), thoughts=replace(thoughts, prompts=samples.prompts))
 
     @torch.no_grad()
     def think(self, prompts: Sequence[Prompt], cond: Cond, params: TokenParams) -> TokenTrajectory:

@@ -39,7 +39,7 @@ class BagelVision(nn.Module):
             num_hidden_layers=num_hidden_layers - 1,  # released code leaves out the last
         )
         config._attn_implementation = "sdpa"
-        encoder = SiglipEncoder(config)  # type: ignore[arg-type]  # which says that it wants both towers'
+        encoder = SiglipEncoder(config)  # type: ignore[arg-type]  # annotated with the configuration of both towers
         self.patch_size, self.grid = patch_size, image_size // patch_size  # pixels; patches along a side
         vision = {
             "embeddings": nn.ModuleDict(

@@ -167,7 +167,7 @@ class DiffusersModel:
         return params.guidance_scale if name == "guidance_scale" else params.guidance.get(name, self.OPTIONS[name])
 
     def is_guided(self, params: Params) -> bool:
-        """True if predict_velocity wants a `negative_X` for every entry X of `encode`."""
+        """True if predict_velocity requires a `negative_X` for every entry X of `encode`."""
         return any(self.option(params, name) > off for name, off in self.GUIDANCE.items())
 
     def unguided(self, params: Params) -> Params:

@@ -95,8 +95,8 @@ class Flux1(ImageModel):
         halves run as one batch; `reference_0`, if any: latents [B, C, h', w'] of the image to edit.
         """
         embeds, pooled = cond["embeds"], cond["pooled"]
-        pictures = [x, cond["reference_0"]] if "reference_0" in cond else [x]
-        tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
+        images = [x, cond["reference_0"]] if "reference_0" in cond else [x]
+        tokens = torch.cat([pack(latents) for latents in images], dim=1)
         guided = self.is_guided(params)
         if guided:
             embeds, pooled = both(cond, "embeds"), both(cond, "pooled")
@@ -108,7 +108,7 @@ class Flux1(ImageModel):
             pooled_projections=pooled,
             encoder_hidden_states=embeds,
             txt_ids=x.new_zeros(embeds.shape[1], 3),
-            img_ids=torch.cat([_places(latents, picture) for picture, latents in enumerate(pictures)]),
+            img_ids=torch.cat([_places(latents, image) for image, latents in enumerate(images)]),
             return_dict=False,
         )[0].float()
         velocity = velocity[:, : x[0, 0].numel() // 4]  # without the reference's velocity
@@ -149,7 +149,7 @@ def _fit(image: Tensor, area: float) -> Tensor:
     return resized(image, *(max(1, round(side / unit)) * PIXELS_PER_TOKEN for side in (height, width)))
 
 
-def _places(x: Tensor, picture: int) -> Tensor:
+def _places(x: Tensor, image: int) -> Tensor:
     """Return the position [(h/2)(w/2), 3] of each token of latents [B, C, h, w]: image, row and column."""
     rows, columns = (torch.arange(side // 2, device=x.device, dtype=torch.float32) for side in x.shape[-2:])
-    return torch.cartesian_prod(torch.full_like(rows[:1], picture), rows, columns)
+    return torch.cartesian_prod(torch.full_like(rows[:1], image), rows, columns)

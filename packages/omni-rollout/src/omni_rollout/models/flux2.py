@@ -135,11 +135,11 @@ class Flux2Klein(DiffusersModel):
         references. Both halves of classifier-free guidance run as one batch.
         """
         embeds, guided = cond["embeds"], self.is_guided(params)
-        pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
-        tokens = torch.cat([latents.flatten(2).mT for latents in pictures], dim=1)
+        images = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
+        tokens = torch.cat([latents.flatten(2).mT for latents in images], dim=1)
         if guided:
             embeds, tokens, sigma = both(cond, "embeds"), torch.cat([tokens, tokens]), torch.cat([sigma, sigma])
-        places = torch.cat([_places(latents, 10 * i) for i, latents in enumerate(pictures)])
+        places = torch.cat([_places(latents, 10 * i) for i, latents in enumerate(images)])
         words = pad(torch.arange(embeds.shape[1], device=x.device)[:, None], (3, 0))
         velocity = net(
             hidden_states=tokens.to(embeds.dtype),

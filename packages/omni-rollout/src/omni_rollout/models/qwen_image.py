@@ -108,9 +108,9 @@ class QwenImage(DiffusersModel):
         latents [B, C, h', w'] of images to edit. The guided result is rescaled, token by token, to the norm of the
         conditional prediction, like the released pipeline ("true CFG").
         """
-        pictures = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
-        tokens = torch.cat([pack(latents) for latents in pictures], dim=1)
-        shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in pictures]] * len(tokens)
+        images = [x, *(latents for name, latents in cond.items() if name.startswith("reference_"))]
+        tokens = torch.cat([pack(latents) for latents in images], dim=1)
+        shapes = [[(1, latents.shape[-2] // 2, latents.shape[-1] // 2) for latents in images]] * len(tokens)
 
         def predict(embeds: Tensor, mask: Tensor) -> Tensor:
             return net(

@@ -124,7 +124,7 @@ def _parse_json(place_of: Callable[[str, str], Path], index: int, line: str) -> 
     names = [images] if type(images) is str else images
     if type(names) is not list or not all(type(name) is str for name in names):
         raise ValueError(f'"images" must be a path or a list of paths, got {images!r:.80}')
-    if _SURROGATE.search(line):  # an escape, maybe one of a pair: a character of its own is no UTF-8
+    if _SURROGATE.search(line):  # an escape, maybe half of a pair, which is not valid UTF-8
         try:
             json.dumps([text, negative, entry], ensure_ascii=False).encode()
         except UnicodeEncodeError as exc:
