@@ -44,9 +44,7 @@ def catch_stop(numbers: Sequence[signal.Signals] = STOP_SIGNALS) -> Iterator[Sto
         interrupts += number == signal.SIGINT
         if number == signal.SIGINT and interrupts > 1:
             raise KeyboardInterrupt
-        if (
-            number == signal.SIGINT and os.environ.get("RANK", "0") == "0"
-        ):  # no print(): it may be interrupted
+        if number == signal.SIGINT and os.environ.get("RANK", "0") == "0":  # no print(): it may be interrupted
             is_heard = "TORCHELASTIC_RUN_ID" not in os.environ or HEARS_ALL in os.environ
             os.write(2, b"\nstopping after this step" + b"; Ctrl-C once more ends at once" * is_heard + b"\n")
 
