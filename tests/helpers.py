@@ -33,6 +33,11 @@ def absolute_paths(folder):
     return [(file.name, found) for file in files for found in re.findall(r'": "(/.+)"', file.read_text("utf-8"))]
 
 
+def names(folder):
+    """The names of what is in a folder, in order."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 def load_newest(checkpoints, *parts):
     """What `Checkpoint.latest` finds, loaded into the parts."""
     checkpoints.load(saved := checkpoints.latest(), *parts)

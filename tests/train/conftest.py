@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist, init_distributed
 
 torch.set_num_threads(1)
@@ -36,6 +37,18 @@ def run_ranks(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
     return run
+
+
+@pytest.fixture
+def alone() -> Dist:
+    """The one rank of a run without others."""
+    return init_distributed()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, alone: Dist) -> Checkpoint:
+    """Checkpoints of one rank, of which three are kept."""
+    return Checkpoint(tmp_path / "checkpoints", alone, keep=3)
 
 
 class TinyQwen:

@@ -9,9 +9,8 @@ import shutil
 
 import pytest
 import torch
-from helpers import load_newest
+from helpers import load_newest, names
 from omni_train.checkpoint.store import Checkpoint, check_config, config_differences
-from omni_train.dist import init_distributed
 from omni_train.lora import add_lora
 from omni_train.optim import build_adamw
 from omni_train.shard import shard
@@ -20,26 +19,12 @@ from safetensors import safe_open
 from torch import nn
 
 
-@pytest.fixture
-def alone():
-    return init_distributed()
-
-
-@pytest.fixture
-def checkpoints(tmp_path, alone):
-    return Checkpoint(tmp_path / "checkpoints", alone, keep=3)
-
-
 def filled(value):
     net = nn.Linear(2, 3)
     with torch.no_grad():
         for p in net.parameters():
             p.fill_(value)
     return net
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def damage(path):

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers import load_newest, sampled
+from helpers import load_newest, names, sampled
 from omni_train.checkpoint.parts import PartFile
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
@@ -18,20 +18,11 @@ from torch import nn
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 
-@pytest.fixture
-def checkpoints(tmp_path):
-    return Checkpoint(tmp_path / "checkpoints", init_distributed(), keep=3)
-
-
 def filled(value):
     net = nn.Linear(2, 3)
     nn.init.constant_(net.weight, value)
     nn.init.constant_(net.bias, 0.0)
     return net
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def settle(checkpoints):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import load_newest
+from helpers import load_newest, names
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import init_distributed
 from omni_train.files import write_file
@@ -26,10 +26,6 @@ def filled(value):
     net = nn.Linear(2, 3)
     nn.init.constant_(net.weight, value)
     return net
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 CALLS = {  # what a save asks of the disk

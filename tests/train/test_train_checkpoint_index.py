@@ -8,19 +8,8 @@ import shutil
 import pytest
 import torch
 from omni_train.checkpoint.store import Checkpoint
-from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw
 from torch import nn
-
-
-@pytest.fixture
-def alone():
-    return init_distributed()
-
-
-@pytest.fixture
-def checkpoints(tmp_path, alone):
-    return Checkpoint(tmp_path / "checkpoints", alone, keep=3)
 
 
 def filled(value):

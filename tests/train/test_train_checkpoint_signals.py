@@ -7,13 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from omni_train.dist import init_distributed
 from omni_train.signals import HEARS_ALL, catch_stop, resume_command
-
-
-@pytest.fixture
-def alone():
-    return init_distributed()
 
 
 def test_sigterm_is_remembered_and_nothing_else_happens(alone):

@@ -11,17 +11,11 @@ import torch
 from omni_train.dist import (
     gather_by_index,
     gather_json,
-    init_distributed,
     is_lost_rank,
     mean_metrics,
     shutdown,
     tell_failure,
 )
-
-
-@pytest.fixture
-def alone():
-    return init_distributed()
 
 
 def test_without_torchrun_there_is_one_rank_and_no_group(alone):

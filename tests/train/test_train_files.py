@@ -7,6 +7,7 @@ from threading import Barrier, get_native_id
 
 import omni_train.files
 import pytest
+from helpers import names
 from omni_train.files import (
     file_digest,
     load_metrics,
@@ -17,10 +18,6 @@ from omni_train.files import (
     write_atomically,
     write_folder_atomically,
 )
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def full_disk(*_):

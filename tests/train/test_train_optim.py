@@ -4,16 +4,10 @@ import math
 
 import pytest
 import torch
-from omni_train.dist import init_distributed
 from omni_train.optim import build_adamw, optimizer_step, reduce_gradients, warmup_lr
 from omni_train.shard import shard
 from torch import nn
 from torch.distributed.tensor import DTensor
-
-
-@pytest.fixture
-def alone():
-    return init_distributed()
 
 
 def make_net():

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import sampled
-from omni_train.dist import init_distributed
 from omni_train.lora import adapter as use_adapter
 from omni_train.lora import adapter_params, add_lora, reference
 from omni_train.planned import Meter
@@ -33,11 +32,6 @@ def with_lora(tiny_qwen, dtype=torch.float32):
     for p in adapter_params(model, "default")[1::2]:
         p.data = 0.1 * torch.randn(p.shape, generator=generator)
     return model
-
-
-@pytest.fixture
-def alone():
-    return init_distributed()
 
 
 def test_names_and_values_are_those_before_lora(tiny_qwen):
