@@ -156,6 +156,10 @@ def test_the_rest_of_a_request_that_failed_is_not_scored() -> None:
     assert isinstance(outcomes[0], ScorerFailedError)
     assert outcomes[1] == [6.0]
     assert recorder.calls == [[1, 2], [6]]
+    outcomes, recorder = run(4, [request([6, 7]), request([1, 2, 3, 4, 5], raises=ValueError())])
+    assert outcomes[0] == [6.0, 7.0]
+    assert isinstance(outcomes[1], ScorerFailedError)
+    assert recorder.calls == [[6, 7, 5], [6, 7], [5]]  # its end filled the first call, and its start is not scored
 
 
 def test_a_caller_that_gives_up_stops_nobody() -> None:

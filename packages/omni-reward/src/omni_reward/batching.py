@@ -66,7 +66,8 @@ class Batcher:
         self._queue += pieces
         if self._feeding is None or self._feeding.done():
             self._feeding = asyncio.create_task(self._feed())
-        return [score for piece in pieces for score in await piece.scores]
+        found = await asyncio.gather(*(piece.scores for piece in pieces))  # raises at once, whichever piece fails
+        return [score for scores in found for score in scores]
 
     def drop(self, request: ScoreRequest) -> bool:
         """Take a request off the queue unless its scoring has begun; return True if it was taken off."""

@@ -71,13 +71,15 @@ class Endpoints:
             RewardError: the last attempt failed, or one failed in a way that no retry can mend.
         """
         error: RewardError | None = None
-        for number, endpoint in enumerate(iter(lambda: self.take(deadline), None), start=1):
+        num_attempts = 0
+        while endpoint := self.take(deadline):
             started, failure = time.monotonic(), None
+            num_attempts += 1
             try:
                 return attempt(endpoint.url)
             except RewardError as exc:
                 error = failure = exc
-                exc.num_attempts = number
+                exc.num_attempts = num_attempts
             finally:
                 self.give_back(endpoint, failure, started=started)
             if not is_worth_a_retry(error) or started >= deadline - LAST_TRY_S:
