@@ -1,7 +1,6 @@
 """The pages of the algorithms name all that can be run; their settings, flags, files and functions are the code's."""
 
 import importlib
-import inspect
 import re
 import shlex
 from dataclasses import fields
@@ -11,9 +10,7 @@ import omni_losses
 import pytest
 from helpers import REPO, public_names
 from leaderboard import ENTRIES
-from omni_rl.settings.fields import values_of
 from omni_rl.settings.toml import recipes
-from trainer_runs import recipe
 
 TABLE = "docs/algorithms.md"
 PAGES = {path.name: path.read_text("utf-8") for path in sorted((REPO / "docs" / "algorithms").glob("*.md"))}
@@ -63,34 +60,6 @@ def test_every_loss_is_in_the_table_and_every_public_function_on_a_page():
     assert {name for name in public_names(omni_losses) if name.endswith("_loss")} <= in_table
     named = set(re.findall(r"\w+", "".join(ALL.values())))
     assert public_names(omni_losses) - NOT_OF_AN_ALGORITHM - named == set()
-
-
-def same(cell, value):
-    """True if a cell has the value of a setting."""
-    if value is None or isinstance(value, (bool, str)):
-        return cell == {None: "none", True: "on", False: "off"}.get(value, value)
-    return re.fullmatch(r"[\d.e-]+", cell) is not None and float(cell) == pytest.approx(value, rel=1e-9)
-
-
-def ours(page, column):
-    """Return the settings of a column of a page's table: of a recipe, of the trainer, or of a loss."""
-    if column in public_names(omni_losses):
-        parameters = inspect.signature(getattr(omni_losses, column)).parameters
-        return {name: parameter.default for name, parameter in parameters.items()}
-    return values_of(APP_OF[page].Args() if column == "default" else recipe(APP_OF[page], column))
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_settings_are_those_of_the_recipes(page):
-    wrong = []
-    for names, rows in tables(PAGES[page]):
-        for place, column in enumerate(name.strip("`") for name in names[2:]):
-            values = ours(page, column)
-            for setting, _, *cells in rows:
-                value = values[setting.strip("`").removeprefix("--").replace("-", "_")]
-                if not same(cells[place], value):
-                    wrong.append(f"{column}: {setting} is {value}, not {cells[place]}")
-    assert not wrong
 
 
 @pytest.mark.parametrize("page", ALL)

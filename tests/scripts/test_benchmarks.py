@@ -19,7 +19,7 @@ def table(text):
 def test_fixed_cost_speaks_of_every_step(capfd):
     import fixed_cost
 
-    fixed_cost.main(["--steps", "4", "--start", "2", "--side", "32", "--work-s", "0", "--eval.every", "3"])
+    fixed_cost.main(["--steps", "4", "--start", "2", "--side", "32", "--work-s", "0", "--eval-every", "3"])
     rows = table(capfd.readouterr().out)
     assert [row[0] for row in rows] == ["3 to 6"]
     assert all(float(cell) > 0 for row in rows for cell in row[1:])
@@ -47,7 +47,7 @@ def test_framework_tax_is_a_step_over_the_model_in_it(capfd, monkeypatch):
 
 
 TINY = ["--random", "1", "--random-heads", "1", "--height", "32", "--width", "32", "--num-inference-steps", "6",
-        "--prompts-per-step", "1", "--lora.rank", "2"]  # fmt: skip
+        "--prompts-per-step", "1", "--lora-rank", "2"]  # fmt: skip
 
 
 def test_a_step_computes_what_its_samples_need_and_recomputed_blocks_more(capfd, monkeypatch):
