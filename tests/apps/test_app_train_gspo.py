@@ -102,7 +102,7 @@ def test_media_are_given_in_the_type_that_the_model_computes_in(here):
     args = tiny("qwen3-omni", prompts="train-seen.jsonl", prompts_per_step=4, train_steps=1, lora_rank=2)
     lines = train(app, change(args, dtype="bfloat16", memory_base_dtype="nf4", memory_gradient_checkpointing=True))
     assert lines[1]["policy/first_ratio_max_dev"] == 0
-    assert 0 < lines[1]["policy/rollout_gap"] < 0.5
+    assert lines[1]["policy/rollout_gap"] < 0.5  # 0 where a cache rounds as scoring does
 
 
 @pytest.mark.parametrize("lora_rank", sampled([0, 2], 1))
