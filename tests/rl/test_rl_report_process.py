@@ -12,7 +12,7 @@ from omni_rl.report import data, write_eval, write_report, write_samples
 from omni_rl.report import process as process_module
 from omni_rl.report.process import ReportProcess
 from omni_train.log import RunLog
-from rl.report_runs import images, metrics, samples, write_metrics, write_run
+from rl.report_runs import RATES, film, images, metrics, samples, tone, write_metrics, write_run
 
 
 def tree(folder):
@@ -168,14 +168,17 @@ def test_a_damaged_file_and_a_full_disk_are_said_once_and_stop_nothing(tmp_path,
         assert place is full or "versions.jsonl, line 1: must be a JSON object, got list" in told
 
 
-def test_references_reach_the_process(tmp_path):
+def test_references_and_strided_media_reach_the_process(tmp_path):
     shared, own = (torch.from_numpy(images(1, 8, 12, seed=seed)[0]) for seed in (1, 2))
     rows = [replace(s, references=(shared, own) if s.group else (shared,)) for s in samples([0.1, 0.9, 0.5, 0.4])]
+    strided = [{"video": film(9, 8, 16).transpose(0, 2, 1, 3), "audio": tone()[::-1]}] * 4
     with closing(ReportProcess(tmp_path / "process")) as report:
         report.show_eval(4, images(4), rows)
         report.show_samples(4, images(4), rows)
+        report.show_eval(8, strided, [replace(row, rates=RATES) for row in rows])
     write_eval(tmp_path / "here", 4, images(4), rows)
     write_samples(tmp_path / "here", 4, images(4), rows)
+    write_eval(tmp_path / "here", 8, strided, [replace(row, rates=RATES) for row in rows])
     assert tree(tmp_path / "process") == tree(tmp_path / "here")
 
 

@@ -160,7 +160,7 @@ class ReportProcess:
                 message, arrays = self._waiting.popleft()
             try:
                 self._connection.send_bytes(json.dumps(message, default=str).encode())
-                self._connection.send_bytes(save(arrays))
+                self._connection.send_bytes(save({name: np.ascontiguousarray(array) for name, array in arrays.items()}))
             except OSError:
                 self._warn_of_loss()
             kind = message["kind"]
