@@ -6,7 +6,7 @@ pictures too, as .png, and samples.jsonl with the prompt and the seed of each fi
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"' \\
         --height 32 --width 96
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --weights runs/tiny-signs/weights \\
-        --prompts data/tiny-signs/eval.txt --num-images 32 --out-dir signs --scorer-url http://127.0.0.1:8100
+        --prompts data/tiny-signs/eval.txt --num-images 32 --out-dir signs --scorer.url http://127.0.0.1:8100
     python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
         --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
@@ -25,11 +25,19 @@ from omni_rl.media.images import reference_sizes
 from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
 from omni_rl.settings.eval_sets import check_urls
-from omni_rl.settings.fields import REQUIRED, at_least, between, check_bounds, flag, require
+from omni_rl.settings.fields import REQUIRED, at_least, between, build, check_bounds, flag, require
 from omni_rl.settings.toml import fitting, plain
 from omni_train.prompts.files import PromptRecord, RecordCheck, load_prompts
 
 SAMPLES = "samples.jsonl"  # in --out-dir, the prompt and the seed of each file
+
+
+@dataclass(frozen=True)
+class SampleScorer:
+    """A reward server."""
+
+    url: str = ""  # URL of a reward server that scores the samples
+    token_file: str = ""  # File with its token
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,7 @@ class Args:
     guidance_scale: float | None = None  # Guidance of pipelines that call it so (default: likewise, else 1, mostly off)
     true_cfg_scale: float | None = None  # Guidance of pipelines that call it so, as Qwen-Image's (default: likewise)
     guidance: str | None = None  # Further guidance knobs of the pipeline, as name=value,name=value (default: likewise)
-    scorer_url: str = ""  # URL of a reward server that scores the samples
-    scorer_token_file: str = ""  # File with its token
+    scorer: SampleScorer = SampleScorer()  # A reward server that scores the samples
     batch_size: Annotated[int, at_least(1)] = 16  # Images per forward
     dtype: Literal["float32", "bfloat16"] = "float32"  # Data type of the weights
 
@@ -77,7 +84,7 @@ def check_args(args: Args) -> None:
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
         (num_ranks() == 1, f"sample.py draws in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
-    check_urls(args.scorer_url, "--scorer-url")
+    check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, reference_sizes)
 
 
@@ -175,10 +182,10 @@ def main(args: Args) -> None:
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
     scorer: Scorer = LocalScorer(abstain, ())
-    if args.scorer_url:
-        as_run = RunArgs(scorer_token_file=args.scorer_token_file)
+    if args.scorer.url:
+        as_run = build(RunArgs, {"scorer.token_file": args.scorer.token_file})
         canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})
-        scorer, _ = connect(args.scorer_url, as_run, dist, canary, model.MEDIA)
+        scorer, _ = connect(args.scorer.url, as_run, dist, canary, model.MEDIA)
     for place in (Path(args.out).parent, Path(args.out_dir)):
         place.mkdir(parents=True, exist_ok=True)
     parts = model.load(device=dist.device, dtype=getattr(torch, args.dtype))
@@ -199,10 +206,10 @@ def main(args: Args) -> None:
             try:
                 scores = collect(dist, [submit(scorer, samples)])
             except RewardError as exc:
-                raise ValueError(f"--scorer-url: {exc}") from exc
+                raise ValueError(f"--scorer.url: {exc}") from exc
             for prompt, own, score in zip(batch, each, scores, strict=True):
                 at = prompt.index
-                pictures[at], labels[at] = still(own), f"{score_label(score.value, {})}  " * bool(args.scorer_url)
+                pictures[at], labels[at] = still(own), f"{score_label(score.value, {})}  " * bool(args.scorer.url)
                 plays = whole_files(own, samples.rates) if args.out_dir or "image" not in own else {}
                 files = {f"{at}{suffix}": data for suffix, data in plays.items()}
                 for name, data in files.items():

@@ -7,7 +7,7 @@ student is corrected where it really goes (DiffusionOPD, arXiv 2605.15055). A te
 each of the student's teaches it to do with few steps what took many (progressive distillation, arXiv 2202.00512, on the
 student's own path). A teacher with guidance teaches it to do without.
 
-    python apps/train_distill.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
+    python apps/train_distill.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
     torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
         --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval.prompts eval.txt
 
@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, check_media, check_urls, num_batches, num_ranks
+from omni_rl.settings.args import ScoredArgs, check_media, num_batches
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
@@ -65,10 +65,9 @@ class Args(ScoredArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_urls(args.scorer_url, "--scorer-url")
-    check_media(args, num_ranks())
+    check_media(args)
     low, high = trained_steps(args)
-    num_batches(args, num_ranks(), num_trained=max(1, high - low))
+    num_batches(args, num_trained=max(1, high - low))
     most = args.num_inference_steps - (args.algo != "opd-ode")
     require(
         (low < high <= most,

@@ -7,9 +7,9 @@ A pair is two samples of one prompt, of which one is preferred. Both are noised 
 level, and the model is trained to denoise the preferred one better than a reference does, and the other one worse
 (Diffusion-DPO, arXiv 2311.12908). The reference is the policy before training.
 
-    python apps/train_dpo.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
+    python apps/train_dpo.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
     python apps/train_dpo.py --preset tiny-signs-offline --preferences data/pairs/pairs.jsonl
-    torchrun --nproc-per-node 4 apps/train_dpo.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
+    torchrun --nproc-per-node 4 apps/train_dpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
 
 docs/preferences.md describes the file, `scripts/build_preferences.py` makes one. Without a scorer, evaluations draw
 samples but grade none.
@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import ScoredArgs, check_scored, num_ranks
+from omni_rl.settings.args import ScoredArgs, check_media, num_ranks
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, check_bounds, flag, require
 
@@ -50,7 +50,7 @@ def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_bounds(args)
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
-    check_scored(replace(args, prompts=args.preferences, batch_size=2) if offline else args, num_ranks())
+    check_media(replace(args, prompts=args.preferences, batch_size=2) if offline else args)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
     if offline:
@@ -60,8 +60,8 @@ def check_args(args: Args) -> None:
             shape = args.num_frames, args.height, args.width
             check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
     require(
-        (args.scorer_url or offline or args.dry_run,
-         "--scorer-url must be the URL of a reward server, or --preferences a file of pairs"),
+        (args.scorer.url or offline or args.dry_run,
+         "--scorer.url must be the URL of a reward server, or --preferences a file of pairs"),
         (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
         (offline or unit % min(args.batch_size, args.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),

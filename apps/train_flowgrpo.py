@@ -5,8 +5,8 @@
 A group of samples is drawn for each prompt with a few stochastic steps. A scorer grades the samples over HTTP. A sample
 better than its group makes its stochastic steps more likely, a worse one less (Flow-GRPO, arXiv 2505.05470).
 
-    python apps/train_flowgrpo.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
-    torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
+    python apps/train_flowgrpo.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
 
 Differences from the released code of the papers:
 1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not.
@@ -22,7 +22,7 @@ from functools import partial
 from typing import Annotated, Literal
 
 from omni_rl.run.engines import ENGINES
-from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
+from omni_rl.settings.args import JudgedArgs, check_judged, check_media, num_batches, parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 
@@ -77,14 +77,14 @@ class Args(JudgedArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_scored(args, num_ranks())
+    check_media(args)
     check_judged(args)
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
-    rounds = num_batches(args, num_ranks(), num_trained=max(1, size))
+    rounds = num_batches(args, num_trained=max(1, size))
     by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and not ENGINES[args.engine].library)
     require(
-        (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
+        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
         (low < high < args.num_inference_steps,
          f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
@@ -108,9 +108,10 @@ def check_args(args: Args) -> None:
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
         (not args.apart or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
-         "--sound-weight and --reward-media do not go with grpo-guard, flow-dppo or --old-log-prob correct"),
-        (not args.reward_media or not repacks(args),
-         "--reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
+         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or "
+         "--old-log-prob correct"),
+        (not args.streams.reward_media or not repacks(args),
+         "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
 
 

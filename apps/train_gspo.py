@@ -23,7 +23,6 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import num_ranks
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 from omni_rl.settings.token_args import TokenArgs, check_tokens
@@ -53,7 +52,7 @@ class Args(TokenArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_tokens(args, num_ranks())
+    check_tokens(args)
     require(
         ((args.overlong_tokens or 0) <= args.max_new_tokens,
          f"--overlong-tokens must be <= --max-new-tokens ({args.max_new_tokens}), got {args.overlong_tokens}"),

@@ -6,8 +6,8 @@ A group of samples is drawn for each prompt, by any solver, and graded over HTTP
 are noised afresh, and the velocity there is pulled towards the good ones and pushed away from the bad ones. There is no
 stochastic step, no density, no trajectory (DiffusionNFT, arXiv 2509.16117; AWM, arXiv 2509.25050).
 
-    python apps/train_nft.py --preset tiny-signs --scorer-url http://127.0.0.1:8100
-    torchrun --nproc-per-node 8 apps/train_nft.py --preset qwen-image-ocr-lora --scorer-url http://scorer:8100
+    python apps/train_nft.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_nft.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
 
 Three policies: the trained one; the old one, which follows it as `--old-schedule` says, a second adapter with LoRA and
 a copy of the weights without; and with `--kl-coef` the reference, which is the policy before training.
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs, check_judged, check_scored, num_batches, num_ranks, parse_numbers
+from omni_rl.settings.args import JudgedArgs, check_judged, check_media, num_batches, parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, between, require
 
@@ -58,12 +58,12 @@ class Args(JudgedArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_scored(args, num_ranks())
+    check_media(args)
     check_judged(args)
     low, high, count = trained_levels(args)
-    num_batches(args, num_ranks(), num_trained=max(1, count))
+    num_batches(args, num_trained=max(1, count))
     require(
-        (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
+        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
         (low < high <= args.num_inference_steps,
          f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
          f"got {low} and {high}"),

@@ -11,7 +11,7 @@ cancels in the difference, whose gradient trains the model (SRPO, arXiv 2509.069
 
 This is the one trainer whose reward is no server: a gradient does not travel over HTTP. The rewards are in
 `omni_rl.flow.direct_rewards`. A model that climbs its reward's gradient finds what the reward overlooks, so give
-`--watch-scorer-url`: another scorer, which only evaluations ask.
+`--scorer.watch-url`: another scorer, which only evaluations ask.
 
 Differences from the released code of the paper:
 1. Each sample has a noise level of its own; theirs is one for all ranks. Neither is rounded to an integer timestep.
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import MediaArgs, check_media, num_batches, num_ranks
+from omni_rl.settings.args import MediaArgs, check_media, num_batches
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import REQUIRED, at_least, between, require
 
@@ -61,8 +61,8 @@ class Args(MediaArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_media(args, num_ranks())
-    num_batches(args, num_ranks())
+    check_media(args)
+    num_batches(args)
     require(
         (args.level_low < args.level_high < 1,
          f"--level-low must be < --level-high, and that < 1, got {args.level_low} and {args.level_high}"),

@@ -7,8 +7,8 @@ with a few stochastic steps. A scorer grades the picture, and is told the though
 sample has one reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv
 2603.23500): GRPO for the first, Flow-GRPO for the second, each with a clip range of its own.
 
-    python apps/train_unigrpo.py --preset tiny-colors --scorer-url http://127.0.0.1:8100
-    torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer-url http://scorer:8100
+    python apps/train_unigrpo.py --preset tiny-colors --scorer.url http://127.0.0.1:8100
+    torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer.url http://scorer:8100
 
 What is decided here, as no code has been released:
 1. Before the first update of every step the ratios of tokens and of steps are checked to be 1, and the run stops if
@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, check_scored, num_batches, num_ranks
+from omni_rl.settings.args import ScoredArgs, check_media, num_batches
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import at_least, between, flag, require
@@ -75,14 +75,14 @@ class Args(ScoredArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_scored(args, num_ranks())
-    num_batches(args, num_ranks())
+    check_media(args)
+    num_batches(args)
     low, high = window_range(args)
     size = high - low if args.window_size is None else args.window_size
     with flag("--thought-reward: "):
         rules_of(args)
     require(
-        (args.scorer_url or args.dry_run, "--scorer-url must be the URL of a reward server"),
+        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
         (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
         (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
         (low < high < args.num_inference_steps,

@@ -24,11 +24,11 @@ REPO = Path(__file__).parents[1]
 FLAGS = [
     "--preset",
     "tiny-signs",
-    "--eval.prompts",
+    "--eval-prompts",
     "eval.txt",
     "--train-steps",
     "0",
-    "--eval.num-inference-steps",
+    "--eval-num-inference-steps",
     "2",
 ]
 CASES = {"help": ["--help"], "dry run": [*FLAGS, "--dry-run"], "first step": FLAGS}

@@ -59,7 +59,7 @@ def small(app, url):
     settings = OWN[app] if app in ("sample", "train_gspo") else SMALL | OWN.get(app, {})
     scored = app not in ("sample", "train_srpo", "train_gspo")
     words = [word for name, value in settings.items() for word in ("--" + name.replace("_", "-"), str(value))]
-    return [*words, "--scorer-url", url] if scored else words
+    return [*words, "--scorer.url", url] if scored else words
 
 
 @pytest.mark.parametrize("app", sampled(APPS, 2))

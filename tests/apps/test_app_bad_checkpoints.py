@@ -124,8 +124,8 @@ def test_another_scorer(tmp_path, monkeypatch, trained):
     home = shutil.copytree(trained, tmp_path / "home", symlinks=True)
     monkeypatch.chdir(home)
     with serving_here(brightness, name="brightness-2") as url:
-        message = "--scorer-url must be the scorer that the run began with, brightness, got brightness-2$"
-        lives.assert_refused(home, ["--scorer-url", url], message)
+        message = "--scorer.url must be the scorer that the run began with, brightness, got brightness-2$"
+        lives.assert_refused(home, ["--scorer.url", url], message)
 
 
 @pytest.fixture

@@ -205,21 +205,21 @@ def urls(tmp_path_factory):
 
 
 SCORERS = [
-    ("dead", "", r"--scorer-url must be a reward server that answers: .*127\.0\.0\.1:9"),
-    ("guarded", "", "--scorer-url must be a reward server that answers: .*401"),
-    ("guarded", "wrong", "--scorer-url must be a reward server that answers: .*401"),
-    ("guarded", "gone", "--scorer-token-file must be a file, got gone"),
-    ("odd", "", r"--scorer-url must be http\(s\)://host.*got 'scorer:8100'"),
-    ("other", "", "--scorer-url must be a reward server that answers: .*404"),
-    ("video", "", "--scorer-url must be a server of rewards for image, takes video"),
-    ("likeness", "", "--scorer-url must be a scorer without references, as the prompts name no images"),
+    ("dead", "", r"--scorer.url must be a reward server that answers: .*127\.0\.0\.1:9"),
+    ("guarded", "", "--scorer.url must be a reward server that answers: .*401"),
+    ("guarded", "wrong", "--scorer.url must be a reward server that answers: .*401"),
+    ("guarded", "gone", "--scorer.token-file must be a file, got gone"),
+    ("odd", "", r"--scorer.url must be http\(s\)://host.*got 'scorer:8100'"),
+    ("other", "", "--scorer.url must be a reward server that answers: .*404"),
+    ("video", "", "--scorer.url must be a server of rewards for image, takes video"),
+    ("likeness", "", "--scorer.url must be a scorer without references, as the prompts name no images"),
 ]
 
 
 @pytest.mark.parametrize(("url", "token", "message"), SCORERS, ids=[f"{url} {token}" for url, token, _ in SCORERS])
 def test_a_scorer(folder, urls, url, token, message):
     (folder / "wrong").write_text("a-wrong-token-for-this")
-    lives.assert_refused(folder, ["--scorer-url", urls[url], "--scorer-token-file", token], message)
+    lives.assert_refused(folder, ["--scorer.url", urls[url], "--scorer.token-file", token], message)
     assert not (folder / "runs").exists()
 
 

@@ -112,7 +112,7 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, 
         drawn = [tiny_signs.draw_prompt(rng, evaluation=True)[0] for _ in range(32)]
         Path("eval.txt").write_text("".join(f"{prompt}\n" for prompt in drawn))
         ocr_flags = request.getfixturevalue("ocr_flags")
-        args = change(args, watch_scorer_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
+        args = change(args, scorer_watch_url=ocr_flags[1], scorer_token_file=ocr_flags[3])
     lines = train(app, change(args, train_steps=steps, eval_every=steps))
     assert lines[-1]["eval/reward"] > lines[0]["eval/reward"] + least
     if name == "srpo":
@@ -120,7 +120,7 @@ def test_training_raises_a_reward_that_can_be_raised(here, bright_url, request, 
     if name == "dpo":
         assert lines[1]["policy/margin"] == 0.0  # at first policy and reference are one
     assert exported()
-    secrets = {bright_url, args.scorer_token_file} - {""}
+    secrets = {bright_url, args.scorer.token_file} - {""}
     assert not any(secret in Path("runs/run/config.toml").read_text() for secret in secrets)
 
 
@@ -199,7 +199,7 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_docum
     app, args = settings(row, bright_url)
     is_full = row.teacher or row.app == "train_gspo" or random.Random(f"{TEST_SEED} {name}").random() < 0.5
     adapter = {} if is_full else LORA
-    watch = {"watch_scorer_url": bright_url} if name == "srpo" else {}
+    watch = {"scorer_watch_url": bright_url} if name == "srpo" else {}
     args = change(args, train_steps=steps, eval_every=1, save_every=1, **adapter, **watch)
     whole, weights = train(app, args), exported()
     assert undocumented(whole) == set()
@@ -213,20 +213,20 @@ def test_a_run_that_lost_its_last_step_ends_bit_for_bit_as_before_and_logs_docum
 
 # Mistakes
 
-SCORED = "--scorer-url http://x"
+SCORED = "--scorer.url http://x"
 MISTAKES = {
     "train_flowgrpo": {
-        "--scorer-url x": "--scorer-url must be http(s)://host[:port][/path], got 'x'",
+        "--scorer.url x": "--scorer.url must be http(s)://host[:port][/path], got 'x'",
     },
     "train_nft": {
-        "": "--scorer-url must be the URL of a reward server",
+        "": "--scorer.url must be the URL of a reward server",
         "--algo grpo": "--algo must be one of 'nft', 'awm'",
         f"{SCORED} --num-minibatches 3": "--num-minibatches must divide a rank's batches",
         f"{SCORED} --train-low 10": "--train-low and --train-high must bound steps of the rollout (10)",
         f"{SCORED} --train-levels 11": "--train-levels must be from 1 to the 10 trained steps, got 11",
     },
     "train_dpo": {
-        "": "--scorer-url must be the URL of a reward server, or --preferences a file of pairs",
+        "": "--scorer.url must be the URL of a reward server, or --preferences a file of pairs",
         f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
         f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
         "--preferences README.md": "--prompts: path must end in .txt, .jsonl or .parquet, got README.md",
@@ -238,7 +238,7 @@ MISTAKES = {
         "--positive-words ,": "--positive-words must hold a word, got ','",
         "--width 64": "--reward sign-reader reads images of 32 x 96, got --height 32 and --width 64",
         "--reward hps": "--reward must be one of 'sign-reader', 'clip'",
-        "--scorer-url http://x": "unknown flag --scorer-url",
+        "--scorer.url http://x": "unknown flag --scorer.url",
     },
     "train_distill": {
         "--teachers runs/x": "--teachers must be NAME=FOLDER with commas between, each name once, got 'runs/x'",
@@ -246,7 +246,7 @@ MISTAKES = {
         "--teachers a=nowhere": "--teachers: a must be a folder of weights, got nowhere",
         "--algo opd --train-high 4": "steps of the student (0 to 3 with opd), got 0 and 4",
         "--algo opd-cps --noise-level 2": "--noise-level must be <= 1 for opd-cps",
-        "--scorer-url nowhere": "--scorer-url must be http(s)://host[:port][/path], got 'nowhere'",
+        "--scorer.url nowhere": "--scorer.url must be http(s)://host[:port][/path], got 'nowhere'",
     },
 }
 CASES = [(app, flags) for app, cases in MISTAKES.items() for flags in cases]

@@ -122,7 +122,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
         return [float(image.mean()) for image in media["image"]]
 
     with serving_here(Scorer(score, references=True)) as url:
-        args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, watch_scorer_url=url)
+        args = settings(train_flowgrpo, "qwen-image-edit-plus", url, train_steps=1, scorer_watch_url=url)
         train(train_flowgrpo, args)
     assert seen[0] == seen[1] == [["0-0.png", "0-1.png"]]  # of the scorer and of the one that watches
     assert {len(batch) for batch in seen[2:]} == {4}

@@ -31,7 +31,7 @@ def test_requests_of_parts_of_a_batch_go_to_all_servers_and_change_no_number(her
     servers = [Server() for _ in range(3)]
     with serving_here(servers[0]) as alone, serving_here(servers[1]) as first, serving_here(servers[2]) as second:
         whole = train(app, change(TINY, name="whole", scorer_url=alone, train_steps=1, eval_every=1))
-        args = change(TINY, name="parts", scorer_url=f"{first},{second}", score_batch_size=3)
+        args = change(TINY, name="parts", scorer_url=f"{first},{second}", scorer_batch_size=3)
         parts = train(app, change(args, train_steps=1, eval_every=1))
     assert unclocked(parts) == unclocked(whole)
     assert servers[0].sizes == [1] + [4] * 4  # the canary, and two evaluations

@@ -167,7 +167,7 @@ def small(name, url):
     places = {key: str(REPO / values_of(args)[key]) for key in ("model", "prompts", "eval.prompts")}
     places |= {"reward_model": str(REPO / args.reward_model)} if hasattr(args, "reward_model") else {}
     own = {"group_size": 2} if hasattr(args, "group_size") else {}
-    own |= {"scorer_url": url} if hasattr(args, "scorer_url") and "beeps" not in preset else {}
+    own |= {"scorer_url": url} if "scorer.url" in values_of(args) and "beeps" not in preset else {}
     size = {"prompts_per_step": 2, "batch_size": 2, "train_steps": 2, "eval_every": 2, "save_every": 1}
     return trainer, change(args, name="run", **(places | size | own | {"sharding_mode": "auto"} | changes)), ranks
 

@@ -149,8 +149,8 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
         (ARGS, {"out_dir": "0.png"}, "--out-dir must be a folder, got 0.png"),
         (ARGS, {"out_dir": "0.png/x/y"}, "--out-dir must be a folder, got 0.png"),
         (ARGS, {"out_dir": "old"}, "--out-dir must be without the samples.jsonl of earlier samples, got old"),
-        (ARGS, {"scorer_url": "localhost"}, "--scorer-url must be http"),
-        (ARGS, {"scorer_url": "http://127.0.0.1:9"}, "--scorer-url must be a reward server that answers"),
+        (ARGS, {"scorer_url": "localhost"}, "--scorer.url must be http"),
+        (ARGS, {"scorer_url": "http://127.0.0.1:9"}, "--scorer.url must be a reward server that answers"),
         (ARGS, {"guidance": "scale"}, "--guidance must be NAME=NUMBER .* got 'scale'"),
         (ARGS, {"guidance": "scale=2"}, "--guidance of a QwenImagePipeline must be one of true_cfg_scale, got scale"),
         (ARGS, {"height": 40}, "--height must be a positive multiple of 16 pixels, such as 32, got 40"),
@@ -189,7 +189,7 @@ def test_a_run_s_settings_are_those_of_its_weights_where_no_others_are_given(tmp
 def test_a_folder_has_a_file_of_each_sample_and_what_is_known_of_it(tmp_path, bright_url, capfd):
     (tmp_path / "two.txt").write_text("a sign\na board\n")
     out = tmp_path / "new" / "signs"
-    draw(replace(ARGS, prompts=str(tmp_path / "two.txt"), out_dir=str(out), scorer_url=bright_url))
+    draw(change(ARGS, prompts=str(tmp_path / "two.txt"), out_dir=str(out), scorer_url=bright_url))
     rows = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     assert [(row["files"], row["prompt"]) for row in rows] == [
         (["0.png"], "a sign"), (["1.png"], "a board"), (["2.png"], "a sign")

@@ -70,7 +70,7 @@ def test_a_scorer_that_comes_back_is_waited_for(server, monkeypatch):
 def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatch):
     lose_at(monkeypatch, server(), step=1, then=server)
     # Both requests of step 1 fail, and by step 2 the server is back.
-    args = settings(server, train_steps=3, eval_every=3, scorer_timeout_s=0.8, on_failure="mask_group")
+    args = settings(server, train_steps=3, eval_every=3, scorer_timeout_s=0.8, scorer_on_failure="mask_group")
     draw = app.draw
 
     def draw_later(run, *args, **options):

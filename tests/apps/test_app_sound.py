@@ -21,7 +21,7 @@ import train_nft
 ROW = ROWS["ltx23"]
 SIZES = {"prompts_per_step": 2, "group_size": 4, "batch_size": 4, "lr": 1e-2, "lr_decay": False, "num_frames": 9}
 SIZES |= {"train_steps": 1, "eval_every": 1}
-APART = {"reward_parts": "bright=1,loud=1", "reward_media": "bright=video,loud=audio"}
+APART = {"reward_parts": "bright=1,loud=1", "streams_reward_media": "bright=video,loud=audio"}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,10 @@ def settings(app, url, **changes):
 @pytest.mark.parametrize("name", sampled(["flowgrpo", "nft"], 1))
 def test_trainers_take_frames_and_sound_apart_and_nothing_of_a_frozen_sound_moves(here, url, name):
     app, lora = (train_flowgrpo, {}) if name == "flowgrpo" else (train_nft, {"lora_rank": 4, "lora_alpha": 8})
-    model, args = open_model(ROW.checkpoint()), settings(app, url, **APART, sound_weight=0.5, freeze_audio=True, **lora)
+    model, args = (
+        open_model(ROW.checkpoint()),
+        settings(app, url, **APART, streams_sound_weight=0.5, streams_freeze_audio=True, **lora),
+    )
     line = train(app, args)[1]
     assert line["policy/grad_norm"] > 0
     assert line["eval/reward"] == pytest.approx(line["eval/bright"] + line["eval/loud"])
@@ -90,7 +93,9 @@ def test_the_names_of_the_audio_are_those_that_the_sound_alone_needs():
 
 def test_a_model_without_sound_refuses_its_settings(here, bright_urls):
     silent = {"model": str(ROWS["wan21"].checkpoint()), "num_frames": 9, "scorer_url": bright_urls["video"]}
-    with pytest.raises(ValueError, match="--freeze-audio needs a model that draws video with sound"):
-        train(train_flowgrpo, settings(train_flowgrpo, "", freeze_audio=True, **silent))
-    with pytest.raises(ValueError, match="--sound-weight and --reward-media need a model that draws video with sound"):
-        train(train_nft, settings(train_nft, "", sound_weight=0.5, **silent))
+    with pytest.raises(ValueError, match=r"--streams.freeze-audio needs a model that draws video with sound"):
+        train(train_flowgrpo, settings(train_flowgrpo, "", streams_freeze_audio=True, **silent))
+    with pytest.raises(
+        ValueError, match=r"--streams.sound-weight and --streams.reward-media need a model that draws video with sound"
+    ):
+        train(train_nft, settings(train_nft, "", streams_sound_weight=0.5, **silent))

@@ -122,7 +122,7 @@ def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case):
         "finally:\n"
         "    print(sorted({'torch', 'diffusers', 'transformers', 'peft'} & sys.modules.keys()))\n"
     )
-    given = ["--preset", "tiny-signs", "--scorer-url", "http://127.0.0.1:9", "--eval.prompts", "eval.txt", "--prompts"]
+    given = ["--preset", "tiny-signs", "--scorer.url", "http://127.0.0.1:9", "--eval.prompts", "eval.txt", "--prompts"]
     program = str(REPO / "apps" / f"{trainer}.py")
     words = f"import sys; sys.argv = [{program!r}, *sys.argv[1:]]\n{code}"
     command = [sys.executable, "-c", words, *given, str(lives.TINY.prompts), *flags.split()]

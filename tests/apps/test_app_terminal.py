@@ -39,7 +39,7 @@ def test_ranks_show_a_bar_and_ctrl_c_saves_and_tells_how_to_go_on(here, bright_u
     """The model's attention is of all weights in fsdp2, of which torch would warn."""
     trainer = [str(REPO / "apps" / "train_flowgrpo.py"), "--preset", "tiny-signs", "--sharding.mode", "fsdp2"]
     trainer += ["--model", str(CHECKPOINT), "--prompts", str(PROMPTS / "train.txt"), "--eval.prompts", "eval.txt"]
-    trainer += ["--scorer-url", bright_url, *SMALL.split()]
+    trainer += ["--scorer.url", bright_url, *SMALL.split()]
     ranks = [sys.executable, "-m", "omni_rl.run.ranks", "--nproc-per-node", "2"]
     shown, code = in_terminal([*ranks, *trainer], until=r" 2/\d+ eta ", keys=b"\x03")
     assert code == 130

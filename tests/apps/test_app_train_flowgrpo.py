@@ -255,7 +255,7 @@ def test_samples_without_a_score_take_no_part():
     broken = [Score(None, abstained="broken")] * 4
     with pytest.raises(RuntimeError, match="no score for any of 4 samples: broken"):
         grade(args, broken)
-    args = change(args, on_failure="mask")
+    args = change(args, scorer_on_failure="mask")
     [batch], step = grade(args, broken)
     assert batch.advantages.tolist() == [0.0] * 4
     assert not step.has_signal
@@ -308,7 +308,7 @@ def test_parts_of_the_score_are_normalized_one_by_one():
 
 
 def test_a_second_scorer_is_asked_in_evaluations_only(here, bright_url):
-    lines = train(bright_url, watch_scorer_url=bright_url)
+    lines = train(bright_url, scorer_watch_url=bright_url)
     assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
     assert "watch_scorer_url" in (here / "runs" / "tiny-signs" / "config.toml").read_text()
     assert bright_url not in (here / "runs" / "tiny-signs" / "config.toml").read_text()

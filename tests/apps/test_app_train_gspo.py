@@ -295,7 +295,7 @@ def test_a_server_grades_as_a_rule_does_alone_and_beside_rules(here):
         sizes.append(len(prompts))
         return has_letter(media, prompts, meta)
 
-    args = tiny(train_steps=1, eval_every=1, score_batch_size=3)
+    args = tiny(train_steps=1, eval_every=1, scorer_batch_size=3)
     with serving_here(Scorer(score, media=("text",)), name="letters") as url:
         local = train(app, change(args, name="local"))
         served = train(app, change(args, name="served", reward="", scorer_url=url))
@@ -333,7 +333,7 @@ def test_a_server_that_fails_ends_the_run_or_leaves_samples_out(on_failure, here
         return has_letter(media, prompts, meta)
 
     with serving_here(Scorer(score, media=("text",))) as url:
-        args = tiny(reward="", scorer_url=url, on_failure=on_failure, save_every=10)
+        args = tiny(reward="", scorer_url=url, scorer_on_failure=on_failure, save_every=10)
         if on_failure == "mask":
             assert train(app, args)[2]["reward/abstained_ratio"] == 1
             return
@@ -369,9 +369,9 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"reward": "scorer"}, "--scorer-url must be given for scorer in --reward"),
-        ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer-url says, got regex"),
-        ({"scorer_url": "a:1"}, r"--scorer-url must be http\(s\)://host"),
+        ({"reward": "scorer"}, "--scorer.url must be given for scorer in --reward"),
+        ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer.url says, got regex"),
+        ({"scorer_url": "a:1"}, r"--scorer.url must be http\(s\)://host"),
         ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
         ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact requires'),
         ({"reward": "ocr"}, "--reward: must be one of exact, "),

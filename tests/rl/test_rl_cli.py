@@ -316,7 +316,7 @@ def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with suppress(SystemExit):
         parse_cli(ScoredArgs, lambda args: None, ["--scorer-url", url, *flags], app="program")
-    is_refused = f"--scorer-url must be a reward server that answers: {url}: " in capsys.readouterr().err
+    is_refused = f"--scorer.url must be a reward server that answers: {url}: " in capsys.readouterr().err
     assert is_refused == (not flags)
 
 

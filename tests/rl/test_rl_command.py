@@ -70,7 +70,7 @@ def test_the_exit_code_and_the_message_are_the_programs():
     [
         ("--lrr 1", 2, "train_nft.py: error: unknown flag --lrr; did you mean '--lr'?\n"),
         ("--preset tiny-signs --batch-size 48", 2, "train_nft.py: error: --batch-size times ranks (96) must divide"),
-        ("--preset tiny-signs --scorer-url http://127.0.0.1:1", 2, "omni-rl: error: --scorer-url must be a reward ser"),
+        ("--preset tiny-signs --scorer.url http://127.0.0.1:1", 2, "omni-rl: error: --scorer.url must be a reward ser"),
     ],
 )
 def test_the_settings_of_several_ranks_are_checked_once_before_any_starts(monkeypatch, capfd, words, code, said):
@@ -95,7 +95,7 @@ def test_ctrl_c_while_settings_are_checked_ends_without_a_traceback(monkeypatch,
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("words", ["--help", "--preset tiny-signs --check --scorer-url http://127.0.0.1:1"])
+@pytest.mark.parametrize("words", ["--help", "--preset tiny-signs --check --scorer.url http://127.0.0.1:1"])
 def test_what_only_prints_prints_once_for_several_ranks(monkeypatch, capfd, words):
     monkeypatch.chdir(REPO)
     monkeypatch.setattr(os, "execv", lambda *started: pytest.fail("ranks start"))

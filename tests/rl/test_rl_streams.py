@@ -11,7 +11,7 @@ from omni_reward import Score
 from omni_rl.flow.scoring import TrainBatch, part_advantages
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.settings.args import check_judged
-from omni_rl.settings.fields import check_bounds
+from omni_rl.settings.fields import build, check_bounds
 from omni_rollout import Prompt
 from omni_sched import StreamStep, sde_step
 from trainer_runs import place
@@ -96,7 +96,7 @@ def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypa
 def run(**settings):
     """The rank of a run alone, and its settings."""
     model = SimpleNamespace(streams=lambda params: {"video": 6, "audio": 2})
-    args = train_nft.Args(**settings)
+    args = build(train_nft.Args, settings)
     return SimpleNamespace(dist=place(), args=args, model=model, base_params=None)
 
 
@@ -106,7 +106,7 @@ def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enter
     groups, rewards = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
     batches = [SimpleNamespace(prompts=[Prompt("", i // 2, i, i) for i in range(4)])]
     parts = {"reward_parts": "a=1,b=2,c=0.5"}
-    apart = part_advantages(run(**parts, reward_media="a=video,b=audio"), batches, scores, rewards, groups)
+    apart = part_advantages(run(**parts, streams_reward_media="a=video,b=audio"), batches, scores, rewards, groups)
     for column, weights in zip(apart.unbind(dim=1), ([1, 0, 0.5], [0, 2, 0.5]), strict=True):
         torch.testing.assert_close(column, multi_reward_advantages(values, groups, weights, std="batch"))
     whole = part_advantages(run(**parts), batches, scores, rewards, groups)
@@ -114,8 +114,8 @@ def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enter
 
 
 def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
-    assert shares_of(run(reward_parts="a=1", reward_media="a=audio")) == (0.75, 0.25)
-    assert shares_of(run(sound_weight=0.5)) == (0.5, 0.5)
+    assert shares_of(run(reward_parts="a=1", streams_reward_media="a=audio")) == (0.75, 0.25)
+    assert shares_of(run(streams_sound_weight=0.5)) == (0.5, 0.5)
     assert not run().args.apart
 
 
@@ -123,18 +123,21 @@ def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
     ("settings", "said"),
     [
         (
-            {"reward_media": "a=audio"},
-            "--reward-media must name parts in --reward-parts, got a=audio",
+            {"streams_reward_media": "a=audio"},
+            "--streams.reward-media must name parts in --reward-parts, got a=audio",
         ),
         (
-            {"reward_parts": "a=1", "reward_media": "a"},
-            "--reward-media must be PART=MEDIUM with commas between, .* got 'a'",
+            {"reward_parts": "a=1", "streams_reward_media": "a"},
+            "--streams.reward-media must be PART=MEDIUM with commas between, .* got 'a'",
         ),
-        ({"reward_parts": "a=1", "reward_media": "a=image"}, "--reward-media must name video or audio, got image"),
-        ({"sound_weight": 1.5}, r"--sound-weight must be <= 1, got 1.5"),
+        (
+            {"reward_parts": "a=1", "streams_reward_media": "a=image"},
+            "--streams.reward-media must name video or audio, got image",
+        ),
+        ({"streams_sound_weight": 1.5}, r"--streams.sound-weight must be <= 1, got 1.5"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, said):
-    check = check_bounds if "sound_weight" in settings else check_judged
+    check = check_bounds if "streams_sound_weight" in settings else check_judged
     with pytest.raises(ValueError, match=said):
-        check(train_nft.Args(**settings))
+        check(build(train_nft.Args, settings))

@@ -102,7 +102,7 @@ def check_beside(words, place):
     """There is such a scorer, and the trainer beside it can start."""
     end = words.index("--")
     check_server(["python", "-m", "omni_reward.server", "--scorer", *words[3:end]], place)
-    check_trainer([*words[end + 1 :], "--scorer-url", place.url], place)
+    check_trainer([*words[end + 1 :], "--scorer.url", place.url], place)
 
 
 def check_trainer(words, place):

@@ -92,5 +92,5 @@ def test_a_run_has_the_settings_of_its_recipe(entry):
     assert {name for name, value in job.settings().items() if values_of(args)[name] != value} == set()
     assert (args.name, args.seed, args.sharding.mode) == (f"leaderboard/{entry.name}-1", 1, "none")
     assert (REPO / args.eval.prompts).is_file()
-    asked = args.watch_scorer_url if entry is SRPO else args.scorer_url
-    assert (asked, args.scorer_token_file) == (SERVER.url, "token")
+    asked = args.scorer.watch_url if entry is SRPO else args.scorer.url
+    assert (asked, args.scorer.token_file) == (SERVER.url, "token")

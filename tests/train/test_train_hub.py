@@ -50,8 +50,9 @@ def test_settings_come_from_a_model_on_the_hub(download):
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("scorer_token_file = '/etc/passwd'", "scorer_token_file"),
-        ("watch_scorer_url = 'http://a:1'", "watch_scorer_url"),
+        ("[scorer]\ntoken_file = '/etc/passwd'", "scorer.token_file"),
+        ("watch_scorer_url = 'http://a:1'", "scorer.watch_url"),
+        ("scorer.url = 'http://a:1'", "scorer.url"),
         ("[[eval]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
         ("media_root = '/'", "media_root"),
     ],

@@ -95,7 +95,7 @@ def draw(
         # Scorers and the report look at the media on the host; one copy, which is all that waits for the batch.
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
-        size = run.args.score_batch_size or len(batch)
+        size = run.args.scorer.batch_size or len(batch)
         pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch) * graded, size)]
     return batches, pending
 

@@ -92,7 +92,7 @@ def connect(
     kinds: Sequence[str],
     *,
     samples: Arrays = MappingProxyType({}),
-    name: str = "--scorer-url",
+    name: str = "--scorer.url",
     parts: Sequence[str] = (),
 ) -> tuple[RewardClient, str]:
     """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
@@ -107,15 +107,15 @@ def connect(
         ValueError: a server does not answer, refuses the token or the canary, takes other media, or takes references
             where the prompt has none.
     """
-    with flag("--scorer-token-file: "):
-        token = Path(args.scorer_token_file).read_text().strip() if args.scorer_token_file else None
+    with flag("--scorer.token-file: "):
+        token = Path(args.scorer.token_file).read_text().strip() if args.scorer.token_file else None
     open_client = partial(
         RewardClient,
         urls.split(","),
         token=token,
-        timeout_s=args.scorer_timeout_s,
-        on_failure=args.on_failure,
-        proxy=args.scorer_proxy,
+        timeout_s=args.scorer.timeout_s,
+        on_failure=args.scorer.on_failure,
+        proxy=args.scorer.proxy,
     )
     with flag(f"{name}: "):
         client = open_client()

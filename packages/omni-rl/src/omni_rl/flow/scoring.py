@@ -112,7 +112,7 @@ def rewards_at(run: AnyRun, step: Step, batches: Sequence[Samples], scores: Sequ
     scores: of this rank's samples, in the order of its batches.
 
     Raises:
-        RuntimeError: no sample has a score, and --on-failure asks for one.
+        RuntimeError: no sample has a score, and --scorer.on-failure asks for one.
     """
     rewards = gather_rewards(run.dist, batches, scores, groups)
     log_rewards(run, step, rewards, groups, scores)
@@ -124,7 +124,7 @@ def log_rewards(run: AnyRun, step: Step, rewards: Tensor, groups: Tensor, scores
     if not rewards.isnan().all():
         step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
         return
-    if run.args.on_failure == "raise":
+    if run.args.scorer.on_failure == "raise":
         raise RuntimeError(
             f"the scorer gave no score for any of {len(rewards)} samples: {printable(str(scores[0].abstained))}"
         )
@@ -162,12 +162,12 @@ def advantages_of(
 def part_advantages(
     run: MediaRun[JudgedArgs], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
 ) -> Tensor:
-    """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --reward-media.
+    """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
 
     rewards, groups: [N].
     """
     args = run.args
-    weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.reward_media, args.reward_parts)
+    weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.streams.reward_media, args.reward_parts)
     columns = gather_parts(run.dist, batches, scores, list(weights), rewards)
 
     def added(medium: str | None) -> Tensor:

@@ -30,8 +30,8 @@ def sizes_of(run: MediaRun[ArgsT]) -> tuple[int, ...]:
 
 
 def shares_of(run: MediaRun[ArgsT]) -> tuple[float, ...]:
-    """The share of each stream in the loss: that of its elements, unless --sound-weight is given."""
-    sizes, sound_weight = sizes_of(run), run.args.sound_weight
+    """The share of each stream in the loss: that of its elements, unless --streams.sound-weight is given."""
+    sizes, sound_weight = sizes_of(run), run.args.streams.sound_weight
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
 
 

@@ -99,7 +99,7 @@ class RuleScorer:
         except RewardError as exc:
             future.set_exception(exc)
         except Exception as exc:  # a text or meta that cannot travel
-            future.set_exception(RewardError(f"--scorer-url: {exc}", fatal=True))
+            future.set_exception(RewardError(f"--scorer.url: {exc}", fatal=True))
 
     def _sum(self, own: Mapping[str, float], other: Score) -> Score:
         """The reward of the server's score and of what the rules say, with each in the parts."""

@@ -146,7 +146,7 @@ def write_versions(
     Args:
         folder: the run folder.
         argv: the program and its arguments; None takes those of this process.
-        hide: flags whose values are omitted, such as `--scorer-url`.
+        hide: flags whose values are omitted, such as `--scorer.url`.
         changed: settings of `config.toml` that differ from their defaults; the report shows them first.
         facts: more to show, such as the number of ranks.
     """

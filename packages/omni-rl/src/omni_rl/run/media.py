@@ -103,7 +103,7 @@ def read_all(
         check_graded(record)
         check_record(record)
 
-    still = set(model.BRANCHES["audio"]) if args.freeze_audio else set()
+    still = set(model.BRANCHES["audio"]) if args.streams.freeze_audio else set()
 
     def is_frozen(name: str) -> bool:
         pieces = name.split(".")
@@ -120,8 +120,9 @@ def read_all(
     check_steps(args, model, params, needs.steps, trained)
     require(
         (not needs.streams or model.streams(params),
-         "--sound-weight and --reward-media need a model that draws video with sound"),
-        (not needs.streams or len(sizes) == 1, "--sound-weight and --reward-media need prompts of one size"),
+         "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
+        (not needs.streams or len(sizes) == 1,
+         "--streams.sound-weight and --streams.reward-media need prompts of one size"),
         (not needs.routes or routing_of(model.empty_net()),
          "--route-replay needs a model that is a mixture of experts"),
     )  # fmt: skip
@@ -162,8 +163,8 @@ def check_model(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
         (args.low_expert_lr is None or (len(trained) == 2 and args.lr),
          "--low-expert-lr needs two experts that are trained, and --lr > 0"),
-        (not args.freeze_audio or "audio" in model.BRANCHES,
-         "--freeze-audio needs a model that draws video with sound"),
+        (not args.streams.freeze_audio or "audio" in model.BRANCHES,
+         "--streams.freeze-audio needs a model that draws video with sound"),
     )  # fmt: skip
     model.host_encoders = "encoder" in offloaded(args)
     kind = model.config["_class_name"]
@@ -250,10 +251,10 @@ def open_scorer(
     ask = partial(world.connect, args=args, kinds=kinds, samples=grey)
     canary = _with(meta, inputs.canary)
     watch: Scorer | None = None
-    if args.watch_scorer_url:
-        watch, _ = ask(args.watch_scorer_url, canary=canary, name="--watch-scorer-url")
+    if args.scorer.watch_url:
+        watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
     scorer: Scorer = LocalScorer(abstain, ())
-    version, url = "", args.scorer_url if isinstance(args, ScoredArgs) else ""
+    version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
     if needs.scorer:
         scorer = needs.scorer(world.dist)
     elif url or args.dry_run:  # of a plan

@@ -72,7 +72,7 @@ class Session:
         self.config["scorer"] = version
         was = self.saved.config.get("scorer", "") if self.saved else version
         if was != version and not (args.eval.only or args.dry_run):
-            raise ValueError(f"--scorer-url must be the scorer that the run began with, {was}, got {version}")
+            raise ValueError(f"--scorer.url must be the scorer that the run began with, {was}, got {version}")
 
     def take(self, args: RunArgs, dist: Dist, mode: str) -> None:
         """Make this the one run that writes into the folder, and print the first line."""

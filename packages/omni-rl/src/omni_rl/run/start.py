@@ -53,7 +53,7 @@ class Needs:
     old_policy: an older policy, for `Policy.as_old`. reference: the first one, for `Policy.reference`. steps: the first
     of the schedule that is trained at, and one past the last. streams: a model whose frames and sound the loss takes
     apart. routes: a mixture of experts, whose routes are replayed. parts: that scores must name. scorer: opens another
-    scorer than --scorer-url. teachers: folders of weights by name, for `Policy.teacher`. teaching: what teachers sample
+    scorer than --scorer.url. teachers: folders of weights by name, for `Policy.teacher`. teaching: what teachers sample
     with, of what the run samples with.
     """
 

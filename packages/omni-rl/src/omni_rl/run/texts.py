@@ -107,15 +107,15 @@ def open_scorer(
 ) -> tuple[TextScorer, str, Scorer | None]:
     """Open the rules, and the server that they name, with its name and version; and what evaluation sets ask."""
     ask, version, client = partial(world.connect, args=args, kinds=(TEXT_KIND,)), "", None
-    if args.scorer_url:
-        client, version = ask(args.scorer_url, canary=inputs.canary)
+    if args.scorer.url:
+        client, version = ask(args.scorer.url, canary=inputs.canary)
     alone = open_rules(SCORER, remote=True)
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> TextScorer:
-        return RuleScorer(alone, ask(url, canary=canary_of(records), name=name)[0], args.score_batch_size)
+        return RuleScorer(alone, ask(url, canary=canary_of(records), name=name)[0], args.scorer.batch_size)
 
     open_set_scorers(args, inputs.held_out, connect)
-    return RuleScorer(args.rules, client, args.score_batch_size), version, None
+    return RuleScorer(args.rules, client, args.scorer.batch_size), version, None
 
 
 def source(inputs: Inputs[Any, Any], how: Preparation, files: Mapping[str, Sequence[Path]]) -> tuple[nn.Module, None]:

@@ -30,15 +30,26 @@ from omni_rl.settings.fields import (
     flag,
     flag_of,
     marked,
+    old_names,
     require,
     values_of,
 )
-from omni_rl.settings.groups import Lora, MediaMemory, Memory, Sharding, Tracking
+from omni_rl.settings.groups import (
+    JudgedStreams,
+    Lora,
+    MediaMemory,
+    MediaScorer,
+    Memory,
+    ScoredScorer,
+    Scorer,
+    Sharding,
+    Streams,
+    Tracking,
+)
 
 STREAMS = ("video", "audio")  # the media of one latent, in its order
 Mode = Literal["none", "ddp", "fsdp2"]
 Attention = Literal["auto", "cudnn", "flash", "efficient", "math"]
-OnFailure = Literal["raise", "mask", "mask_group"]
 ArgsT = TypeVar("ArgsT", bound="RunArgs")
 
 
@@ -84,11 +95,7 @@ class RunArgs:
     batch_size: Annotated[int, between(1, 65_536)] = 16  # Samples per forward of a rank, in rollout and update alike
 
     # Scorer
-    scorer_token_file: Annotated[str, SECRET] = ""  # File with the token of the reward servers
-    scorer_timeout_s: Annotated[float, between(1e-3, 1e6), MAY_CHANGE] = 120.0  # Longest wait for scores in seconds
-    score_batch_size: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Most samples in a request; 0 is a batch
-    scorer_proxy: Annotated[Literal["none", "env"], MAY_CHANGE] = "none"  # Proxy for other hosts; env: HTTP_PROXY
-    on_failure: Annotated[OnFailure, MAY_CHANGE] = "raise"  # End the run, or leave out the samples or groups
+    scorer: Scorer = Scorer()  # The reward server
 
     # Optimizer
     num_minibatches: Annotated[int, at_least(1)] = 1  # Optimizer steps per rollout
@@ -117,8 +124,8 @@ class MediaArgs(RunArgs):
 
     # Model
     train_experts: Literal["both", "high", "low"] = "both"  # Experts to train, of a model with two by noise level
-    freeze_audio: bool = False  # Train nothing of what acts on the sound alone, of a model that draws video with sound
     memory: MediaMemory = MediaMemory()  # What memory holds, and for how long
+    streams: Streams = Streams()  # Video and sound of one latent
     compile: Annotated[bool, MAY_CHANGE] = False  # Compile the blocks of the denoiser, for rollout and update alike
 
     # Sampling
@@ -135,7 +142,7 @@ class MediaArgs(RunArgs):
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
 
     # Scorer
-    watch_scorer_url: Annotated[str, SECRET] = ""  # URL of a second reward server, which only evaluations ask
+    scorer: MediaScorer = MediaScorer()  # The reward servers
 
     # Optimizer
     low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
@@ -149,7 +156,7 @@ class ScoredArgs(MediaArgs):
     group_size: Annotated[int, between(2, 65_536)] = 16  # Samples of each prompt
 
     # Scorer
-    scorer_url: Annotated[str, SECRET] = ""  # URL of the reward server, or several of equal ones separated by commas
+    scorer: ScoredScorer = ScoredScorer()  # The reward servers
 
 
 @dataclass(frozen=True)
@@ -157,16 +164,15 @@ class JudgedArgs(ScoredArgs):
     """Settings of a run that compares the samples of a group, by one reward or by several."""
 
     # Algorithm
+    streams: JudgedStreams = JudgedStreams()  # Video and sound of one latent
     reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
-    reward_media: str = ""  # Parts that judge one medium alone and move no other, as clap=audio,hpsv3=video
-    sound_weight: Annotated[float | None, between(0, 1)] = None  # Share of the sound in the loss (default: by size)
     adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
     adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
 
     @property
     def apart(self) -> bool:
         """Whether the loss takes the frames and the sound of a sample apart."""
-        return bool(self.reward_media) or self.sound_weight is not None
+        return bool(self.streams.reward_media) or self.streams.sound_weight is not None
 
 
 def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> None:
@@ -183,6 +189,8 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     lora, memory, shards = args.lora, args.memory, args.sharding
     name, mode = PurePath(args.name), sharding(args, world_size)
     values = values_of(args)
+    for setting in ("scorer.url", "scorer.watch_url"):
+        check_urls(values.get(setting, ""), flag_of(setting))
     missing = next((flag_of(name) for name in marked(type(args), REQUIRED) if not values[name]), "")
     offload, lora_only = offloaded(args), {"targets": lora.targets, "init": lora.init}
     unused = next((key for key, value in lora_only.items() if value not in ("", "default")), "")
@@ -215,19 +223,19 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
          f"--init-weights must be a folder, got {args.init_weights}"),
         (not args.media_root or Path(args.media_root).is_dir(),
          f"--media-root must be a folder, got {args.media_root}"),
-        (not args.scorer_token_file or Path(args.scorer_token_file).is_file(),
-         f"--scorer-token-file must be a file, got {args.scorer_token_file}"),
+        (not args.scorer.token_file or Path(args.scorer.token_file).is_file(),
+         f"--scorer.token-file must be a file, got {args.scorer.token_file}"),
     )  # fmt: skip
 
 
-def check_media(args: MediaArgs, world_size: int) -> None:
+def check_media(args: MediaArgs, world_size: int = 0) -> None:
     """Check what `check_run` does, and what trainers on media demand of the rest of their settings and files.
 
     Raises:
         ValueError: as `check_run`.
     """
     memory = args.memory
-    check_run(args, world_size, is_planned=bool(memory.device_gb))
+    check_run(args, world_size or num_ranks(), is_planned=bool(memory.device_gb))
     engine = ENGINES.get(args.engine)
     require(
         (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
@@ -245,7 +253,6 @@ def check_media(args: MediaArgs, world_size: int) -> None:
          f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip
     parse_numbers(args.guidance, "--guidance")
-    check_urls(args.watch_scorer_url, "--watch-scorer-url")
     with flag("--prompts: "):
         check = check_shapes(args)
         PromptSampler(
@@ -283,16 +290,6 @@ def check_shapes(args: MediaArgs) -> RecordCheck:
     return check
 
 
-def check_scored(args: ScoredArgs, world_size: int) -> None:
-    """Check what `check_media` does, the scorer's URL, and that samples can be compared within a group.
-
-    Raises:
-        ValueError: as `check_media`, or for the URL or the size of a group.
-    """
-    check_urls(args.scorer_url, "--scorer-url")
-    check_media(args, world_size)
-
-
 def num_ranks() -> int:
     """The number of ranks that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -304,15 +301,17 @@ def sharding(args: RunArgs, world_size: int) -> Mode:
     return auto if args.sharding.mode == "auto" else args.sharding.mode
 
 
-def num_batches(args: RunArgs, world_size: int, *, num_trained: int = 1) -> int:
-    """The number of batches that each rank draws in a training step.
+def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> int:
+    """Return the number of batches that each rank samples in a training step.
 
-    num_trained: parts of a batch that one minibatch after the other may take, such as its stochastic steps.
+    world_size: number of ranks; 0 is those that torchrun started. num_trained: parts of a batch that one minibatch
+    after the other may take, such as its stochastic steps.
 
     Raises:
         ValueError: the step's samples cannot be split into them, or they into the step's minibatches. The message names
             the nearest number that fits.
     """
+    world_size = world_size or num_ranks()
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
     rounds = samples // per_round
     sizes = [n for n in range(1, samples + 1) if samples % (n * world_size) == 0]
@@ -349,7 +348,7 @@ def offloaded(args: RunArgs) -> set[str]:
 def check_judged(args: JudgedArgs) -> None:
     """Raise ValueError when the settings of several rewards, or of several media, do not fit together."""
     parse_numbers(args.reward_parts, "--reward-parts")
-    parse_judges(args.reward_media, args.reward_parts)
+    parse_judges(args.streams.reward_media, args.reward_parts)
 
 
 def parse_judges(text: str, parts: str) -> dict[str, str]:
@@ -360,12 +359,12 @@ def parse_judges(text: str, parts: str) -> dict[str, str]:
     Raises:
         ValueError: a piece is not PART=MEDIUM, or names another part or medium.
     """
-    judges = parse_pairs(text, "--reward-media", "PART=MEDIUM")
+    judges = parse_pairs(text, "--streams.reward-media", "PART=MEDIUM")
     others = min(set(judges.values()) - set(STREAMS), default="")
     require(
         (judges.keys() <= parse_numbers(parts, "--reward-parts").keys(),
-         f"--reward-media must name parts in --reward-parts, got {text}"),
-        (not others, f"--reward-media must name {' or '.join(STREAMS)}, got {others}"),
+         f"--streams.reward-media must name parts in --reward-parts, got {text}"),
+        (not others, f"--streams.reward-media must name {' or '.join(STREAMS)}, got {others}"),
     )  # fmt: skip
     return judges
 
@@ -403,8 +402,11 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
 
 
 def secret_flags(args: RunArgs) -> list[str]:
-    """Return the flags whose values are not for files that others may read."""
-    return [flag_of(name) for name in marked(type(args), SECRET)]
+    """Return the flags, with their other names, whose values are not for files that others may read."""
+    secret = marked(type(args), SECRET)
+    return [
+        flag_of(name) for name in (*secret, *(old for old, name in old_names(type(args)).items() if name in secret))
+    ]
 
 
 def without_secrets(args: ArgsT) -> ArgsT:

@@ -77,7 +77,7 @@ def parse_cli(
             hush()
         check(config)
         if "--check" not in argv and not getattr(config, "dry_run", False):
-            knock(getattr(config, "scorer_url", ""))
+            knock(values_of(config).get("scorer.url", ""))
     except ValueError as exc:
         text = "".join(presets.get(word, "") for word in argv)  # of the preset, which says what it goes with
         prompts = re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE)
@@ -193,7 +193,7 @@ def knock(urls: str) -> None:
             except TimeoutError:  # whoever is busy is asked later
                 pass
             except OSError as exc:
-                raise ValueError(f"--scorer-url must be a reward server that answers: {url}: {exc}") from exc
+                raise ValueError(f"--scorer.url must be a reward server that answers: {url}: {exc}") from exc
 
 
 def hush() -> None:

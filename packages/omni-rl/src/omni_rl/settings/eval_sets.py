@@ -101,7 +101,7 @@ def check_sets(
 def check_urls(urls: str, name: str) -> None:
     """Raises ValueError when one of the URLs, which commas separate, is not of the form `http(s)://host[:port][/path]`.
 
-    name: the setting that holds them, as --scorer-url.
+    name: the setting that holds them, as --scorer.url.
     """
     for url in filter(None, urls.split(",")):
         try:

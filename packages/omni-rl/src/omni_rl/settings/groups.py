@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from omni_rl.settings.fields import MAY_CHANGE, Was, at_least, between
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, Was, at_least, between
 
 Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
+OnFailure = Literal["raise", "mask", "mask_group"]
 BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
 
 
@@ -59,4 +60,55 @@ class MediaMemory(Memory):
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
     device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE] = (
         0.0  # Accelerator of a dry run's plan
+    )
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Requests to reward servers."""
+
+    token_file: Annotated[str, SECRET] = ""  # File with the token of the reward servers
+    timeout_s: Annotated[float, between(1e-3, 1e6), MAY_CHANGE] = 120.0  # Longest wait for scores in seconds
+    batch_size: Annotated[int, Was("score_batch_size"), at_least(0), MAY_CHANGE] = (
+        0  # Most samples in a request; 0: any
+    )
+    proxy: Annotated[Literal["none", "env"], MAY_CHANGE] = "none"  # Proxy for other hosts; env: HTTP_PROXY
+    on_failure: Annotated[OnFailure, Was(), MAY_CHANGE] = "raise"  # End the run, or leave out the samples or groups
+
+
+@dataclass(frozen=True)
+class TokenScorer(Scorer):
+    """Requests of a run on text."""
+
+    url: Annotated[str, SECRET] = ""  # URL of the server that --reward calls scorer, or equal ones with commas
+
+
+@dataclass(frozen=True)
+class MediaScorer(Scorer):
+    """Requests of a run on images, videos or sound."""
+
+    watch_url: Annotated[str, Was("watch_scorer_url"), SECRET] = ""  # URL of a second server, for evaluations only
+
+
+@dataclass(frozen=True)
+class ScoredScorer(MediaScorer):
+    """Requests of a run whose samples a reward server grades."""
+
+    url: Annotated[str, SECRET] = ""  # URL of the reward server, or several of equal ones separated by commas
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Video and sound that a model samples as one latent."""
+
+    freeze_audio: Annotated[bool, Was()] = False  # Train nothing that acts on the sound only
+
+
+@dataclass(frozen=True)
+class JudgedStreams(Streams):
+    """Video and sound that are graded apart."""
+
+    reward_media: Annotated[str, Was()] = ""  # Parts that judge one medium only, as clap=audio,hpsv3=video
+    sound_weight: Annotated[float | None, Was(), between(0, 1)] = (
+        None  # Share of the sound in the loss (default: by size)
     )

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from omni_train.prompts.files import load_prompts
 from omni_train.prompts.sampler import PromptSampler
 
-from omni_rl.settings.args import RunArgs, check_run
-from omni_rl.settings.eval_sets import TokenEval, check_sets, check_urls
-from omni_rl.settings.fields import SECRET, at_least, between, flag, require
+from omni_rl.settings.args import RunArgs, check_run, num_ranks
+from omni_rl.settings.eval_sets import TokenEval, check_sets
+from omni_rl.settings.fields import at_least, between, flag, require
+from omni_rl.settings.groups import TokenScorer
 
 if TYPE_CHECKING:
     from omni_reward.rules import Rules
@@ -37,7 +38,7 @@ class TokenArgs(RunArgs):
 
     # Scorer
     reward: str = ""  # Rules that grade answers, as in 'math + 0.1*format=PATTERN' (default: exact, or scorer)
-    scorer_url: Annotated[str, SECRET] = ""  # URL of the server that --reward calls scorer, or equal ones with commas
+    scorer: TokenScorer = TokenScorer()  # The reward server
 
     # Optimizer
     lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
@@ -48,10 +49,10 @@ class TokenArgs(RunArgs):
         """What --reward says."""
         from omni_reward.rules import SCORER, open_rules
 
-        return open_rules(self.reward or (SCORER if self.scorer_url else "exact"), remote=True)
+        return open_rules(self.reward or (SCORER if self.scorer.url else "exact"), remote=True)
 
 
-def check_tokens(args: TokenArgs, world_size: int) -> None:
+def check_tokens(args: TokenArgs, world_size: int = 0) -> None:
     """Check what `check_run` does, the settings above, and the files of prompts.
 
     Raises:
@@ -59,6 +60,7 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
     """
     from omni_reward.rules import SCORER
 
+    world_size = world_size or num_ranks()
     check_run(args, world_size)
     samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
     require((samples % per_round == 0,
@@ -74,15 +76,14 @@ def check_tokens(args: TokenArgs, world_size: int) -> None:
         (args.engine != "vllm" or args.memory.base_dtype == "auto",
          f"--memory.base-dtype {args.memory.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
     )  # fmt: skip
-    check_urls(args.scorer_url, "--scorer-url")
     with flag("--reward: "):
         asks = SCORER in args.rules.reward.specs.values()
     require(
         (
-            asks or not args.scorer_url,
-            f"--reward must name {SCORER}, which is what --scorer-url says, got {args.reward}",
+            asks or not args.scorer.url,
+            f"--reward must name {SCORER}, which is what --scorer.url says, got {args.reward}",
         ),
-        (args.scorer_url or not asks, f"--scorer-url must be given for {SCORER} in --reward"),
+        (args.scorer.url or not asks, f"--scorer.url must be given for {SCORER} in --reward"),
     )
     with flag("--prompts: "):
         PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, media_root=args.media_root)

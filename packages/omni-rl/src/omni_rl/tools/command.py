@@ -65,7 +65,7 @@ def check_once(ranks: str, *program: str) -> None:
     if not settings["dry_run"]:
         from omni_rl.settings.cli import knock
 
-        knock(settings.get("scorer_url", ""))
+        knock(settings.get("scorer", {}).get("url", ""))
 
 
 def overview() -> str:
