@@ -164,8 +164,8 @@ class Bagel(ImageModel):
     def predict_velocity(self, net: nn.Module, x: Tensor, sigma: Tensor, cond: Cond, params: Params) -> Tensor:
         """Return the velocity [B, C, h, w], float32, at x [B, C, h, w] and noise levels sigma [B].
 
-        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`. Its
-        forwards run at every level, also outside of its interval: ranks with other levels do equal work.
+        cond: that of `encode` and `condition`, with an axis B; with guidance also the negatives of `encode`.
+        Guidance runs its forwards at every level, also outside of its interval: ranks with other levels do equal work.
         """
         text = [cond[name] for name in TEXT]
         references = [[t for name, t in cond.items() if name.startswith(kind)] for kind in ("reference_", "seen_")]

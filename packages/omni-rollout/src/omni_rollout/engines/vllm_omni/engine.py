@@ -122,10 +122,6 @@ class VllmOmniEngine:
         self._check_awake()
         return diffusers_views(self.net, self.pipeline.diffusers_names, self.pipeline.packed)
 
-    def _buffers(self) -> dict[str, Tensor]:
-        """Return the transformer's buffers."""
-        return dict(self.net.named_buffers())
-
     @torch.no_grad()
     def adopt(self, params: Iterable[tuple[str, nn.Parameter]]) -> int:
         """Move a trainer's parameters into the engine's storage; return the number of bytes deduplicated.
@@ -162,7 +158,7 @@ class VllmOmniEngine:
             RuntimeError: the engine sleeps, or has other values afterwards.
         """
         weights, given, moved = self.weights(), {}, 0
-        own = weights | self._buffers()
+        own = weights | dict(self.net.named_buffers())
         for name, tensor in tensors:
             view = _fitting(own, name, tensor)
             given[name] = _probe(tensor, version).to(view)
@@ -227,7 +223,7 @@ class VllmOmniEngine:
 
         An adopted weight must also have the address of the trainer's parameter.
         """
-        own = self.weights() | self._buffers()
+        own = self.weights() | dict(self.net.named_buffers())
         moved_away = [name for name, param in self._adopted.items() if param.data_ptr() != own[name].data_ptr()]
         if moved_away:
             raise RuntimeError(f"the engine's storage is no longer the trainer's: {moved_away[:4]}")
