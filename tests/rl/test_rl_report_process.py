@@ -145,7 +145,7 @@ def test_a_tracker_that_does_not_open_is_an_error_of_the_start(tmp_path, monkeyp
     broken.mkdir()
     (broken / "wandb.py").write_text("raise RuntimeError('no key')")
     monkeypatch.setenv("PYTHONPATH", str(broken), prepend=os.pathsep)
-    with pytest.raises(ValueError, match="track must be a tracker that opens, got wandb: RuntimeError: no key"):
+    with pytest.raises(ValueError, match=r"--tracking\.to must be a tracker that opens, got wandb: RuntimeError"):
         ReportProcess(tmp_path / "run", "wandb", "project")
 
 

@@ -73,7 +73,7 @@ def test_a_sink_is_closed_with_the_log_and_a_plain_function_need_not_be(tmp_path
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb", "trackio"])
 def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, kind, None)
-    with pytest.raises(ValueError, match=rf"track must be .*, got '{kind}': pip install 'omni-rl\[{kind}\]'"):
+    with pytest.raises(ValueError, match=rf"--tracking\.to must be .*, got '{kind}': pip install 'omni-rl\[{kind}\]'"):
         sinks.tracker(kind, tmp_path, "project")
     assert list(tmp_path.iterdir()) == []
 
@@ -81,13 +81,13 @@ def test_a_missing_library_is_refused_with_the_words_that_install_it(kind, monke
 @pytest.mark.parametrize("kind", ["wand", "none,wandb", "wandb,wandb", ""])
 def test_trackers_are_named_once_each(kind, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(ValueError, match="track must be none, or of tensorboard, wandb and trackio, each once"):
+    with pytest.raises(ValueError, match=r"--tracking\.to must be none, or of tensorboard, wandb and trackio"):
         sinks.check_tracker(kind, "project")
 
 
 @pytest.mark.parametrize("project", ["", "a\nb"])
 def test_a_project_needs_a_name_that_can_be_printed(project, monkeypatch, tmp_path):
     monkeypatch.setattr(sinks, "find_spec", lambda name: True)
-    with pytest.raises(ValueError, match="project must be a printable name with wandb, got"):
+    with pytest.raises(ValueError, match=r"--tracking\.project must be a printable name with wandb, got"):
         sinks.tracker("wandb", tmp_path, project)
     assert sinks.tracker("none", tmp_path, project) == []

@@ -79,7 +79,7 @@ class ReportProcess:
             words = [sys.executable, "-P", "-m", "omni_rl.report.process", str(folder), track, project, str(fd)]
             self._process = subprocess.Popen(words, stdout=2, pass_fds=[fd], start_new_session=True)
         if track != "none" and (error := self._answer()):
-            raise ValueError(f"track must be a tracker that opens, got {track}: {error}")
+            raise ValueError(f"--tracking.to must be a tracker that opens, got {track}: {error}")
         self._thread = threading.Thread(target=self._send_all, daemon=True)
         self._thread.start()
 

@@ -59,12 +59,12 @@ def check_tracker(kind: str, project: str) -> None:
     names = kind.split(",")
     for name in names if kind != "none" else ():
         if name not in ("tensorboard", "wandb", "trackio") or names.count(name) > 1:
-            rule = "track must be none, or of tensorboard, wandb and trackio, each once, separated by commas"
+            rule = "--tracking.to must be none, or of tensorboard, wandb and trackio, each once, separated by commas"
             raise ValueError(f"{rule}, got {kind!r}")
         if find_spec(name) is None:
-            raise ValueError(f"track must be an installed package, got {name!r}: pip install 'omni-rl[{name}]'")
+            raise ValueError(f"--tracking.to must be an installed package, got {name!r}: pip install 'omni-rl[{name}]'")
         if name != "tensorboard" and not (project and project.isprintable()):
-            raise ValueError(f"project must be a printable name with {name}, got {project!r}")
+            raise ValueError(f"--tracking.project must be a printable name with {name}, got {project!r}")
 
 
 def tensorboard(folder: str | Path) -> Sink:

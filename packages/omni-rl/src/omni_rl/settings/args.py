@@ -184,8 +184,7 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
     """
     check_bounds(args)
-    with flag("--tracking.to: "):
-        check_tracker(args.tracking.to, args.tracking.project)
+    check_tracker(args.tracking.to, args.tracking.project)
     lora, memory, shards = args.lora, args.memory, args.sharding
     name, mode = PurePath(args.name), sharding(args, world_size)
     values = values_of(args)

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
+from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 ConfigT = TypeVar("ConfigT")
@@ -64,6 +65,7 @@ def kind_of(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
+@cache
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return the settings of a dataclass by name, as lr; those of its groups with the group's, as correction.low."""
     found: dict[str, Field[Any]] = {}
@@ -98,6 +100,7 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
     return build(type(config), values_of(config) | {old.get(name, name): value for name, value in values.items()})
 
 
+@cache
 def old_names(cls: Any) -> dict[str, str]:
     """Return the names of settings in groups by their other names: correction.low by correction_low.
 

@@ -2,9 +2,11 @@
 
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from functools import cache
 from typing import NamedTuple
 
 from omni_rl.settings.fields import kind_of
@@ -21,11 +23,19 @@ def notes_of_help(cls: type) -> dict[str, Note]:
     """Return the notes of a dataclass's settings, of those that it inherits and of those in its groups."""
     notes: dict[str, Note] = {}
     for base in reversed(cls.__mro__[:-1]):
-        notes = field_notes(inspect.getsource(base), notes)
+        notes = field_notes(source_of(base), notes)
     for group in [own for own in fields(cls) if is_dataclass(kind_of(own.type))]:
         inner = notes_of_help(kind_of(group.type))
         notes |= {f"{group.name}.{name}": note for name, note in inner.items()}
     return notes
+
+
+@cache
+def source_of(cls: type) -> str:
+    """Return the source of a class at the top of its module. `inspect` would parse the module for each class."""
+    module = inspect.getsource(sys.modules[cls.__module__])
+    found = re.search(rf"^class {cls.__name__}\b.*?(?=^[^\s)\]])", module + "#", re.DOTALL | re.MULTILINE)
+    return found[0] if found else ""
 
 
 def field_notes(source: str, inherited: Mapping[str, Note]) -> dict[str, Note]:
