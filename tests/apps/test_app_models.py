@@ -44,7 +44,7 @@ SCORED = (train_flowgrpo, train_nft, train_dpo)
 MODELS = [name for name in ROWS if name != "qwen-image"]
 SOUND = [name for name in MODELS if not ROWS[name].has_size]  # of which SRPO's rewards see nothing
 DRAWN = {app: [name for name in MODELS if app != "train_srpo" or name not in SOUND] for app in APPS}
-TRAINED = sampled([f"{app} {model} {kind}" for app in APPS for model in DRAWN[app] for kind in ("full", "lora")], 2)
+TRAINED = sampled([f"{app} {model} {kind}" for app in APPS for model in DRAWN[app] for kind in ("full", "lora")], 1)
 BAGELS = [name for name in MODELS if name.startswith("bagel")]
 WEIGHTS = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS], 1)
 STOCK = sampled([f"{kind} {model}" for kind in ("full", "lora") for model in MODELS if ROWS[model].stock], 1)
