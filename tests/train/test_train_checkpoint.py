@@ -184,7 +184,7 @@ def test_what_is_not_finite_is_refused_by_name(checkpoints, bad):
 
 def test_what_is_not_finite_in_a_file_is_refused_by_name(checkpoints, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr("omni_train.checkpoint.parts.PartFile._check_finite", lambda *_: None)
+        patch.setattr("omni_train.checkpoint.parts.check_finite", lambda *_: None)
         checkpoints.save(1, filled(math.nan), config={})
     with pytest.raises(ValueError, match="NaN or infinity in weight/"):
         load_newest(checkpoints, filled(0.0))
