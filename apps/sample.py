@@ -146,7 +146,7 @@ def main(args: Args) -> None:
     import torch
     from omni_reward import RewardError
     from omni_rl.flow.sampling import by_shapes, expand_groups
-    from omni_rl.flow.scorers import LocalScorer, Scorer, abstain, connect
+    from omni_rl.flow.scorers import Scorer, abstaining, connect
     from omni_rl.flow.scoring import collect, submit
     from omni_rl.media.write import contact_sheet, score_label, still, whole_files
     from omni_rollout import Params
@@ -181,7 +181,7 @@ def main(args: Args) -> None:
         are_full = [any(map(saved_files, homes(folder, model.nets).values())) for folder in folders]
         rule = f"must be full weights, an adapter, or full weights and then an adapter, got {args.weights}"
         require((len(folders) < 2 or are_full == [True, False], rule))
-    scorer: Scorer = LocalScorer(abstain, ())
+    scorer: Scorer = abstaining()
     if args.scorer.url:
         as_run = build(RunArgs, {"scorer.token_file": args.scorer.token_file})
         canary = replace(records[0], meta={**records[0].meta, "fps": params.frame_rate})

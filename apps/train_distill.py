@@ -28,7 +28,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, check_media, num_batches
+from omni_rl.settings.args import ScoredArgs, check_scored
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.eval_sets import MediaEval
 from omni_rl.settings.fields import MAY_CHANGE, at_least, between, flag, require
@@ -65,9 +65,8 @@ class Args(ScoredArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_media(args)
     low, high = trained_steps(args)
-    num_batches(args, num_trained=max(1, high - low))
+    check_scored(args, num_trained=max(1, high - low), needs_scorer=False)
     most = args.num_inference_steps - (args.algo != "opd-ode")
     require(
         (low < high <= most,
@@ -113,13 +112,12 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import LossOutput, distill_kl_loss, distill_velocity_loss
-from omni_reward import Score
-from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.sampling import prompts_of, sample, show
+from omni_rl.flow.scorers import abstaining
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
-from omni_rl.run.run import MediaRun, Step, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rollout import Params, Trajectory
 from omni_rollout.types import Cond, to_device
@@ -153,7 +151,7 @@ ALGOS: dict[str, tuple[Callable[..., Transition], Loss]] = {
 }
 
 BEFORE = ""  # the name of the teacher that is the model before training
-NOT_GRADED = Score(None, abstained="samples of training are not graded")
+UNSCORED = abstaining("samples of training are not scored")
 
 # 3. A training step: rollout of the student, and its correction
 
@@ -161,19 +159,19 @@ NOT_GRADED = Score(None, abstained="samples of training are not graded")
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     teachers = parse_teachers(args.teachers)
-    teaching = partial(teacher_params, args)
-    needs = Needs(reference=not teachers, steps=trained_steps(args), teachers=teachers, teaching=teaching)
-    run = start(args, world, MEDIA, args.algo, needs)
+    trained, teaching = trained_steps(args), partial(teacher_params, args)
+    run = MEDIA.start(
+        args, world, args.algo, reference=not teachers, steps=trained, teachers=teachers, teaching=teaching
+    )
     with Loop(run) as steps:
         for step in steps:
-            prompts = prompts_of(run, step)
             with run.phase("rollout"):
-                batches, _ = draw(run, prompts, student_params(args, run.base_params), graded=False)
-                conds = [teacher_cond(run, batch) for batch in batches]  # while the engine is awake
+                rollout = sample(run, prompts_of(run, step), student_params(args, run.base_params), scorer=UNSCORED)
+                conds = [teacher_cond(run, batch) for batch in rollout.batches]  # while the engine is awake
             with run.updating(step):
-                step.metrics |= update(run, step, batches, conds, list(teachers) or [BEFORE])
+                step.metrics |= update(run, step, rollout.batches, conds, list(teachers) or [BEFORE])
             run.sync(step)
-            show(run, step, batches, [NOT_GRADED] * sum(map(len, batches)))
+            show(run, step, rollout)
 
 
 def student_params(args: Args, params: Params) -> Params:
@@ -237,7 +235,7 @@ def update(
             means = {name: torch.stack([out.metrics[name] for out in outs]).mean() for name in outs[0].metrics}
             seen.append(means | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
-    return policy_metrics(dist, seen, results)
+    return run.policy_metrics(seen, results)
 
 
 def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:

@@ -28,9 +28,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import ScoredArgs, check_media, num_ranks
+from omni_rl.settings.args import ScoredArgs, num_ranks
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.fields import at_least, check_bounds, flag, require
+from omni_rl.settings.fields import at_least, require
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
@@ -48,21 +48,21 @@ class Args(ScoredArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_bounds(args)
     offline = bool(args.preferences)  # then a batch is of pairs of one size, however many samples it holds
-    check_media(replace(args, prompts=args.preferences, batch_size=2) if offline else args)
+    checked = replace(args, prompts=args.preferences, batch_size=2) if offline else args
+    check_scored(checked, num_trained=None, needs_scorer=False)
     samples, unit = args.prompts_per_step * args.group_size, max(args.batch_size, args.group_size)
     per_round = unit * num_ranks()
     if offline:
         from omni_rl.media.preferences import check_preferences
 
-        with flag("--preferences: "):
-            shape = args.num_frames, args.height, args.width
-            check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
+        shape = args.num_frames, args.height, args.width
+        check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
     require(
         (args.scorer.url or offline or args.dry_run,
          "--scorer.url must be the URL of a reward server, or --preferences a file of pairs"),
-        (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
+        (args.batch_size > 0 == args.batch_size % 2,
+         f"--batch-size must be even and > 0, as a pair is two samples, got {args.batch_size}"),
         (offline or unit % min(args.batch_size, args.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
         (offline or samples % per_round == 0,
@@ -80,22 +80,19 @@ if __name__ == "__main__":
 
 import torch
 from omni_losses import best_worst_pairs, diffusion_dpo_loss, velocity_error
-from omni_reward import Score
 from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import by_shapes, draw, expand_groups, prompts_of, show
-from omni_rl.flow.scoring import by_size, collect, groups_of, rewards_at
+from omni_rl.flow.sampling import by_shapes, expand_groups, prompts_of, sample, show
+from omni_rl.flow.scoring import Rollout, by_size, graded, rewards_at
 from omni_rl.media.preferences import read_latent
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
-from omni_rl.run.run import MediaRun, Step, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
-from omni_rollout import Params, Prompt, Trajectory
+from omni_rollout import Trajectory
 from omni_rollout.types import pick, to_device
 from omni_sched import add_noise, shift_sigmas, step_noise
 from omni_train.dist import gather_json
-from omni_train.optim import StepResult
 from torch import Tensor, nn
 
 
@@ -103,78 +100,72 @@ from torch import Tensor, nn
 class Pairs:
     """This rank's n pairs of one size: clean latents [n, ...], each pair's seed of its noise and place in the step.
 
+    size: (height, width), or None for that of the settings.
+
     Without a single pair there is one row, which only fills up, and no place.
     """
 
     win: Tensor
     lose: Tensor
     cond: Mapping[str, Tensor]
-    params: Params
+    size: tuple[int, int] | None
     seeds: Sequence[int]
     places: Sequence[int]
 
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    read_or_draw = read_pairs if args.preferences else draw_pairs
-    run = start(replace(args, prompts=args.preferences or args.prompts), world, MEDIA, "dpo", Needs(reference=True))
+    source = read_pairs if args.preferences else sample_pairs
+    args = replace(args, prompts=args.preferences or args.prompts)
+    run = MEDIA.start(args, world, "dpo", reference=True)
     with Loop(run) as steps:
         for step in steps:
-            pairs = read_or_draw(run, step)
+            pairs = source(run, step)
             with run.updating(step):
                 step.metrics |= update(run, step, pairs)
             run.sync(step)
 
 
-def draw_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
+def sample_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
     """Return the best and the worst of each of this rank's groups of the step, by size."""
-    prompts = prompts_of(run, step)
     with run.phase("rollout"):
-        batches, pending = draw(run, prompts, run.base_params, unit=run.args.group_size)
-    with run.phase("reward_wait"):
-        scores = collect(run.dist, pending)
-    show(run, step, batches, scores)
-    return choose(run, step, prompts, batches, scores)
+        rollout = sample(run, prompts_of(run, step), run.base_params, unit=run.args.group_size)
+    pairs = graded(run, step, rollout, choose)  # all of them, as a batch takes pairs of groups that have one
+    show(run, step, rollout)
+    return pairs
 
 
-def choose(
-    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
-) -> list[Pairs]:
-    """The best and the worst of each of this rank's groups, by size."""
-    groups, chosen = groups_of(prompts), []
-    rewards = rewards_at(run, step, batches, scores, groups)
-    for same in by_size(batches):
+def choose(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> list[Pairs]:
+    """Return the best and the worst of each of this rank's groups, by size."""
+    rewards, chosen = rewards_at(run, step, rollout), []
+    for same in by_size(rollout.batches):
         drawn = Trajectory.cat(same)
         place_of = {index: place for place, index in enumerate(drawn.indices.tolist())}
-        pairs = [pair for pair in best_worst_pairs(rewards, groups) if pair[0] in place_of]
+        pairs = [pair for pair in best_worst_pairs(rewards, rollout.groups) if pair[0] in place_of]
         win, lose = (drawn.select([place_of[pair[side]] for pair in pairs] or [0]) for side in range(2))
         seeds, places = [prompt.seed for prompt in win.prompts], [prompt.group for prompt in win.prompts[: len(pairs)]]
-        chosen.append(Pairs(win.x0, lose.x0, win.cond, drawn.params, seeds, places))
+        chosen.append(Pairs(win.x0, lose.x0, win.cond, win.prompts[0].size, seeds, places))
     return chosen
 
 
+@torch.no_grad()
 def read_pairs(run: MediaRun[Args], step: Step) -> list[Pairs]:
-    """This rank's pairs of the step from the preference file, by size."""
-    dist, records = run.dist, run.prompts.at(step.number)
+    """Return this rank's pairs of the step from the preference file, by size."""
+    dist, model, parts, records = run.dist, run.model, run.engine.parts, run.prompts.at(step.number)
     places = range(dist.rank, len(records), dist.world_size)
     prompts = expand_groups([records[i] for i in places] or records[:1], 1, seed=run.args.seed, step=step.number)
+    folder, pairs = Path(run.args.preferences).parent, []
     with run.phase("read"):
-        return [read_rows(run, same, [places[p.index] for p in same] if places else []) for same in by_shapes(prompts)]
-
-
-@torch.no_grad()
-def read_rows(run: MediaRun[Args], prompts: Sequence[Prompt], places: Sequence[int]) -> Pairs:
-    """Pairs of one size, and their places in the step."""
-    model, parts, params = run.model, run.engine.parts, run.base_params.of_size(prompts[0].size)
-    folder = Path(run.args.preferences).parent
-    win, lose = (
-        torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in prompts]).to(
-            run.dist.device
-        )
-        for side in ("win", "lose")
-    )
-    cond = run.engine.condition(prompts, model.unguided(params))
-    return Pairs(win, lose, cond, params, [prompt.seed for prompt in prompts], places)
+        for same in by_shapes(prompts):
+            params = run.base_params.of_size(same[0].size)
+            win, lose = (
+                torch.stack([read_latent(model, parts, folder / str(p.meta[side]), params) for p in same])
+                for side in ("win", "lose")
+            )
+            cond, seeds = run.engine.condition(same, model.unguided(params)), [p.seed for p in same]
+            own = [places[p.index] for p in same] if places else []
+            pairs.append(Pairs(win.to(dist.device), lose.to(dist.device), cond, same[0].size, seeds, own))
+    return pairs
 
 
 # 3. The update
@@ -188,7 +179,7 @@ class Noised:
     noise: Tensor
     sigma: Tensor
     cond: dict[str, Tensor]
-    params: Params
+    size: tuple[int, int] | None
     count: int
 
 
@@ -210,7 +201,7 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
     points = []
     for k in range(count):
         noise = onto(step_noise(seeds, first + k, x0.shape[1:]))
-        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.params, len(own)))
+        points.append(Noised(x0, torch.cat([noise, noise]), sigmas[:, k].repeat(2), cond, pairs.size, len(own)))
     return points
 
 
@@ -225,7 +216,7 @@ def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Ten
 
 def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
     """The flow-matching error [B] of each noised sample."""
-    x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(at.params)
+    x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(run.base_params.of_size(at.size))
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
 
 
@@ -253,10 +244,7 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
         references = [[errors(run, net, at) for at in batches] for batches in points]
     seen, results = [], []
     for number in range(num_updates):
-        if not num_pairs[number]:
-            results.append(StepResult(grad_norm=0.0, skipped=True))
-            continue
-        for at, old in zip(points[number], references[number], strict=True):
+        for at, old in zip(points[number], references[number], strict=True) if num_pairs[number] else ():
             real = at.count or 1  # without any, the first row keeps this rank in step, with weight 0
             now = errors(run, run.policy.net, at)
             out = diffusion_dpo_loss(*(e[:real] for e in (*now.chunk(2), *old.chunk(2))), dpo_beta=args.dpo_beta)
@@ -264,14 +252,14 @@ def update(run: MediaRun[Args], step: Step, pairs: Sequence[Pairs]) -> dict[str,
             loss = out.loss * at.count / (num_pairs[number] * args.levels_per_pair)
             run.policy.backward(loss, of=len(points[number]))
             seen.append({name: v * at.count for name, v in (out.metrics | {"loss": out.loss.detach()}).items()})
-        results.append(run.optimizer_step(step))
+        results.append(run.optimizer_step(step, has_signal=num_pairs[number] > 0))
     step.metrics["policy/pairs"] = float(sum(num_pairs))
     if not seen:
         step.has_signal = False
         return {"policy/skipped_updates": float(num_updates)}
     share = dist.world_size / (sum(num_pairs) * args.levels_per_pair)
     sums = {name: torch.stack([m[name] for m in seen]).sum() * share for name in seen[0]}
-    return policy_metrics(dist, [sums], results)
+    return run.policy_metrics([sums], results)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.run.engines import ENGINES
-from omni_rl.settings.args import JudgedArgs, check_judged, check_media, num_batches, parse_numbers
+from omni_rl.settings.args import JudgedArgs, WindowArgs, check_judged, check_window
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 
@@ -40,7 +39,7 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Args(JudgedArgs):
+class Args(WindowArgs, JudgedArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
@@ -54,10 +53,6 @@ class Args(JudgedArgs):
         "grpo-guard",
         "flow-dppo",
     ] = "flowgrpo"  # Algorithm, a row of the table ALGOS
-    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as the step rule defines it
-    window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
-    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
-    window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
     iters_per_window: Annotated[int, at_least(1)] = 1  # Training steps that share a window
     window_stride: Annotated[int, at_least(1)] = 1  # Steps that a sliding window moves at a time
     same_start_noise: bool = False  # Start a group from one noise, and compute the steps before its window once
@@ -77,19 +72,11 @@ class Args(JudgedArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_media(args)
-    check_judged(args)
-    low, high = window_range(args)
-    size = high - low if args.window_size is None else args.window_size
-    rounds = num_batches(args, num_trained=max(1, size))
-    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and not ENGINES[args.engine].library)
+    size = check_window(args)
+    check_judged(args, num_trained=1 if args.old_log_prob == "correct" else size)  # which weighs whole trajectories
+    by_rollout = args.old_log_prob == "rollout" or (args.old_log_prob == "auto" and args.has_trained_engine)
     require(
-        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
         (args.window_size or not args.algo.startswith(("dance", "mix")), f"--window-size must be set for {args.algo}"),
-        (low < high < args.num_inference_steps,
-         f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
-         f"got {low} and {high}"),
-        (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
         (args.window_stride <= size, f"--window-stride must be <= --window-size ({size}), got {args.window_stride}"),
         (args.correction.low < 1 < args.correction.high, "--correction.low must be < 1 and --correction.high > 1"),
         (args.noise_level <= 1 or args.algo != "flowgrpo-cps", "--noise-level must be <= 1 for flowgrpo-cps"),
@@ -99,29 +86,20 @@ def check_args(args: Args) -> None:
          f"--best-worst-n must be even and <= --group-size ({args.group_size}), got {args.best_worst_n}"),
         (args.old_log_prob != "correct" or not repacks(args),
          "--old-log-prob correct does not go with --best-worst-n or --filter-groups"),
-        (args.old_log_prob != "correct" or rounds % args.num_minibatches == 0,
-         f"--old-log-prob correct weighs whole trajectories, and so --num-minibatches must divide a rank's batches "
-         f"({rounds}), got {args.num_minibatches}"),
         (args.old_log_prob != "correct" or args.algo != "flowgrpo-cps",
          "--old-log-prob correct does not go with flowgrpo-cps, whose log-prob is no density"),
         (not by_rollout or args.algo == "flow-dppo" or (args.ratio_tolerance or 0.0) <= args.clip_range / 3,
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
-        (not args.apart or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
-         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or "
-         "--old-log-prob correct"),
+        (not args.has_streams or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
+         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or --old-log-prob correct"),
         (not args.streams.reward_media or not repacks(args),
          "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
 
 
-def window_range(args: Args) -> tuple[int, int]:
-    """The first step that may be stochastic, and one past the last."""
-    return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
-
-
 def repacks(args: Args) -> bool:
-    """Whether samples may be left out, so that the others are trained on in other batches than they were drawn in."""
+    """Return True if samples may be left out, so that the others are trained on in other batches."""
     return bool(args.best_worst_n) or args.filter_groups
 
 
@@ -140,28 +118,16 @@ from omni_losses import (
     rollout_weights,
     tempflow_weights,
 )
-from omni_reward import Score
-from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scorers import Pending
-from omni_rl.flow.scoring import (
-    TrainBatch,
-    advantages_of,
-    by_group,
-    graded,
-    groups_of,
-    keep_samples,
-    scores_of,
-    select,
-)
-from omni_rl.flow.streams import over_streams, shares_of, sizes_of
+from omni_rl.flow.sampling import prompts_of, sample, show, window_params
+from omni_rl.flow.scoring import TrainBatch, train_batches
+from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
-from omni_rl.run.run import MediaRun, Step, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
-from omni_rollout import Params, Prompt, Trajectory, replay
-from omni_sched import StreamStep, Transition, cps_step, dance_step, sde_step, sde_window
+from omni_rollout import Params, Trajectory, replay
+from omni_sched import Transition, cps_step, dance_step, sde_step
 from torch import Tensor
 
 
@@ -212,24 +178,25 @@ RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = start(args, world, MEDIA, args.algo, needs_of(args))
+    reference, routes = bool(args.kl_coef), args.route_replay
+    run = MEDIA.start(args, world, args.algo, reference=reference, steps=args.window, routes=routes)
     with Loop(run) as steps:
         for step in steps:
             prompts = prompts_of(run, step, same_start_noise=args.same_start_noise)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, params_at(run, step), unit=unit_of(run))
-            grade_all = partial(grade, run, step, prompts, batches)
-            chosen = graded(run, step, pending, grade_all, early(run, batches, pending))
+                rollout = sample(run, prompts, params_at(run, step), unit=unit_of(run))
+            batches = train_batches(
+                run,
+                step,
+                rollout,
+                best_worst=args.best_worst_n,
+                drop_silent_groups=args.filter_groups,
+                num_minibatches=args.num_minibatches,
+            )
             with run.updating(step):
-                step.metrics |= update(run, step, chosen)
+                step.metrics |= update(run, step, batches)
             run.sync(step)
-            show(run, step, batches, scores_of(pending))
-
-
-def needs_of(args: Args) -> Needs:
-    """Return what the settings need of a run."""
-    parts, steps = list(parse_numbers(args.reward_parts, "--reward-parts")), window_range(args)
-    return Needs(reference=bool(args.kl_coef), steps=steps, streams=args.apart, routes=args.route_replay, parts=parts)
+            show(run, step, rollout)
 
 
 def unit_of(run: MediaRun[Args]) -> int:
@@ -237,13 +204,6 @@ def unit_of(run: MediaRun[Args]) -> int:
     args = run.args
     has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
     return args.group_size if args.same_start_noise and has_groups else 1
-
-
-def early(run: MediaRun[Args], batches: Sequence[Trajectory], pending: Sequence[Pending]) -> list[TrainBatch] | None:
-    """Return the batches where the update takes them as they were sampled and their own groups' scores suffice."""
-    if repacks(run.args) or len(batches) % run.args.num_minibatches:
-        return None
-    return by_group(run, batches, pending, unit_of(run), weighted=False)
 
 
 def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
@@ -258,42 +218,13 @@ def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[s
 
 
 def params_at(run: MediaRun[Args], step: Step) -> Params:
-    """The sampling parameters of a training step; its window is the same on every rank."""
+    """Return the sampling parameters of a training step; its window is the same on every rank."""
     args, algo = run.args, ALGOS[run.args.algo]
-    window = sde_window(
-        args.num_inference_steps,
-        args.window_size,
-        low=args.window_low,
-        high=args.window_high,
-        strategy=algo.window,
-        iteration=step.number,
-        seed=args.seed,
-        iters_per_window=args.iters_per_window,
+    params = window_params(
+        run, step, rule=algo.rule, strategy=algo.window, iters_per_window=args.iters_per_window,
         stride=args.window_stride,
-    )
-    return replace(
-        run.base_params,
-        rule=StreamStep(algo.rule, sizes_of(run)) if args.apart else algo.rule,
-        noise_level=args.noise_level,
-        sde_steps=window,
-        keep_mean=algo.moments,
-        compress_ratio=args.compress_ratio,
-    )
-
-
-def grade(
-    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
-) -> list[TrainBatch]:
-    """Return this rank's batches to train on."""
-    args, groups, keep = run.args, groups_of(prompts), None
-    advantages, rewards = advantages_of(run, step, prompts, batches, scores)
-    if repacks(args):
-        keep = keep_samples(
-            advantages, rewards, groups, best_worst=args.best_worst_n, drop_silent_groups=args.filter_groups
-        )
-        step.metrics["reward/trained_ratio"] = keep.float().mean().item()
-        keep = None if keep.all() else keep
-    return select(run.dist, batches, advantages, keep, num_minibatches=args.num_minibatches)
+    )  # fmt: skip
+    return replace(params, keep_mean=algo.moments, compress_ratio=args.compress_ratio)
 
 
 @dataclass(frozen=True)
@@ -310,7 +241,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
     source, tolerance = old_log_probs(run, batches)
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
     old, loss_of = old_policy(run, batches, source), algo.loss(args)
-    if args.apart:
+    if run.streams:
         loss_of = over_streams(loss_of, shares_of(run))
     corrections: Sequence[Tensor | None] = [None] * num_kept
     metrics: dict[str, Tensor] = {}
@@ -334,7 +265,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
         if first == 0:
             deviation = run.check_ratio([m["rollout_gap"] for m in seen], tolerance, step.number)
         results.append(run.optimizer_step(step))
-    return policy_metrics(dist, seen, results) | {"policy/first_ratio_max_dev": deviation}
+    return run.policy_metrics(seen, results) | {"policy/first_ratio_max_dev": deviation}
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:

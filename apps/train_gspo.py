@@ -83,22 +83,15 @@ from omni_losses import (
     token_rollout_weights,
 )
 from omni_losses.advantages import Std
-from omni_losses.correction import TokenMode
 from omni_losses.sequence import TokenMean
-from omni_reward import Score
-from omni_rl.flow.scoring import collect, gather_rewards, groups_of, log_advantages, log_rewards
-from omni_rl.flow.tokens import TokenBatch, draw_answers, pack, prompts_of, show_answers
+from omni_rl.flow.scoring import Rollout, gather_rewards, graded, log_advantages, rewards_at
+from omni_rl.flow.tokens import TokenBatch, lengths_of, pack, sample_round, show_answers
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, TokenRun, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import Step, TokenRun
 from omni_rl.run.texts import TEXT
 from omni_rl.run.world import World
-from omni_rollout import Prompt
 from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
-from omni_train.dist import gather_by_index
-from omni_train.optim import StepResult
 from torch import Tensor
 
 
@@ -133,8 +126,8 @@ ALGOS = {
 }
 
 
-def settle(args: Args) -> Args:
-    """The settings with what None stands for."""
+def resolve_auto(args: Args) -> Args:
+    """Return the settings with what None stands for."""
     algo = ALGOS[args.algo]
     overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
     tolerance = torch.inf if args.dtype != "float32" else 1e-4 if is_exact else 1e-3
@@ -155,48 +148,34 @@ def settle(args: Args) -> Args:
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = start(args, world, TEXT, args.algo, Needs(reference=bool(args.kl_coef)))
-    run.args = settle(args)
+    run = TEXT.start(args, world, args.algo, reference=bool(args.kl_coef))
     with Loop(run) as steps:
         for step in steps:
-            drawn = roll_out(run, step)
-            advantages, keep = grade(run, step, drawn)
+            rollout = roll_out(run, step)
+            minibatches = graded(run, step, rollout, grade)
             with run.updating(step):
-                step.metrics |= update(run, step, drawn, advantages, keep)
+                step.metrics |= update(run, step, minibatches)
             run.sync(step)
-            show_answers(run, step, drawn.batches, drawn.scores)
+            show_answers(run, step, rollout)
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A step's N prompts and rewards of all ranks, and this rank's batches and scores."""
-
-    prompts: list[Prompt]
-    rewards: Tensor
-    batches: list[TokenTrajectory]
-    scores: list[Score]
-
-
-def roll_out(run: TokenRun[Args], step: Step) -> Drawn:
-    """The answers of a step; with dynamic sampling those of several rounds, until enough groups differ."""
-    args = run.args
-    prompts: list[Prompt] = []
-    batches: list[TokenTrajectory] = []
-    scores: list[Score] = []
-    for number in range(step.number * args.rounds, (step.number + 1) * args.rounds):
-        fresh = prompts_of(run.prompts.at(number), args.group_size, seed=args.seed, step=number)
-        groups = len(prompts) // args.group_size
-        own = [replace(p, index=p.index + len(prompts), group=p.group + groups) for p in fresh]
-        with run.phase("rollout"):
-            more, pending = draw_answers(run, own, run.base_params)
-        with run.phase("reward_wait"):
-            scores += collect(run.dist, pending)
-        prompts, batches = prompts + own, batches + more
-        rewards = gather_rewards(run.dist, batches, scores, groups_of(prompts))
-        if len(differing(rewards, groups_of(prompts))) >= args.prompts_per_step:
+def roll_out(run: TokenRun[Args], step: Step) -> Rollout[TokenTrajectory]:
+    """Return the answers of a step; with dynamic sampling those of several rounds, until enough groups differ."""
+    rounds = resolve_auto(run.args).rounds
+    first = step.number * rounds
+    rollout = sample_round(run, first)
+    for number in range(first + 1, first + rounds):
+        if graded(run, step, rollout, has_enough):
             break
-    step.metrics["reward/rounds"] = len(prompts) / (args.prompts_per_step * args.group_size)
-    return Drawn(prompts, rewards, batches, scores)
+        rollout = sample_round(run, number, rollout)
+    step.metrics["reward/rounds"] = len(rollout.prompts) / (run.args.prompts_per_step * run.args.group_size)
+    return rollout
+
+
+def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> bool:
+    """Return True if as many groups differ in their scores as a step has prompts."""
+    rewards = gather_rewards(run.dist, rollout.batches, rollout.scores, rollout.groups)
+    return len(differing(rewards, rollout.groups)) >= run.args.prompts_per_step
 
 
 def differing(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -204,22 +183,23 @@ def differing(rewards: Tensor, groups: Tensor) -> Tensor:
     return groups[filter_groups(rewards, groups)].unique()
 
 
-def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
-    args, algo, groups, total = run.args, ALGOS[run.args.algo], groups_of(drawn.prompts), len(drawn.prompts)
-    log_rewards(run, step, drawn.rewards, groups, drawn.scores)
-    indices = torch.cat([batch.indices for batch in drawn.batches])
-    lengths, ended = (
-        gather_by_index(run.dist, indices, torch.cat([value.float() for value in values]), total)
-        for values in ([batch.lengths for batch in drawn.batches], [batch.ended for batch in drawn.batches])
-    )
-    rewards = drawn.rewards
+def grade(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> list[list[TokenBatch]]:
+    """Return this rank's batches of each minibatch; none without a signal. They depend on all scores."""
+    advantages, keep = compare(run, step, rollout)
+    return pack(run, rollout.batches, advantages, keep, mean=ALGOS[run.args.algo].mean) if step.has_signal else []
+
+
+def compare(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory]) -> tuple[Tensor, Tensor]:
+    """Return advantages [N] of all ranks' samples, and the mask [N] of those to train on."""
+    args, algo, groups = resolve_auto(run.args), ALGOS[run.args.algo], rollout.groups
+    scored = rewards = rewards_at(run, step, rollout)
+    lengths, ended = lengths_of(run.dist, rollout.batches, len(groups))
     if args.overlong_tokens:
         rewards = rewards + overlong_penalty(lengths, max_tokens=args.max_new_tokens, buffer=args.overlong_tokens)
     advantages = group_advantages(rewards, groups, std=algo.std)
     keep = ~rewards.isnan()
     if algo.dynamic:  # of more groups than were asked for, the first
-        keep &= torch.isin(groups, differing(drawn.rewards, groups)[: args.prompts_per_step])
+        keep &= torch.isin(groups, differing(scored, groups)[: args.prompts_per_step])
     if args.mask_truncated:
         keep &= ended.bool()
     keep &= bool(advantages[keep].any())
@@ -234,13 +214,12 @@ def grade(run: TokenRun[Args], step: Step, drawn: Drawn) -> tuple[Tensor, Tensor
     return advantages, keep
 
 
-def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, keep: Tensor) -> dict[str, float]:
+def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches and ranks."""
-    args, dist, algo = run.args, run.dist, ALGOS[run.args.algo]
-    if not step.has_signal:
+    args, dist = resolve_auto(run.args), run.dist
+    if not minibatches:
         return {}
-    loss_of = partial(algo.loss, clip_low=args.clip_low, clip_high=args.clip_high)
-    minibatches = pack(run, drawn.batches, advantages, keep, mean=algo.mean)
+    loss_of = partial(ALGOS[args.algo].loss, clip_low=args.clip_low, clip_high=args.clip_high)
     with torch.no_grad():
         old = [[score(run, batch) for batch in batches] for batches in minibatches]
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
@@ -249,9 +228,9 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
     gap = run.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
-    results: list[StepResult] = []
+    results = []
     scale = sum(map(len, minibatches)) * dist.world_size / len(minibatches)  # a sum over forwards and ranks is logged
-    for batches, befores, others in zip(minibatches, old, references, strict=True):
+    for number, (batches, befores, others) in enumerate(zip(minibatches, old, references, strict=True)):
         for batch, before, other in zip(batches, befores, others, strict=True):
             now, mask = score(run, batch).log_prob, batch.trajectory.mask.to(dist.device)
             weights, from_sampler = correct(args, batch, before.log_prob, mask)
@@ -261,14 +240,14 @@ def update(run: TokenRun[Args], step: Step, drawn: Drawn, advantages: Tensor, ke
             # Gradients are summed over batches and ranks; the weights make the sum a mean.
             run.policy.backward(loss, of=len(batches))
             own = from_sampler | {"kl": kl.detach().sum() / mask.sum(), "entropy": before.entropy[mask].mean()}
-            seen.append(weigh(batch, out.metrics, of_answers=args.algo == "gspo") | weigh(batch, own))
+            seen.append(batch.weigh(out.metrics, of_answers=args.algo == "gspo") | batch.weigh(own))
             seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
-        if not results:
+        if number == 0:
             deviation = run.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
     firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
-    return policy_metrics(dist, seen, results) | firsts
+    return run.policy_metrics(seen, results) | firsts
 
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -276,24 +255,12 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
     if args.engine == "transformers":
         return batch.weights, {}
     is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
-    mode: TokenMode = "token_truncate" if is_off else args.rollout_correction  # type: ignore[assignment]  # settled
-    found, metrics = token_rollout_weights(old, sampled, mask, mode=mode, cap=args.rollout_correction_cap)
+    mode = "token_truncate" if is_off else args.rollout_correction
+    found, metrics = token_rollout_weights(old, sampled, mask, mode=mode, cap=args.rollout_correction_cap)  # type: ignore[arg-type]  # not auto
     named = {f"correction_{name}": value for name, value in metrics.items()}
     if is_off:
         return batch.weights, named
     return batch.weights * found[:, 0] if mode.startswith("sequence") else batch.weights[:, None] * found, named
-
-
-def weigh(batch: TokenBatch, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
-    """A forward's means over its answers or tokens, so that those over forwards and ranks are over all of them.
-
-    Extremes stay as they are. A batch that only fills up changes neither.
-    """
-    if not batch.by_answer:
-        nothing = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
-        return {name: torch.full_like(value, nothing[EXTREMES.get(name, "mean")]) for name, value in metrics.items()}
-    own = {name: batch.by_answer if of_answers or name == "tokens_mean" else batch.by_token for name in metrics}
-    return {name: value if name in EXTREMES else value * own[name] for name, value in metrics.items()}
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:

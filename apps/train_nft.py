@@ -22,10 +22,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import JudgedArgs, check_judged, check_media, num_batches, parse_numbers
+from omni_rl.settings.args import JudgedArgs, check_judged
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, between, require
 
@@ -58,12 +57,9 @@ class Args(JudgedArgs):
 
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
-    check_media(args)
-    check_judged(args)
     low, high, count = trained_levels(args)
-    num_batches(args, num_trained=max(1, count))
+    check_judged(args, num_trained=max(1, count))
     require(
-        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
         (low < high <= args.num_inference_steps,
          f"--train-low and --train-high must bound steps of the rollout ({args.num_inference_steps}), "
          f"got {low} and {high}"),
@@ -92,18 +88,15 @@ from omni_losses import (
     reward_probability,
     velocity_kl,
 )
-from omni_reward import Score
 from omni_rl.flow.experts import on_one_side
-from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scoring import TrainBatch, advantages_of, by_group, graded, scores_of
-from omni_rl.flow.streams import add_up, of_stream, shares_of, sizes_of
+from omni_rl.flow.sampling import prompts_of, sample, show
+from omni_rl.flow.scoring import TrainBatch, train_batches
+from omni_rl.flow.streams import add_up, of_stream, shares_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
-from omni_rl.run.run import MediaRun, Step, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
-from omni_rollout import Prompt, Trajectory
 from omni_rollout.types import to_device
 from omni_sched import add_noise, step_noise
 from torch import Tensor
@@ -145,12 +138,12 @@ def matching_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised
     return awm_loss(now, old, batch.advantages, clip_range=clip, adv_clip_max=adv_clip, weights=batch.weights)
 
 
-def loss_by_stream(sizes: Sequence[int], shares: Sequence[float], loss_of: Loss) -> Loss:
+def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> Loss:
     """The loss of frames and sound apart: of each stream's elements of the latent, in these shares."""
 
     def loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
         latents = velocity, old_velocity, at.batch.trajectory.x0, at.noise, at.x_t
-        streams = zip(*(each.split(list(sizes), dim=1) for each in latents), strict=True)
+        streams = zip(*(each.split(sizes, dim=1) for each in latents), strict=True)
         losses = []
         for m, (now, old, x0, noise, x_t) in enumerate(streams):
             drawn, own = replace(at.batch.trajectory, x0=x0), of_stream(at.batch.advantages, m)
@@ -168,26 +161,19 @@ ALGOS: dict[str, Loss] = {"nft": nft_loss, "awm": matching_loss}
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = start(args, world, MEDIA, args.algo, needs_of(args))
+    reference, levels = bool(args.kl_coef), trained_levels(args)[:2]
+    run = MEDIA.start(args, world, args.algo, old_policy=True, reference=reference, steps=levels)
     with Loop(run) as steps:
         for step in steps:
-            prompts = prompts_of(run, step)
             with sampling_policy(run):
                 run.sync(step, version=step.number)
                 with run.phase("rollout"):
-                    batches, pending = draw(run, prompts, run.base_params)
-            grade_all = partial(grade, run, step, prompts, batches)
-            chosen = graded(run, step, pending, grade_all, by_group(run, batches, pending, weighted=True))
+                    rollout = sample(run, prompts_of(run, step), run.base_params)
+            batches = train_batches(run, step, rollout, weighted=True)  # weight 0 for samples without a score
             with run.updating(step):
-                step.metrics |= update(run, step, chosen)
+                step.metrics |= update(run, step, batches)
                 step.metrics["policy/old_decay"] = refresh_old(run, step)
-            show(run, step, batches, scores_of(pending))
-
-
-def needs_of(args: Args) -> Needs:
-    """Return what the settings need of a run."""
-    parts, steps = list(parse_numbers(args.reward_parts, "--reward-parts")), trained_levels(args)[:2]
-    return Needs(old_policy=True, reference=bool(args.kl_coef), steps=steps, streams=args.apart, parts=parts)
+            show(run, step, rollout)
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
@@ -204,15 +190,6 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
     decay = min(old_policy_decay(num_updates, schedule=args.old_schedule), args.old_decay_max)
     run.policy.move_old(decay)
     return decay
-
-
-def grade(
-    run: MediaRun[Args], step: Step, prompts: Sequence[Prompt], batches: Sequence[Trajectory], scores: Sequence[Score]
-) -> list[TrainBatch]:
-    """Return this rank's batches with their advantages, and weight 0 for samples without a score."""
-    advantages, rewards = advantages_of(run, step, prompts, batches, scores)
-    weights, onto = (~rewards.isnan()).float(), partial(to_device, device=run.dist.device)
-    return [TrainBatch.of(b, onto(advantages[b.indices]), onto(weights[b.indices])) for b in batches]
 
 
 def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
@@ -267,8 +244,8 @@ def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, li
 def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
     """Take an optimizer step on each minibatch; metrics are means over batches, noise levels and ranks."""
     args, dist, loss_of = run.args, run.dist, ALGOS[run.args.algo]
-    if args.apart:
-        loss_of = loss_by_stream(sizes_of(run), shares_of(run), loss_of)
+    if run.streams:
+        loss_of = loss_by_stream(list(run.streams.values()), shares_of(run), loss_of)
     points = [at for batch in batches for at in noise_afresh(run, step, batch)]
     size = len(points) // args.num_minibatches
     sampler, anchors = sampler_velocities(run, points, size), anchor_velocities(run, points)
@@ -287,7 +264,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
             run.policy.backward(loss / (size * dist.world_size), of=size)
             seen.append(metrics | {"loss": loss.detach()})
         results.append(run.optimizer_step(step))
-    return policy_metrics(dist, seen, results)
+    return run.policy_metrics(seen, results)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Annotated, Literal
 
-from omni_rl.settings.args import MediaArgs, check_media, num_batches
+from omni_rl.settings.args import MediaArgs, check_media
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import REQUIRED, at_least, between, require
 
@@ -62,7 +62,6 @@ class Args(MediaArgs):
 def check_args(args: Args) -> None:
     """Raise ValueError when settings do not fit together."""
     check_media(args)
-    num_batches(args)
     require(
         (args.level_low < args.level_high < 1,
          f"--level-low must be < --level-high, and that < 1, got {args.level_low} and {args.level_high}"),
@@ -90,14 +89,13 @@ from omni_losses import LossOutput, direct_align, srpo_loss
 from omni_reward import Score
 from omni_rl.flow.direct_rewards import REWARDS, Reward
 from omni_rl.flow.experts import clamp_to_side, on_one_side
-from omni_rl.flow.sampling import draw, prompts_of, show
+from omni_rl.flow.sampling import prompts_of, sample, show
 from omni_rl.flow.scorers import LocalScorer
-from omni_rl.flow.scoring import collect, rewards_at
+from omni_rl.flow.scoring import Rollout, graded, rewards_at
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA
-from omni_rl.run.run import MediaRun, Step, policy_metrics
-from omni_rl.run.start import Needs, start
+from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
 from omni_rollout.models import open_model
@@ -111,10 +109,10 @@ from torch import Tensor
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
     """The scores of finished images or videos, uint8 [N, ..., H, W, 3], for their texts as they are."""
     pixels = to_device(torch.from_numpy(next(iter(media.values()))), dist.device).float() / 255
-    return [Score(value) for value in graded(reward, pixels, texts).tolist()]
+    return [Score(value) for value in rewards_of(reward, pixels, texts).tolist()]
 
 
-def graded(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
+def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
     """The rewards [N] of images [N, H, W, 3], or of videos [N, F, H, W, 3] as the mean over frames, in [0, 1]."""
     frames = pixels.movedim(-1, -3).reshape(len(texts), -1, 3, *pixels.shape[-3:-1])
     rewards = reward(frames.flatten(0, 1), [text for text in texts for _ in range(frames.shape[1])])
@@ -127,19 +125,22 @@ def graded(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
-    run = start(args, world, MEDIA, "srpo", Needs(scorer=partial(open_scorer, args, load_reward)))
+    run = MEDIA.start(args, world, "srpo", scorer=partial(open_scorer, args, load_reward))
     with Loop(run) as steps:
         for step in steps:
-            prompts = prompts_of(run, step)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, run.base_params)
-                scores = collect(run.dist, pending)
-            alike = torch.zeros(len(prompts), dtype=torch.long)  # nothing is compared within a group: the step is one
-            rewards_at(run, step, batches, scores, alike)
+                rollout = sample(run, prompts_of(run, step), run.base_params)
+            batches = graded(run, step, rollout, grade_as_one)
             with run.updating(step):
                 step.metrics |= update(run, step, load_reward(run.dist.device), batches)
             run.sync(step)
-            show(run, step, batches, scores)
+            show(run, step, rollout)
+
+
+def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) -> Sequence[Trajectory]:
+    """Log the rewards, of which none is compared within a group: the step is one."""
+    rewards_at(run, step, rollout, torch.zeros(len(rollout.prompts), dtype=torch.long))
+    return rollout.batches
 
 
 def open_scorer(args: Args, load_reward: Callable[[torch.device], Reward], dist: Dist) -> LocalScorer:
@@ -187,8 +188,8 @@ def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *,
     x0 = direct_align(velocity, x, noise, sigma, sigma_next)
     media, _ = run.model.decode(run.engine.parts, x0, batch.cond, params)
     positive, negative = (
-        graded(reward, media[run.model.MEDIA[0]], [f"{control[step.number % len(control)]}. {p.text}" for p in prompts])
-        for control in (words(args.positive_words), words(args.negative_words))
+        rewards_of(reward, media[run.model.MEDIA[0]], [f"{own[step.number % len(own)]}. {p.text}" for p in prompts])
+        for own in (words(args.positive_words), words(args.negative_words))
     )
     return srpo_loss(positive, negative, discount=discount, inversion=inversion, threshold=args.threshold)
 
@@ -208,7 +209,7 @@ def update(run: MediaRun[Args], step: Step, reward: Reward, batches: Sequence[Tr
                 metrics["loss"] += out.loss.detach() / 2
             seen.append(metrics)
         results.append(run.optimizer_step(step))
-    return policy_metrics(dist, seen, results)
+    return run.policy_metrics(seen, results)
 
 
 if __name__ == "__main__":

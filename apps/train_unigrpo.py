@@ -21,48 +21,21 @@ What is decided here, as no code has been released:
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
-from omni_rl.settings.args import ScoredArgs, check_media, num_batches
 from omni_rl.settings.cli import parse_cli
-from omni_rl.settings.eval_sets import MediaEval
-from omni_rl.settings.fields import at_least, between, flag, require
+from omni_rl.settings.fields import at_least
+from omni_rl.settings.token_args import ThinkingArgs, check_thinking
 
 # 1. Settings. Parsed before torch is imported, so that --help and a wrong flag are answered at once.
 
-if TYPE_CHECKING:
-    from omni_reward.rules import Rules
-
 
 @dataclass(frozen=True)
-class ThoughtEval(MediaEval):
-    """Evaluations, of thoughts too."""
-
-    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
-    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
-
-
-@dataclass(frozen=True)
-class Args(ScoredArgs):
+class Args(ThinkingArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    # Sampling
-    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
-    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
-
-    # Data
-    eval: ThoughtEval = ThoughtEval()  # Held-out prompts, and what is done with them
-
-    # Scorer
-    thought_reward: str = ""  # Rules that grade thoughts, added to the picture's score, as in '0.5*contains'
-
     # Algorithm
-    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as Flow-GRPO's step rule defines it
-    window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
-    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
-    window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
     clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width of a step's ratio
     thought_clip_low: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio below 1
     thought_clip_high: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio above 1
@@ -73,137 +46,48 @@ class Args(ScoredArgs):
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
 
 
-def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together."""
-    check_media(args)
-    num_batches(args)
-    low, high = window_range(args)
-    size = high - low if args.window_size is None else args.window_size
-    with flag("--thought-reward: "):
-        rules_of(args)
-    require(
-        (args.scorer.url or args.dry_run, "--scorer.url must be the URL of a reward server"),
-        (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
-        (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
-        (low < high < args.num_inference_steps,
-         f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
-         f"got {low} and {high}"),
-        (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
-    )  # fmt: skip
-
-
-def window_range(args: Args) -> tuple[int, int]:
-    """The first step that may be stochastic, and one past the last."""
-    return args.window_low, args.num_inference_steps - 1 if args.window_high is None else args.window_high
-
-
-def rules_of(args: Args) -> "Rules | None":
-    """Return the rules that grade thoughts, if any."""
-    from omni_reward.rules import open_rules  # --help does without numpy and requests
-
-    return open_rules(args.thought_reward) if args.thought_reward else None
-
-
 if __name__ == "__main__":
-    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_unigrpo", description=__doc__)
+    ARGS = parse_cli(Args, check_thinking, sys.argv[1:], app="train_unigrpo", description=__doc__)
 
 # 2. A training step: rollout, score, advantages, update
 
 import torch
-from omni_losses import LossOutput, distill_velocity_loss, group_advantages, grpo_loss, k3_kl, token_grpo_loss
-from omni_reward import Score
-from omni_rl.flow.sampling import draw, prompts_of, show
-from omni_rl.flow.scoring import (
-    TrainBatch,
-    gather_parts,
-    graded,
-    groups_of,
-    log_advantages,
-    rewards_at,
-    scores_of,
-    select,
-)
+from omni_losses import LossOutput, distill_velocity_loss, grpo_loss, k3_kl, token_grpo_loss
+from omni_rl.flow.sampling import prompts_of, sample, show, window_params
+from omni_rl.flow.scoring import Rollout, TrainBatch, train_batches
+from omni_rl.flow.tokens import lengths_of
 from omni_rl.run.failures import launch
 from omni_rl.run.loop import Loop
-from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Step, ThinkingRun, policy_metrics
-from omni_rl.run.start import Needs, start
-from omni_rl.run.thoughts import ThinkingKind, thoughts
+from omni_rl.run.run import Step, ThinkingRun
+from omni_rl.run.thoughts import THOUGHTS
 from omni_rl.run.world import World
-from omni_rollout import Params, Prompt, Samples, Trajectory
+from omni_rollout import Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
-from omni_rollout.tokens import TokenParams, TokenScores, TokenTrajectory, score_tokens
-from omni_sched import Transition, sde_window
-from omni_train.dist import gather_by_index, merge_metric
+from omni_rollout.tokens import TokenScores, TokenTrajectory, score_tokens
+from omni_sched import Transition
 from torch import Tensor, nn
 
 
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
-    run = start(args, world, thinking(args), "unigrpo", needs_of(args))
+    reference = bool(args.kl_coef or args.velocity_coef)
+    run = THOUGHTS.start(args, world, "unigrpo", reference=reference, steps=args.window)
     with Loop(run) as steps:
         for step in steps:
-            prompts = prompts_of(run, step)
             with run.phase("rollout"):
-                batches, pending = draw(run, prompts, params_at(run, step))
-            chosen = graded(run, step, pending, partial(grade, run, step, prompts, batches))
+                rollout = sample(run, prompts_of(run, step), window_params(run, step))
+            batches = train_batches(run, step, rollout)  # tokens and steps share advantages
             with run.updating(step):
-                step.metrics |= update(run, step, chosen)
+                step.metrics |= update(run, step, batches) | lengths(run, rollout)
             run.sync(step)
-            show(run, step, batches, scores_of(pending))
+            show(run, step, rollout)
 
 
-def thinking(args: Args) -> ThinkingKind:
-    """Return what a run does that thinks as the settings say."""
-    thought = TokenParams(args.max_thought_tokens, args.temperature)
-    return thoughts(thought, replace(thought, temperature=args.eval.temperature, top_p=args.eval.top_p), rules_of(args))
-
-
-def needs_of(args: Args) -> Needs:
-    """Return what the settings need of a run."""
-    return Needs(reference=bool(args.kl_coef or args.velocity_coef), steps=window_range(args))
-
-
-def params_at(run: ThinkingRun[Args], step: Step) -> Params:
-    """The sampling parameters of a training step; its window is the same on every rank."""
-    args, (low, high) = run.args, window_range(run.args)
-    window = sde_window(
-        args.num_inference_steps,
-        args.window_size,
-        low=low,
-        high=high,
-        strategy="random",
-        iteration=step.number,
-        seed=args.seed,
-    )
-    return replace(run.base_params, noise_level=args.noise_level, sde_steps=window)
-
-
-def grade(
-    run: ThinkingRun[Args],
-    step: Step,
-    prompts: Sequence[Prompt],
-    batches: Sequence[Trajectory],
-    scores: Sequence[Score],
-) -> list[TrainBatch]:
-    """Return this rank's batches with their advantages, which tokens and steps share."""
-    args, dist, groups = run.args, run.dist, groups_of(prompts)
-    rewards = rewards_at(run, step, batches, scores, groups)
-    if run.parts and not rewards.isnan().all():
-        parts = gather_parts(dist, batches, scores, run.parts, rewards).nanmean(dim=0).tolist()
-        step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
-    thoughts = TokenTrajectory.cat([thoughts_of(batch) for batch in batches])
-    lengths, ended = (
-        gather_by_index(dist, thoughts.indices, values.float(), len(prompts))
-        for values in (thoughts.lengths, thoughts.ended)
-    )
-    advantages = group_advantages(rewards, groups, std=args.adv_std)
-    log_advantages(step, advantages)
-    step.metrics |= {
-        "thought/tokens_mean": lengths.mean().item(),
-        "thought/truncated_ratio": 1 - ended.mean().item(),
-    }
-    return select(dist, batches, advantages, None)
+def lengths(run: ThinkingRun[Args], rollout: Rollout[Trajectory]) -> dict[str, float]:
+    """Return metrics of the lengths of all ranks' thoughts."""
+    thoughts = [thoughts_of(batch) for batch in rollout.batches]
+    tokens, ended = lengths_of(run.dist, thoughts, len(rollout.prompts))
+    return {"thought/tokens_mean": tokens.mean().item(), "thought/truncated_ratio": 1 - ended.mean().item()}
 
 
 def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) -> dict[str, float]:
@@ -224,19 +108,16 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
-            drawn = {
-                name: merge_metric(torch.stack([part.metrics[name] for part in parts]), EXTREMES.get(name, "mean"))
-                for name in parts[0].metrics
-            }
             loss = (
                 torch.stack([part.loss.detach() for part in parts]).mean() + args.thought_weight * thought.loss.detach()
             )
-            seen.append(drawn | {f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
+            seen += [part.metrics for part in parts]
+            seen.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
             deviation = run.check_ratio(moves, 0.0, step.number)
         results.append(run.optimizer_step(step))
-    return policy_metrics(dist, seen, results) | {
+    return run.policy_metrics(seen, results) | {
         "policy/first_ratio_max_dev": deviation,
         "policy/thought_rollout_gap": gap,
     }

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from omni_reward import Score
 from omni_rl.flow.evals import HeldOut
 from omni_rl.flow.sampling import show
 from omni_rl.flow.scorers import LocalScorer
+from omni_rl.flow.scoring import Rollout
 from omni_rl.run.loop import Loop
 from omni_rl.run.media import MEDIA, params_of
 from omni_rl.run.policy import Policy
@@ -120,7 +122,7 @@ def open_run(args: Args) -> MediaRun[MediaArgs]:
         prompts,
         params,
         held_out,
-        evaluate=MEDIA.evaluate,
+        evaluate_set=MEDIA.evaluate_set,
         export=MEDIA.export,
         trained=model.nets,
         algorithm="flowgrpo",
@@ -145,7 +147,8 @@ def measure(args: Args) -> Iterator[tuple[int, dict[str, float]]]:
     """(step, seconds of the training thread in that step: on the clock, and of its own work) without the model's."""
     run = open_run(args)
     prompts = [Prompt(f"a sign {i // 16}", group=i // 16, index=i, seed=i) for i in range(args.images)]
-    scores = [Score(0.1 * (i % 7)) for i in range(args.images)]
+    scored = Future[list[Score]]()
+    scored.set_result([Score(0.1 * (i % 7)) for i in range(args.images)])
     with Loop(run) as steps:
         wall, cpu = time.perf_counter(), time.thread_time()
         for step in steps:
@@ -154,7 +157,7 @@ def measure(args: Args) -> Iterator[tuple[int, dict[str, float]]]:
             batches = [run.engine.generate(prompts, run.base_params)]
             step.metrics |= metrics(step.number)
             now, now_cpu = time.perf_counter(), time.thread_time()
-            show(run, step, batches, scores)
+            show(run, step, Rollout(prompts, batches, [scored]))
             yield (
                 step.number,
                 {

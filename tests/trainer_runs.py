@@ -16,7 +16,7 @@ import torch
 import torch.multiprocessing
 from helpers import CHECKPOINT, REPO
 from omni_rl.flow.evals import HeldOut
-from omni_rl.flow.sampling import draw, prompts_of
+from omni_rl.flow.sampling import prompts_of, sample
 from omni_rl.run.media import params_of
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
@@ -149,7 +149,7 @@ def lone_run(args, *, rank=0, world_size=1):
 def rollout(run, params, *, number=0, unit=1, **options):
     """This rank's batches of a training step, and the prompts of all ranks."""
     prompts = prompts_of(run, Step(number), **options)
-    return draw(run, prompts, params, unit=unit)[0], prompts
+    return sample(run, prompts, params, unit=unit).batches, prompts
 
 
 def keep_gradients(run):

@@ -13,8 +13,8 @@ from apps.app_lives import TINY
 from helpers import sampled
 from omni_losses import group_advantages
 from omni_reward import RewardError, Score
-from omni_rl.flow.sampling import draw
-from omni_rl.flow.scoring import by_group, gather_rewards, graded, groups_of
+from omni_rl.flow.sampling import sample
+from omni_rl.flow.scoring import Rollout, gather_rewards, groups_are_local, train_batches
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt, Samples
@@ -44,7 +44,7 @@ def folder(tmp_path, monkeypatch):
 def waiting(app, args, monkeypatch, train=train):
     """The numbers of a run that waits for all scores before it updates."""
     with monkeypatch.context() as patch:
-        patch.setattr(app, "by_group", lambda *args, **options: None)
+        patch.setattr("omni_rl.flow.scoring.groups_are_local", lambda *args: False)
         return unclocked(train(app, change(args, name="waiting")))
 
 
@@ -55,9 +55,9 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
     args = change(args, scorer_url=bright_url)
 
     def held(run, *others, **options):
-        batches, pending = draw(run, *others, **options)
-        scored = [Held() for _ in pending]
-        left = zip(scored, pending, strict=True)
+        rollout = sample(run, *others, **options)
+        scored = [Held() for _ in rollout.pending]
+        left = zip(scored, rollout.pending, strict=True)
 
         def come():
             for future, source in islice(left, 1):
@@ -69,10 +69,10 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
 
         come()
         run.policy.backward = backward
-        return batches, scored
+        return replace(rollout, pending=scored)
 
     expected = waiting(app, args, monkeypatch)
-    monkeypatch.setattr(app, "draw", held)
+    monkeypatch.setattr(app, "sample", held)
     assert unclocked(train(app, args)) == expected
 
 
@@ -81,14 +81,14 @@ def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeyp
     args = replace(FLOW, scorer_url=bright_url)
 
     def failing(run, *others, **options):
-        batches, pending = draw(run, *others, **options)
+        rollout = sample(run, *others, **options)
         if run.version == 1 and run.dist.rank == 1:
-            pending[-1] = Future()
-            pending[-1].set_exception(RewardError("gone"))
-        return batches, pending
+            rollout.pending[-1] = Future()
+            rollout.pending[-1].set_exception(RewardError("gone"))
+        return rollout
 
     with monkeypatch.context() as patch:
-        patch.setattr(train_flowgrpo, "draw", failing)
+        patch.setattr(train_flowgrpo, "sample", failing)
         with pytest.raises(Exception, match="phase reward_wait: RewardError: scores of rank 1: gone"):
             train_on_ranks(train_flowgrpo, args)
     assert Path("runs/run/checkpoints/step-00000001").is_dir()
@@ -105,12 +105,13 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
     scores[2] = Score(None, abstained="unreadable")
     scores[9] = Score(None, abstained="lost", mask_group=True)
     batches = [Samples(tuple(prompts[i : i + 3]), {}, {}, 0) for i in range(0, 24, 3)]
-    rewards = gather_rewards(place(), batches, scores, groups_of(prompts))
-    expected = group_advantages(rewards, groups_of(prompts), std=std)
+    pending, step = [Held() for _ in range(12)], Step(0)
+    rollout = Rollout(prompts, batches, pending, in_a_row=4)
+    rewards = gather_rewards(place(), batches, scores, rollout.groups)
+    expected = group_advantages(rewards, rollout.groups, std=std)
     args = replace(FLOW, adv_std=std, group_size=4, prompts_per_step=6)
-    run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
-    pending, seen, step = [Held() for _ in range(12)], [], Step(0)
-    chosen = graded(run, step, pending, seen.append, by_group(run, batches, pending, weighted=True))
+    run = SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
+    chosen = train_batches(run, step, rollout, weighted=True)
     for first, batch in zip(range(0, 24, 3), chosen, strict=True):
         end = -(-(first + 3) // 4) * 4
         for i in range(0, end, 2):
@@ -118,18 +119,20 @@ def test_advantages_of_whole_groups_are_the_bits_of_those_over_all(std):
                 pending[i // 2].set_result(scores[i : i + 2])
         assert torch.equal(batch.advantages, expected[first : first + 3])
         assert torch.equal(batch.weights, 1.0 - rewards[first : first + 3].isnan().float())
-    assert not seen
-    for _ in range(2):
-        step.settle()
-    assert seen == [scores]  # once
+    assert not step.metrics
+    step.settle()
+    assert step.metrics["reward/mean"] == pytest.approx(rewards.nanmean().item())
+    step.metrics.clear()
+    step.settle()
+    assert not step.metrics  # once
 
 
 def test_only_whole_groups_that_depend_on_no_other_come_early():
     args = replace(FLOW, group_size=4, batch_size=2)
 
-    def comes_early(args, num_ranks, **unit):
-        run = SimpleNamespace(args=args, dist=SimpleNamespace(world_size=num_ranks))
-        return by_group(run, [], [], **unit, weighted=False) is not None
+    def comes_early(args, num_ranks, unit=1):
+        dist = SimpleNamespace(world_size=num_ranks)
+        return groups_are_local(args, dist, max(unit, args.batch_size))
 
     assert comes_early(args, 1)
     assert not comes_early(args, 2)  # half a group each

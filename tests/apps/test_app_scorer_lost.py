@@ -48,16 +48,16 @@ def settings(server, **changes):
 
 def lose_at(monkeypatch, process, step, then=lambda: None):
     """Kills the server when the trainer comes to `step`, and calls `then` a moment later."""
-    draw = app.draw
+    sample = app.sample
 
-    def draw_without_scorer(run, *args, **options):
+    def sample_without_scorer(run, *args, **options):
         if run.version == step and process.poll() is None:
             process.kill()
             process.wait()
             threading.Timer(1.0, then).start()
-        return draw(run, *args, **options)
+        return sample(run, *args, **options)
 
-    monkeypatch.setattr(app, "draw", draw_without_scorer)
+    monkeypatch.setattr(app, "sample", sample_without_scorer)
 
 
 def test_a_scorer_that_comes_back_is_waited_for(server, monkeypatch):
@@ -71,13 +71,13 @@ def test_what_a_lost_scorer_did_not_score_is_masked_when_told(server, monkeypatc
     lose_at(monkeypatch, server(), step=1, then=server)
     # Both requests of step 1 fail, and by step 2 the server is back.
     args = settings(server, train_steps=3, eval_every=3, scorer_timeout_s=0.8, scorer_on_failure="mask_group")
-    draw = app.draw
+    sample = app.sample
 
-    def draw_later(run, *args, **options):
+    def sample_later(run, *args, **options):
         time.sleep(4 * (run.version == 2))
-        return draw(run, *args, **options)
+        return sample(run, *args, **options)
 
-    monkeypatch.setattr(app, "draw", draw_later)
+    monkeypatch.setattr(app, "sample", sample_later)
     lines = train(app, args)
     assert [line.get("reward/abstained_ratio") for line in lines] == [None, 0.0, 1.0, 0.0]
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from helpers import sampled
 from omni_reward import RewardError
-from omni_rl.flow.sampling import evaluate
+from omni_rl.flow.sampling import evaluate_set
 from omni_rl.run.failures import BrokenRunError
 from omni_rl.run.media import MEDIA
 from omni_rl.run.run import Run
@@ -45,14 +45,14 @@ def test_weights_that_changed_since_the_run_began_are_noticed(here, bright_url):
 def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here, bright_url, monkeypatch):
     calls = []
 
-    def lose(run: Run, done: int):
-        calls.append(done)
-        if done == 2:
+    def lose(run: Run, held):
+        calls.append(run.version)
+        if run.version == 2:
             raise RewardError("the scorer is gone")
-        return evaluate(run, done)
+        return evaluate_set(run, held)
 
     unbroken = train(app, change(TINY, scorer_url=bright_url, name="unbroken", train_steps=4))
-    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
+    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate_set=lose))
     with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
         train(app, change(TINY, scorer_url=bright_url, name="broken", train_steps=4, save_every=1))
     assert calls == [0, 2]
@@ -66,10 +66,10 @@ def test_a_scorer_lost_in_an_evaluation_saves_no_step_under_another_number(here,
 
 
 def test_a_scorer_lost_in_the_first_evaluation_leaves_no_checkpoint(here, bright_url, monkeypatch):
-    def lose(run: Run, done: int):
+    def lose(run: Run, held):
         raise RewardError("the scorer is gone")
 
-    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate=lose))
+    monkeypatch.setattr(app, "MEDIA", replace(MEDIA, evaluate_set=lose))
     for _ in range(2):
         with pytest.raises(BrokenRunError, match="phase eval: RewardError: the scorer is gone"):
             train(app, change(TINY, scorer_url=bright_url))

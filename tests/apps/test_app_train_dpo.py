@@ -2,6 +2,7 @@
 
 import copy
 import json
+from concurrent.futures import Future
 from dataclasses import replace
 
 import build_preferences
@@ -11,6 +12,7 @@ import torch
 from helpers import CHECKPOINT, REPO, sampled
 from omni_reward import Score
 from omni_rl.flow.sampling import deal
+from omni_rl.flow.scoring import Rollout
 from omni_rl.media import preferences
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
@@ -89,7 +91,9 @@ def choose(args, values):
     run.policy.reference_net = copy.deepcopy(run.policy.net).requires_grad_(False)
     batches, prompts = rollout(run, run.base_params, unit=args.group_size)
     scores = [ABSTAINED if v is None else Score(v) for v in values]
-    (pairs,) = app.choose(run, step, prompts, batches, scores)
+    future = Future()
+    future.set_result(scores)
+    (pairs,) = app.choose(run, step, Rollout(prompts, batches, [future]))
     return run, torch.cat([b.x0 for b in batches]), pairs, step
 
 

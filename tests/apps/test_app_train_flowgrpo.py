@@ -1,6 +1,7 @@
 """The FlowGRPO trainer: the gate, ranks, overlap, algorithms, learning, its command line."""
 
 import shutil
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,17 @@ from diffusers import QwenImageTransformer2DModel
 from helpers import sampled
 from omni_losses import group_advantages
 from omni_reward import Score
-from omni_rl.flow.sampling import draw, prompts_of
-from omni_rl.flow.scoring import TrainBatch, advantages_of, gather_rewards, groups_of, keep_samples
+from omni_rl.flow.sampling import prompts_of, sample
+from omni_rl.flow.scorers import abstaining
+from omni_rl.flow.scoring import (
+    Rollout,
+    TrainBatch,
+    advantages_of,
+    gather_rewards,
+    groups_of,
+    keep_samples,
+    train_batches,
+)
 from omni_rl.run import loop
 from omni_rl.run.run import Step
 from omni_rl.settings.cli import parse_cli
@@ -92,7 +102,7 @@ def test_a_batch_is_with_the_scorer_before_the_next_is_drawn():
     generate = run.engine.generate
     run.engine.generate = lambda prompts, params: events.append("draw") or generate(prompts, params)
     run.scorer.submit = lambda media, prompts, meta, references: events.append("submit")
-    draw(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)))
+    sample(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)))
     assert events == ["draw", "submit"] * 4
 
 
@@ -100,7 +110,7 @@ def test_the_next_batch_is_prepared_before_the_host_waits_for_this_one(monkeypat
     run, events = lone_run(change(TINY, batch_size=2)), []
     monkeypatch.setattr(run.engine, "prepare", lambda prompts, params: events.append(prompts[0].index))
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: events.append("wait") or tensor)
-    draw(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)), graded=False)
+    sample(run, prompts_of(run, Step(0)), app.params_at(run, Step(0)), scorer=abstaining())
     assert events == [2, "wait", 4, "wait", 6, "wait", "wait"]
 
 
@@ -179,13 +189,13 @@ def test_the_speed_of_each_phase_with_a_net_is_logged(here, bright_url, monkeypa
 
 
 def test_the_gate_stops_a_run_whose_weights_changed_behind_the_engine(here, bright_url, monkeypatch):
-    def draw_then_change(run, *args, **options):
-        result = draw(run, *args, **options)
+    def sample_then_change(run, *args, **options):
+        result = sample(run, *args, **options)
         with torch.no_grad():
             run.policy.params[0].add_(1e-3)
         return result
 
-    monkeypatch.setattr(app, "draw", draw_then_change)
+    monkeypatch.setattr(app, "sample", sample_then_change)
     with pytest.raises(RuntimeError, match=r"step 0: before the first update the ratio must be 1 within 0.0, but is"):
         train(bright_url)
 
@@ -226,17 +236,27 @@ def samples_of(count, group_size):
     return Samples(prompts, {}, {}, 0)
 
 
+def scored(prompts, batches, scores):
+    """A rollout whose scores are there."""
+    future = Future()
+    future.set_result(scores)
+    return Rollout(prompts, batches, [future])
+
+
 def grade(args, scores):
-    """The batches that the trainer makes of the scores of one; the metrics and whether there is a signal too."""
+    """The batches that the trainer makes of the scores of one, and the step with its metrics."""
     run, batch, step = lone_run(args), samples_of(len(scores), args.group_size), Step(0)
-    return app.grade(run, step, batch.prompts, [batch], scores), step
+    batches = train_batches(run, step, scored(batch.prompts, [batch], scores))
+    step.settle()
+    return batches, step
 
 
 def kept(args, scores):
     """The samples that are trained on where groups whose samples score alike are left out."""
     batch = samples_of(len(scores), args.group_size)
-    found = advantages_of(lone_run(args), Step(0), batch.prompts, [batch], scores)
-    return keep_samples(*found, groups_of(batch.prompts), best_worst=0, drop_silent_groups=True).tolist()
+    rollout = scored(batch.prompts, [batch], scores)
+    found = advantages_of(lone_run(args), Step(0), rollout)
+    return keep_samples(*found, rollout.groups, best_worst=0, drop_silent_groups=True).tolist()
 
 
 def test_samples_without_a_score_take_no_part():
@@ -265,17 +285,17 @@ def test_samples_without_a_score_take_no_part():
 
 def test_a_step_without_a_signal_moves_no_weight(here, bright_url, monkeypatch, capsys):
     """After a step that filled Adam's momentum, a reward that says nothing leaves the weights where they are."""
-    seen, grade = [], app.grade
+    seen, choose = [], app.train_batches
 
-    def silence(run, step, *args):
+    def silence(run, step, *args, **options):
         seen.append([p.detach().clone() for p in run.policy.params])
-        batches = grade(run, step, *args)
+        batches = choose(run, step, *args, **options)
         step.has_signal = not step.number
         if step.number:
             return [TrainBatch.of(batch.trajectory, torch.zeros_like(batch.advantages)) for batch in batches]
         return batches
 
-    monkeypatch.setattr(app, "grade", silence)
+    monkeypatch.setattr(app, "train_batches", silence)
     lines = train(bright_url, train_steps=3, weight_decay=0.1)
     assert [line["policy/skipped_updates"] for line in lines[1:]] == [0, 1, 1]
     assert any(not torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))

@@ -3,6 +3,7 @@
 import json
 import re
 import wave
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from helpers import REPO, sampled, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
 from omni_reward.testing import serving_here
+from omni_rl.flow.scoring import Rollout
 from omni_rl.flow.tokens import TokenBatch, pack
 from omni_rl.run import texts
 from omni_rl.run.run import Step
@@ -68,7 +70,7 @@ def tiny(kind="qwen3", /, **changes):
 
 def alone(args):
     """What the steps of a run look at that has no net."""
-    return SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext())
+    return SimpleNamespace(args=args, dist=place(), phase=lambda name: nullcontext(), parts=())
 
 
 @pytest.mark.parametrize("algo", sampled(app.ALGOS, 2))
@@ -182,6 +184,13 @@ def answers(lengths, first=0):
     )  # fmt: skip
 
 
+def scored(prompts, batches, scores):
+    """A rollout whose scores are there."""
+    future = Future()
+    future.set_result(scores)
+    return Rollout(prompts, batches, [future])
+
+
 def test_batches_hold_the_kept_answers_once_within_their_bounds():
     run = alone(change(TINY, num_minibatches=2, batch_size=3, tokens_per_batch=24))
     keep = torch.tensor([True, True, False, True, True, True])
@@ -200,7 +209,7 @@ def test_an_answer_that_only_fills_up_is_in_no_metric():
         "correction_ratio_min": torch.tensor(0.1),
     }
     batches = [TokenBatch(answers([2]), torch.zeros(1), torch.zeros(1), by, by) for by in (0.0, 2.0)]
-    filler, real = (app.weigh(batch, values) for batch in batches)
+    filler, real = (batch.weigh(values) for batch in batches)
     assert filler == {"kl": 0.0, "correction_ratio_max": -torch.inf, "correction_ratio_min": torch.inf}
     assert real == {"kl": torch.inf, "correction_ratio_max": 9.0, "correction_ratio_min": pytest.approx(0.1)}
 
@@ -216,12 +225,12 @@ def test_a_forward_with_its_padding_is_within_its_bound():
 def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
     """Four groups of two answers of at most 8 tokens, the first of which score alike; the last is one too many."""
     args = change(TINY, algo="dapo", group_size=2, max_new_tokens=8, overlong_tokens=4, mask_truncated=True)
-    run, step = alone(app.settle(args)), Step(0)
+    run, step = alone(args), Step(0)
     drawn = replace(answers([1, 2, 6, 4, 8, 3, 1, 1]), ended=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool))
     rewards = torch.tensor([1.0, 1, 1, 0, 1, 0, 1, 0])
     prompts = [Prompt("x", i // 2, i, i) for i in range(8)]
     scores = [Score(value) for value in rewards.tolist()]
-    advantages, keep = app.grade(run, step, app.Drawn(prompts, rewards, [drawn], scores))
+    advantages, keep = app.compare(run, step, scored(prompts, [drawn], scores))
     assert keep.tolist() == [False, False, True, True, False, True, False, False]
     wanted = group_advantages(torch.tensor([1.0, 1, 0.5, 0, 0, 0, 1, 0]), torch.arange(8) // 2, std="group")
     torch.testing.assert_close(advantages, wanted)
@@ -231,23 +240,23 @@ def test_groups_that_differ_are_kept_up_to_a_steps_number_and_length_counts():
 def test_an_abstention_asks_for_no_further_round_and_for_no_piece_of_another_group(monkeypatch):
     """Whole groups are counted and kept: the first two, one of which has a sample without a score."""
     args = change(TINY, algo="dapo", prompts_per_step=2, group_size=4, overlong_tokens=0, rounds=2)
-    run, step = alone(app.settle(args)), Step(0)
+    run, step = alone(args), Step(0)
     rewards = torch.tensor([1.0, 0, torch.nan, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0, 1])
     records, asked = [PromptRecord(i, f"say {i}") for i in range(2)], []
 
     def answer(run, prompts, params):
         first = prompts[0].index
         asked.append(first)
-        return [answers([2] * len(prompts), first=first)], [rewards[first : first + len(prompts)].tolist()]
+        own = [Score.of(value) for value in rewards[first : first + len(prompts)].tolist()]
+        return scored(prompts, [answers([2] * len(prompts), first=first)], own)
 
-    monkeypatch.setattr(app, "draw_answers", answer)
-    monkeypatch.setattr(app, "collect", lambda dist, pending: [Score.of(value) for value in pending[0]])
+    monkeypatch.setattr("omni_rl.flow.tokens.sample_answers", answer)
     run.prompts, run.base_params = SimpleNamespace(at=lambda number: records), TokenParams(8)
     app.roll_out(run, step)
     assert (asked, step.metrics["reward/rounds"]) == ([0], 1)
     more = [Prompt("x", i // 4, i, i) for i in range(16)]
-    scores = [Score(0.0)] * 16
-    _, keep = app.grade(run, step, app.Drawn(more, rewards, [answers([2] * 16)], scores))
+    scores = [Score.of(value) for value in rewards.tolist()]
+    _, keep = app.compare(run, step, scored(more, [answers([2] * 16)], scores))
     assert keep.tolist() == [True, True, False, *[True] * 5, *[False] * 8]
 
 
@@ -419,11 +428,11 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=words):
             app.check_args(tiny(engine="vllm", **changes))
-    settled = [app.settle(tiny(engine="vllm", algo=algo)) for algo in ("gspo", "grpo")]
+    settled = [app.resolve_auto(tiny(engine="vllm", algo=algo)) for algo in ("gspo", "grpo")]
     assert [args.rollout_correction for args in settled] == ["sequence_truncate", "token_truncate"]
-    assert app.settle(tiny()).rollout_correction == "off"
-    assert [app.settle(tiny(engine=e)).ratio_tolerance for e in ("vllm", "transformers")] == [1e-3, 1e-4]
-    assert app.settle(tiny(engine="vllm", dtype="bfloat16")).ratio_tolerance == torch.inf
+    assert app.resolve_auto(tiny()).rollout_correction == "off"
+    assert [app.resolve_auto(tiny(engine=e)).ratio_tolerance for e in ("vllm", "transformers")] == [1e-3, 1e-4]
+    assert app.resolve_auto(tiny(engine="vllm", dtype="bfloat16")).ratio_tolerance == torch.inf
 
 
 def test_vllm_has_room_for_the_longest_answers_of_all_evaluation_sets(monkeypatch):

@@ -1,11 +1,13 @@
 """The trainer of DiffusionNFT and AWM: gradients, the old policy, ranks, learning, resuming, its command line."""
 
+from concurrent.futures import Future
+
 import pytest
 import torch
 from helpers import sampled
 from omni_losses import awm_log_prob, old_policy_decay
 from omni_reward import Score
-from omni_rl.flow.scoring import TrainBatch
+from omni_rl.flow.scoring import Rollout, TrainBatch, train_batches
 from omni_rl.run.run import Step
 from omni_rl.settings.fields import change
 from omni_rollout import Trajectory
@@ -99,7 +101,11 @@ def test_samples_without_a_score_take_no_part(here):
 
     def grade(scores):
         step = Step(0)
-        return app.grade(run, step, prompts, batches, scores), step
+        future = Future()
+        future.set_result(scores)
+        chosen = train_batches(run, step, Rollout(prompts, batches, [future], 2), weighted=True)
+        step.settle()
+        return chosen, step
 
     (batch,), step = grade([*scores[:2], Score(None, abstained="unreadable"), scores[3]])
     assert batch.weights.tolist() == [1, 1, 0, 0]  # one sample alone is no group either
@@ -121,7 +127,7 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
         old_every=2, old_decay_max=0.005, **lora,
     )  # fmt: skip
     trained, kept, images = [], [], []
-    refresh, draw = app.refresh_old, app.draw
+    refresh, sample = app.refresh_old, app.sample
 
     def values(tensors):
         return torch.cat([t.detach().flatten() for t in tensors]).clone()
@@ -137,15 +143,16 @@ def test_the_old_policy_samples_and_follows_as_its_schedule_says(here, bright_ur
         kept.append(old_values(run))
         return decay
 
-    def draw_twice(run, prompts, params):
+    def sample_twice(run, prompts, params):
         """Once as the old policy, which the trainer has put in place, and once as the trained one."""
-        batches, pending = draw(run, prompts, params)
+        drawn = sample(run, prompts, params)
+        first = drawn.batches[0]
         with run.policy.as_old() if not lora else adapter(run.policy.net, "default"):  # exchanges the two again
-            images.append((batches[0].x0, run.engine.generate(batches[0].prompts, params).x0))
-        return batches, pending
+            images.append((first.x0, run.engine.generate(first.prompts, params).x0))
+        return drawn
 
     monkeypatch.setattr(app, "refresh_old", refresh_and_keep)
-    monkeypatch.setattr(app, "draw", draw_twice)
+    monkeypatch.setattr(app, "sample", sample_twice)
     lines = train(app, args)
     # Refreshed after steps 2 and 4, that is after 4 and 8 optimizer steps, and never keeps more than 0.005.
     decays = [1.0, old_policy_decay(4, schedule="linear"), 1.0, 0.005]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import REPO
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Run, policy_metrics
+from omni_rl.run.run import Run
 from omni_rl.run.world import World
 from omni_train.dist import Dist
 from omni_train.optim import StepResult
@@ -30,7 +30,7 @@ def test_any_deviation_beyond_it_names_the_forward(bad):
 def test_metrics_of_an_update_are_means_and_extremes_of_its_forwards():
     rows = {"loss": (1.0, 2.0), "kl_max": (3.0, 1.0), "correction_ratio_min": (0.5, 0.25)}
     seen = [{name: torch.tensor(values[i]) for name, values in rows.items()} for i in (0, 1)]
-    metrics = policy_metrics(ALONE, seen, [StepResult(grad_norm=2.0, skipped=False)])
+    metrics = Run.policy_metrics(HERE, seen, [StepResult(grad_norm=2.0, skipped=False)])
     assert (metrics["policy/loss"], metrics["policy/kl_max"]) == (1.5, 3.0)
     assert metrics["policy/correction_ratio_min"] == 0.25
 

@@ -37,7 +37,7 @@ def values_of(app: str, name: str) -> dict[str, object]:
     """What a recipe comes to, by the names of the table of published values."""
     module = importlib.import_module(app)
     args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
-    values = FIXED | flat(args if app != "train_gspo" else module.settle(args))
+    values = FIXED | flat(args if app != "train_gspo" else module.resolve_auto(args))
     values["max_sequence_length"] = next((n for word, n in TEXT_TOKENS.items() if word in args.model), None)
     values |= parse_numbers(values.get("guidance", ""), "guidance")
     sampling = ("height", "width", "num_frames", "guidance_scale", "guidance_scale_2")  # the same in evaluations

@@ -1,6 +1,7 @@
 """Frames and sound of a sample apart: worked examples, and the limits in which they are one."""
 
 import math
+from concurrent.futures import Future
 from functools import partial
 from types import SimpleNamespace
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from omni_losses import diffusion_nft_loss, grpo_loss, multi_reward_advantages, reward_probability
 from omni_reward import Score
-from omni_rl.flow.scoring import TrainBatch, part_advantages
+from omni_rl.flow.scoring import Rollout, TrainBatch, part_advantages
 from omni_rl.flow.streams import over_streams, shares_of
 from omni_rl.settings.args import check_judged
 from omni_rl.settings.fields import build, check_bounds
@@ -94,29 +95,30 @@ def test_nft_moves_a_stream_by_its_own_advantage_and_weighs_both_losses(monkeypa
 
 
 def run(**settings):
-    """The rank of a run alone, and its settings."""
-    model = SimpleNamespace(streams=lambda params: {"video": 6, "audio": 2})
-    args = build(train_nft.Args, settings)
-    return SimpleNamespace(dist=place(), args=args, model=model, base_params=None)
+    """The settings of a run, and the sizes of its streams."""
+    return SimpleNamespace(args=build(train_nft.Args, settings), streams={"video": 6, "audio": 2})
 
 
 def test_a_reward_of_one_medium_enters_its_advantage_alone_and_one_of_both_enters_both():
     values = torch.tensor([[1.0, 5.0, 2.0], [2.0, 3.0, 2.5], [3.0, 0.0, 1.0], [6.0, 4.0, 0.0]])
     scores = [Score(0.0, parts=dict(zip("abc", row, strict=True))) for row in values.tolist()]
     groups, rewards = torch.tensor([0, 0, 1, 1]), torch.zeros(4)
-    batches = [SimpleNamespace(prompts=[Prompt("", i // 2, i, i) for i in range(4)])]
+    future = Future()
+    future.set_result(scores)
+    prompts = [Prompt("", i // 2, i, i) for i in range(4)]
+    rollout = Rollout(prompts, [SimpleNamespace(prompts=prompts)], [future])
     parts = {"reward_parts": "a=1,b=2,c=0.5"}
-    apart = part_advantages(run(**parts, streams_reward_media="a=video,b=audio"), batches, scores, rewards, groups)
+    apart = part_advantages(run(**parts, streams_reward_media="a=video,b=audio").args, place(), rollout, rewards)
     for column, weights in zip(apart.unbind(dim=1), ([1, 0, 0.5], [0, 2, 0.5]), strict=True):
         torch.testing.assert_close(column, multi_reward_advantages(values, groups, weights, std="batch"))
-    whole = part_advantages(run(**parts), batches, scores, rewards, groups)
+    whole = part_advantages(run(**parts).args, place(), rollout, rewards)
     assert torch.equal(whole, multi_reward_advantages(values, groups, [1, 2, 0.5], std="batch"))
 
 
 def test_the_share_of_the_sound_is_that_of_its_elements_unless_it_is_set():
     assert shares_of(run(reward_parts="a=1", streams_reward_media="a=audio")) == (0.75, 0.25)
     assert shares_of(run(streams_sound_weight=0.5)) == (0.5, 0.5)
-    assert not run().args.apart
+    assert not run().args.has_streams
 
 
 @pytest.mark.parametrize(

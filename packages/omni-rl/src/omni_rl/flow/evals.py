@@ -1,7 +1,7 @@
 """What an evaluation draws, and what its scores say: means, the best of several samples, pass@k."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, zip_longest
 from typing import Any, Generic, TypeVar
@@ -84,6 +84,18 @@ def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
         rule = "num_passed must be in [0, num_samples] and k in [1, num_samples]"
         raise ValueError(f"{rule}, got {num_passed}, {k} and {num_samples} samples")
     return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+def evaluate(
+    sets: Sequence[HeldOut[Any, Any]], evaluate_set: Callable[[HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
+) -> tuple[dict[str, float], Shown]:
+    """Return the metrics of all sets, and this rank's samples of them for the report."""
+    metrics, shown = dict[str, float](), []
+    for held in sets:
+        found, own = evaluate_set(held)
+        metrics |= found
+        shown.append((held.name, own))
+    return metrics, mixed(shown)
 
 
 def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:

@@ -3,7 +3,7 @@
 Letters: N samples of a step over all ranks, B samples of a batch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count, pairwise
@@ -12,18 +12,20 @@ import torch
 from omni_reward import Score
 from omni_rollout import Params, Prompt, Samples, Trajectory
 from omni_rollout.thoughts import ThoughtTrajectory
+from omni_sched import StreamStep, Transition, sde_step, sde_window
+from omni_sched.schedules import Strategy
 from omni_train.dist import Dist, gather_json
 from omni_train.prompts.files import PromptRecord
 from omni_train.prompts.sampler import sample_seed
 from omni_train.shard import gathered
 
-from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
+from omni_rl.flow.evals import HeldOut, Shown, describe
 from omni_rl.flow.scorers import Pending, Scorer
-from omni_rl.flow.scoring import collect, gather_parts, gather_rewards, submit
+from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit
 from omni_rl.media.images import read_picture
 from omni_rl.report import Sample
 from omni_rl.run.run import MediaRun, Step
-from omni_rl.settings.args import MediaArgs
+from omni_rl.settings.args import MediaArgs, WindowArgs
 
 
 def expand_groups(
@@ -70,22 +72,45 @@ def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 
 
 
 def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
-    """The N samples to draw in a training step, the same on every rank."""
+    """Return the N samples to draw in a training step, the same on every rank."""
     args, records = run.args, run.prompts.at(step.number)
     return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
 
 
-def draw(
-    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, graded: bool = True
-) -> tuple[list[Trajectory], list[Pending]]:
-    """This rank's batches of `prompts`, and their scores to come: a batch is scored while the next one is drawn.
+def window_params(
+    run: MediaRun[WindowArgs],
+    step: Step,
+    *,
+    rule: Callable[..., Transition] = sde_step,
+    strategy: Strategy = "random",
+    iters_per_window: int = 1,
+    stride: int = 1,
+) -> Params:
+    """Return the sampling parameters of a training step; its window of stochastic steps is the same on every rank.
 
-    graded: whether they are scored at all.
+    rule: of a step; frames and sound have separate log-probs where the run has streams. The others are `sde_window`'s.
+    """
+    args = run.args
+    window = sde_window(
+        args.num_inference_steps, args.window_size, low=args.window_low, high=args.window_high, strategy=strategy,
+        iteration=step.number, seed=args.seed, iters_per_window=iters_per_window, stride=stride,
+    )  # fmt: skip
+    if run.streams:
+        rule = StreamStep(rule, tuple(run.streams.values()))
+    return replace(run.base_params, rule=rule, noise_level=args.noise_level, sde_steps=window)
+
+
+def sample(
+    run: MediaRun[MediaArgs], prompts: Sequence[Prompt], params: Params, *, unit: int = 1, scorer: Scorer | None = None
+) -> Rollout[Trajectory]:
+    """Return this rank's batches of `prompts`; one is scored while the next one is sampled.
+
+    unit: as in `deal`. scorer: instead of the run's.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
     """
-    batches, pending = [], []
+    batches, pending = [], list[Pending]()
     for own, following in pairwise([*deal(prompts, run.dist, run.args.batch_size, unit=unit), ()]):
         batch = run.engine.generate(own, params.of_size(own[0].size))
         if batch.weight_version != run.version:
@@ -96,29 +121,14 @@ def draw(
         batches.append(replace(batch, media={kind: tensor.cpu() for kind, tensor in batch.media.items()}))
         run.counts["drawn"] += len(batch)
         size = run.args.scorer.batch_size or len(batch)
-        pending += [submit(run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch) * graded, size)]
-    return batches, pending
+        pending += [submit(scorer or run.scorer, batches[-1], slice(i, i + size)) for i in range(0, len(batch), size)]
+    return Rollout(prompts, batches, pending, max(run.args.batch_size, unit))
 
 
-def show(run: MediaRun[MediaArgs], step: Step, batches: Sequence[Samples], scores: Sequence[Score]) -> None:
+def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> None:
     """Put the best and worst of some of rank 0's samples into the report."""
     if run.session.report:
-        run.session.report.show_samples(step.number + 1, *_shown(batches, scores))
-
-
-def evaluate(run: MediaRun[MediaArgs], step: int) -> dict[str, float]:
-    """Metrics of samples of the held-out prompts, drawn without injected noise; rank 0 adds them to the report.
-
-    step: number of finished training steps.
-    """
-    metrics, shown = dict[str, float](), []
-    for held in run.held_out:
-        found, own = evaluate_set(run, held)
-        metrics |= found
-        shown.append((held.name, own))
-    if run.session.report:
-        run.session.report.show_eval(step, *mixed(shown))
-    return metrics
+        run.session.report.show_samples(step.number + 1, *_shown(rollout.batches, rollout.scores))
 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
@@ -127,11 +137,10 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        batches, pending = draw(run, filled, held.params, graded=not held.scorer)
-    if held.scorer:
-        pending = [submit(held.scorer, batch) for batch in batches]
+        rollout = sample(run, filled, held.params, scorer=held.scorer)
+    batches = rollout.batches
     watched = [submit(run.watch, batch) for batch in batches] if run.watch else []
-    scores = collect(run.dist, pending)
+    scores = collect(run.dist, rollout.pending)
     groups = torch.arange(len(filled))
     whole = gather_rewards(run.dist, batches, scores, groups)
     others = dict[str, torch.Tensor]()

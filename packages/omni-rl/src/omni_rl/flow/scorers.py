@@ -79,9 +79,9 @@ class LocalScorer:
         """Nothing to free."""
 
 
-def abstain(media: Arrays, texts: Sequence[str]) -> list[Score]:
-    """No score for any sample: the `grade` of a run without a scorer."""
-    return [Score(None, abstained="there is no scorer")] * len(texts)
+def abstaining(reason: str = "there is no scorer") -> LocalScorer:
+    """Return a scorer that gives no sample a score."""
+    return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
 
 
 def connect(

@@ -11,10 +11,10 @@ is its prompt's `index`, so nothing here depends on how the samples were dealt t
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from omni_losses import best_worst_n, filter_groups, group_advantages, multi_reward_advantages, reward_metrics
@@ -26,10 +26,13 @@ from torch import Tensor
 
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.run.run import AnyRun, MediaRun, Step
-from omni_rl.settings.args import STREAMS, JudgedArgs, parse_judges, parse_numbers
+from omni_rl.settings.args import STREAMS, GroupArgs, JudgedArgs, parse_judges, parse_numbers
 from omni_rl.settings.cli import printable
 
-Grade = Callable[[list[Score]], list["TrainBatch"]]
+BatchT = TypeVar("BatchT", bound=Samples, covariant=True)
+RolloutT = TypeVar("RolloutT", bound="Rollout[Any]")
+RunT = TypeVar("RunT", bound=AnyRun)
+T = TypeVar("T")
 
 
 def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
@@ -51,17 +54,35 @@ def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:
     for rank, message in enumerate(gather_json(dist, None if error is None else str(error))):
         if message is not None:
             raise RewardError(f"scores of rank {rank}: {message}") from error
-    return scores_of(pending)
-
-
-def scores_of(pending: Iterable[Pending]) -> list[Score]:
-    """The scores of these requests, one after the other; waits for them."""
     return [score for future in pending for score in future.result()]
 
 
 def groups_of(prompts: Sequence[Prompt]) -> Tensor:
-    """The group [N] of each of a step's samples, int64."""
+    """Return the group [N] of each of a step's samples, int64."""
     return torch.tensor([prompt.group for prompt in prompts])
+
+
+@dataclass(frozen=True)
+class Rollout(Generic[BatchT]):
+    """The samples of a step: the N prompts of all ranks, this rank's batches, and its scores to come in their order.
+
+    in_a_row: number of consecutive samples that one rank takes.
+    """
+
+    prompts: Sequence[Prompt]
+    batches: Sequence[BatchT]
+    pending: Sequence[Pending]
+    in_a_row: int = 1
+
+    @property
+    def groups(self) -> Tensor:
+        """The group [N] of each sample, int64."""
+        return groups_of(self.prompts)
+
+    @property
+    def scores(self) -> list[Score]:
+        """The scores [n] of this rank's samples; waits for them."""
+        return [score for future in self.pending for score in future.result()]
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
@@ -106,29 +127,27 @@ def gather_parts(
     return parts
 
 
-def rewards_at(run: AnyRun, step: Step, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """Return the rewards [N] of all ranks' samples in their groups [N], which the step logs.
+def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | None = None) -> Tensor:
+    """Return the rewards [N] of all ranks' samples, which the step logs.
 
-    scores: of this rank's samples, in the order of its batches.
+    groups: [N], instead of the rollout's.
 
     Raises:
         RuntimeError: no sample has a score, and --scorer.on-failure asks for one.
     """
-    rewards = gather_rewards(run.dist, batches, scores, groups)
-    log_rewards(run, step, rewards, groups, scores)
+    groups, scores = rollout.groups if groups is None else groups, rollout.scores
+    rewards = gather_rewards(run.dist, rollout.batches, scores, groups)
+    if rewards.isnan().all():
+        if run.args.on_failure == "raise":
+            reason = printable(str(scores[0].abstained))
+            raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {reason}")
+        step.metrics["reward/abstained_ratio"] = 1.0
+        return rewards
+    step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
+    if run.parts:
+        parts = gather_parts(run.dist, rollout.batches, scores, run.parts, rewards).nanmean(dim=0).tolist()
+        step.metrics |= {f"reward/{name}": part for name, part in zip(run.parts, parts, strict=True)}
     return rewards
-
-
-def log_rewards(run: AnyRun, step: Step, rewards: Tensor, groups: Tensor, scores: Sequence[Score]) -> None:
-    """Log metrics of the rewards [N] in their groups [N]. scores: this rank's, for the reason of an abstention."""
-    if not rewards.isnan().all():
-        step.metrics |= {f"reward/{name}": value.item() for name, value in reward_metrics(rewards, groups).items()}
-        return
-    if run.args.scorer.on_failure == "raise":
-        raise RuntimeError(
-            f"the scorer gave no score for any of {len(rewards)} samples: {printable(str(scores[0].abstained))}"
-        )
-    step.metrics["reward/abstained_ratio"] = 1.0
 
 
 def log_advantages(step: Step, advantages: Tensor) -> None:
@@ -137,42 +156,32 @@ def log_advantages(step: Step, advantages: Tensor) -> None:
     step.metrics |= {"advantage/min": advantages.min().item(), "advantage/max": advantages.max().item()}
 
 
-def advantages_of(
-    run: MediaRun[JudgedArgs],
-    step: Step,
-    prompts: Sequence[Prompt],
-    batches: Sequence[Samples],
-    scores: Sequence[Score],
-) -> tuple[Tensor, Tensor]:
+def advantages_of(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> tuple[Tensor, Tensor]:
     """Return advantages [N], or [N, M] of M streams, and rewards [N] of all ranks' samples; the step logs both.
 
     Raises:
         RuntimeError: as `rewards_at`.
     """
-    args, groups = run.args, groups_of(prompts)
-    rewards = rewards_at(run, step, batches, scores, groups)
-    if args.reward_parts:
-        advantages = part_advantages(run, batches, scores, rewards, groups)
+    args, rewards = run.args, rewards_at(run, step, rollout)
+    if isinstance(args, JudgedArgs) and args.reward_parts:
+        advantages = part_advantages(args, run.dist, rollout, rewards)
     else:
-        advantages = group_advantages(rewards, groups, std=args.adv_std, correction=args.adv_correction)
+        advantages = group_advantages(rewards, rollout.groups, std=args.adv_std, correction=args.adv_correction)
     log_advantages(step, advantages)
     return advantages, rewards
 
 
-def part_advantages(
-    run: MediaRun[JudgedArgs], batches: Sequence[Samples], scores: Sequence[Score], rewards: Tensor, groups: Tensor
-) -> Tensor:
-    """Advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
+def part_advantages(args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], rewards: Tensor) -> Tensor:
+    """Return advantages [N] of --reward-parts, each normalized by itself; [N, M] with --streams.reward-media.
 
-    rewards, groups: [N].
+    rewards: [N].
     """
-    args = run.args
     weights, judges = parse_numbers(args.reward_parts, ""), parse_judges(args.streams.reward_media, args.reward_parts)
-    columns = gather_parts(run.dist, batches, scores, list(weights), rewards)
+    columns = gather_parts(dist, rollout.batches, rollout.scores, list(weights), rewards)
 
     def added(medium: str | None) -> Tensor:
         own = [weight * (judges.get(name, medium) == medium) for name, weight in weights.items()]
-        return multi_reward_advantages(columns, groups, own, std=args.adv_std, correction=args.adv_correction)
+        return multi_reward_advantages(columns, rollout.groups, own, std=args.adv_std, correction=args.adv_correction)
 
     return torch.stack([added(medium) for medium in STREAMS], dim=1) if judges else added(None)
 
@@ -212,79 +221,89 @@ class TrainBatch:
         return self.grades().weights
 
 
-def graded(
-    run: AnyRun, step: Step, pending: Sequence[Pending], grade: Grade, early: list[TrainBatch] | None = None
-) -> list[TrainBatch]:
-    """Return the batches to train on: those of `grade`, which takes this rank's scores, or the same ones early.
+def graded(run: RunT, step: Step, rollout: RolloutT, grade: Callable[[RunT, Step, RolloutT], T]) -> T:
+    """Return what `grade` makes of the samples, once the scores of all ranks have arrived.
 
-    early: as `by_group` has them; `grade` then comes before the first optimizer step.
+    Raises:
+        RewardError: the scorer failed for some rank; on every rank.
+    """
+    with run.phase("reward_wait"):
+        collect(run.dist, rollout.pending)
+        return grade(run, step, rollout)
+
+
+def train_batches(
+    run: MediaRun[GroupArgs],
+    step: Step,
+    rollout: Rollout[Trajectory],
+    *,
+    weighted: bool = False,
+    best_worst: int = 0,
+    drop_silent_groups: bool = False,
+    num_minibatches: int = 1,
+) -> list[TrainBatch]:
+    """Return this rank's batches to train on, with their grades.
+
+    A batch as it was sampled waits only for the scores of its own groups, when its grades are read. All wait for all
+    scores where samples may be left out, a rank samples parts of groups, or others' scores enter an advantage.
+
+    Args:
+        run: the run.
+        step: its step, which logs rewards and advantages.
+        rollout: of the step.
+        weighted: True if a sample without a score has weight 0.
+        best_worst, drop_silent_groups: as `keep_samples`.
+        num_minibatches: as `select`.
 
     Raises:
         RewardError: the scorer failed for some rank; on every rank, at the latest before the first optimizer step.
     """
+    leaves_out = bool(best_worst) or drop_silent_groups
 
-    @cache
-    def settle() -> list[TrainBatch]:
-        with run.phase("reward_wait"):
-            return grade(collect(run.dist, pending))
+    def grade(run: MediaRun[GroupArgs], step: Step, rollout: Rollout[Trajectory]) -> list[TrainBatch]:
+        advantages, rewards = advantages_of(run, step, rollout)
+        weights, keep = (~rewards.isnan()).float() if weighted else None, None
+        if leaves_out:
+            keep = keep_samples(
+                advantages, rewards, rollout.groups, best_worst=best_worst, drop_silent_groups=drop_silent_groups
+            )
+            step.metrics["reward/trained_ratio"] = keep.float().mean().item()
+        return select(run.dist, rollout.batches, advantages, keep, weights, num_minibatches=num_minibatches)
 
-    if early is None:
-        return settle()
-    step.settle = settle
-    return early
-
-
-def by_group(
-    run: MediaRun[JudgedArgs],
-    batches: Sequence[Trajectory],
-    pending: Sequence[Pending],
-    unit: int = 1,
-    *,
-    weighted: bool,
-) -> list[TrainBatch] | None:
-    """Return this rank's batches, each of which waits for its groups' scores when it is read.
-
-    None where they do not suffice: a rank samples parts of groups, or others' scores enter an advantage.
-
-    Args:
-        run: the run.
-        batches: of this rank, as they were sampled.
-        pending: their scores, in the same order.
-        unit: as `omni_rl.flow.sampling.deal` has it.
-        weighted: whether a sample without a score has weight 0.
-    """
-    args = run.args
-    is_whole = run.dist.world_size == 1 or max(args.batch_size, unit) % args.group_size == 0
-    if not is_whole or args.adv_std == "batch" or args.reward_parts:
-        return None
-    prompts = [prompt for batch in batches for prompt in batch.prompts]
-    return [TrainBatch(b, cache(partial(_own_grades, run, b, prompts, pending, weighted))) for b in batches]
+    is_as_sampled = not leaves_out and len(rollout.batches) % num_minibatches == 0
+    if not is_as_sampled or not groups_are_local(run.args, run.dist, rollout.in_a_row):
+        return graded(run, step, rollout, grade)
+    step.settle = cache(partial(graded, run, step, rollout, grade))
+    return [TrainBatch(b, cache(partial(_own_grades, run, b, rollout, weighted))) for b in rollout.batches]
 
 
-def _own_grades(
-    run: MediaRun[JudgedArgs], batch: Trajectory, prompts: Sequence[Prompt], pending: Sequence[Pending], weighted: bool
-) -> Grades:
-    """Return a batch's grades as soon as the scores up to the end of its last group are there.
+def groups_are_local(args: GroupArgs, dist: Dist, in_a_row: int) -> bool:
+    """Return True if the advantages of a rank's samples depend only on its own scores."""
+    is_whole = dist.world_size == 1 or in_a_row % args.group_size == 0
+    return is_whole and args.adv_std != "batch" and not (isinstance(args, JudgedArgs) and args.reward_parts)
+
+
+def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Trajectory], weighted: bool) -> Grades:
+    """Return a batch's grades as soon as the scores up to the end of its last group have arrived.
 
     Those of a scorer that failed are 0, as ranks go through a sharded net together; the first optimizer step then
     raises on every rank.
-
-    prompts: of this rank, group by group.
     """
-    requests, scores = iter(pending), list[Score]()
+    prompts = [prompt for batch in rollout.batches for prompt in batch.prompts]
+    requests, scores = iter(rollout.pending), list[Score]()
     num_needed = sum(prompt.group <= batch.prompts[-1].group for prompt in prompts)
-    onto = partial(to_device, device=run.dist.device)
     with run.phase("reward_wait"):
         while len(scores) < num_needed:
             if (request := next(requests)).exception():
-                zeros = onto(torch.zeros(len(batch)))
+                zeros = to_device(torch.zeros(len(batch)), run.dist.device)
                 return Grades(zeros, zeros if weighted else None)
             scores += request.result()
     groups = groups_of(prompts[: len(scores)])
     rewards = rewards_of(torch.tensor(values_of(scores)), groups)
     advantages = group_advantages(rewards, groups, std=run.args.adv_std, correction=run.args.adv_correction)
     is_own = torch.isin(torch.tensor([p.index for p in prompts[: len(scores)]]), batch.indices)
-    return Grades(onto(advantages[is_own]), onto((~rewards[is_own].isnan()).float()) if weighted else None)
+    weights = (~rewards[is_own].isnan()).float() if weighted else None
+    return _graded(run.dist, batch, advantages[is_own], weights).grades()
 
 
 def keep_samples(
@@ -303,21 +322,34 @@ def keep_samples(
 
 
 def select(
-    dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor | None, *, num_minibatches: int = 1
+    dist: Dist,
+    batches: Sequence[Trajectory],
+    advantages: Tensor,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
+    *,
+    num_minibatches: int = 1,
 ) -> list[TrainBatch]:
-    """This rank's batches to train on, minibatch by minibatch, each with its advantages on the device.
+    """Return this rank's batches to train on, minibatch by minibatch, with their grades on the device.
 
-    They are as they were drawn if all samples are kept, else repacked. A minibatch is a consecutive share of them, or
+    They are as they were sampled if all samples are kept, else repacked. A minibatch is a consecutive share of them, or
     where they are too few for that, of their kept steps too.
 
-    advantages: [N]. keep: [N], or None to keep all.
+    advantages: [N]. keep: [N], or None to keep all. weights: [N], of samples that are all kept.
     """
     shares = math.gcd(len(batches), num_minibatches)
-    if keep is None:
-        chosen = [TrainBatch.of(b, to_device(advantages[b.indices], dist.device)) for b in batches]
+    if keep is None or keep.all():
+        own_weights = [None if weights is None else weights[batch.indices] for batch in batches]
+        chosen = [_graded(dist, b, advantages[b.indices], own) for b, own in zip(batches, own_weights, strict=True)]
     else:
         chosen = repack(dist, batches, advantages, keep, num_minibatches=shares)
     return chosen if shares == num_minibatches else split_steps(chosen, shares, num_minibatches // shares)
+
+
+def _graded(dist: Dist, batch: Trajectory, advantages: Tensor, weights: Tensor | None) -> TrainBatch:
+    return TrainBatch.of(
+        batch, to_device(advantages, dist.device), None if weights is None else to_device(weights, dist.device)
+    )
 
 
 def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[TrainBatch]:
@@ -355,8 +387,7 @@ def repack(
             order = keep[indices].int().argsort(descending=True, stable=True)[: num * size]
             for row in order.view(size, num).T.sort(dim=1).values:  # dealt to batches in turn
                 picked, weights = indices[row], keep[indices[row]] * factor
-                onto = partial(to_device, device=dist.device)
-                batch = TrainBatch.of(_pick(same, row), onto(advantages[picked]), onto(weights))
+                batch = _graded(dist, _pick(same, row), advantages[picked], weights)
                 chosen.append(replace(batch, is_as_sampled=False))
     return chosen
 

@@ -11,27 +11,18 @@ Letters: N samples of a step over all ranks, B of a batch; M streams, in the ord
 """
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
 from omni_losses import LossOutput
 from torch import Tensor
 
 from omni_rl.run.run import MediaRun
-from omni_rl.settings.args import STREAMS, JudgedArgs
-
-ArgsT = TypeVar("ArgsT", bound=JudgedArgs)
+from omni_rl.settings.args import JudgedArgs
 
 
-def sizes_of(run: MediaRun[ArgsT]) -> tuple[int, ...]:
-    """How many elements of a sample's latent each stream has."""
-    streams = run.model.streams(run.base_params)
-    return tuple(streams[medium] for medium in STREAMS)
-
-
-def shares_of(run: MediaRun[ArgsT]) -> tuple[float, ...]:
-    """The share of each stream in the loss: that of its elements, unless --streams.sound-weight is given."""
-    sizes, sound_weight = sizes_of(run), run.args.streams.sound_weight
+def shares_of(run: MediaRun[JudgedArgs]) -> tuple[float, ...]:
+    """Return the share of each stream in the loss: that of its elements, unless --streams.sound-weight is given."""
+    sizes, sound_weight = run.streams.values(), run.args.streams.sound_weight
     return tuple(size / sum(sizes) for size in sizes) if sound_weight is None else (1 - sound_weight, sound_weight)
 
 

@@ -18,17 +18,18 @@ from omni_reward.media import TEXT
 from omni_reward.rules import SCORER, Rules, grade, judge
 from omni_rollout import Prompt
 from omni_rollout.tokens import TokenEngine, TokenParams, TokenTrajectory
-from omni_train.dist import gather_by_index, gather_json
+from omni_train.dist import Dist, gather_by_index, gather_json
 from omni_train.prompts.files import PromptRecord
 from omni_train.shard import gathered
 from torch import Tensor
 
-from omni_rl.flow.evals import HeldOut, Shown, describe, mixed
+from omni_rl.flow.evals import HeldOut, Shown, describe
 from omni_rl.flow.sampling import deal, expand_groups
 from omni_rl.flow.scorers import Pending, TextScorer
-from omni_rl.flow.scoring import collect, gather_rewards
+from omni_rl.flow.scoring import Rollout, collect, gather_rewards
 from omni_rl.media.prompts import with_media
 from omni_rl.report import Sample
+from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.run import Step, TokenRun
 from omni_rl.settings.token_args import TokenArgs
 
@@ -112,21 +113,6 @@ class RuleScorer:
         return Score.of(value, parts=parts, details={**other.details, **parts})
 
 
-def evaluate(run: TokenRun[TokenArgs], step: int) -> dict[str, float]:
-    """Return metrics of answers to the held-out prompts; rank 0 adds the answers to the report.
-
-    step: number of finished training steps.
-    """
-    metrics, shown = dict[str, float](), []
-    for held in run.held_out:
-        found, own = evaluate_set(run, held)
-        metrics |= found
-        shown.append((held.name, own))
-    if run.session.report:
-        run.session.report.show_eval(step, *mixed(shown))
-    return metrics
-
-
 def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer]) -> tuple[dict[str, float], Shown]:
     """Return metrics of a set's answers, and this rank's answers for the report."""
     prompts = prompts_of(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
@@ -134,10 +120,10 @@ def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer
     places = range(-(-len(prompts) // unit) * unit)  # sharded ranks run equally many batches
     filled = [replace(prompts[i % len(prompts)], index=i, group=i) for i in places]
     with gathered(run.policy.net) if "rollout" in run.policy.unshard else nullcontext():
-        batches, pending = draw_answers(run, filled, held.params, held.scorer)
-    scores, groups = collect(run.dist, pending), torch.arange(len(filled))
-    rewards = gather_rewards(run.dist, batches, scores, groups)[: len(prompts)]
-    return describe(held, rewards), _shown(batches, scores)
+        rollout = sample_answers(run, filled, held.params, held.scorer)
+    scores, groups = collect(run.dist, rollout.pending), torch.arange(len(filled))
+    rewards = gather_rewards(run.dist, rollout.batches, scores, groups)[: len(prompts)]
+    return describe(held, rewards), _shown(rollout.batches, scores)
 
 
 def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
@@ -146,10 +132,27 @@ def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, s
     return [with_media(sample, records[sample.group]) for sample in samples]
 
 
-def draw_answers(
+def sample_round(
+    run: TokenRun[TokenArgs], number: int, before: Rollout[TokenTrajectory] | None = None
+) -> Rollout[TokenTrajectory]:
+    """Sample answers to the `number`-th prompts of the run, and return them after those before."""
+    args = run.args
+    fresh = prompts_of(run.prompts.at(number), args.group_size, seed=args.seed, step=number)
+    count = len(before.prompts) if before else 0
+    own = [replace(p, index=p.index + count, group=p.group + count // args.group_size) for p in fresh]
+    with run.phase("rollout"):
+        more = sample_answers(run, own, run.base_params)
+    if before is None:
+        return more
+    return Rollout(
+        [*before.prompts, *own], [*before.batches, *more.batches], [*before.pending, *more.pending], more.in_a_row
+    )
+
+
+def sample_answers(
     run: TokenRun[TokenArgs], prompts: Sequence[Prompt], params: TokenParams, scorer: TextScorer | None = None
-) -> tuple[list[TokenTrajectory], list[Pending]]:
-    """This rank's batches of `prompts`, and their scores to come, of the run's scorer or another one.
+) -> Rollout[TokenTrajectory]:
+    """Return this rank's batches of `prompts`, with scores of the run's scorer or another one.
 
     Raises:
         RuntimeError: the engine samples with other weights than those of the last sync.
@@ -163,7 +166,15 @@ def draw_answers(
         batches.append(batch)
         run.counts["drawn"] += len(batch)
         pending += (scorer or run.scorer).submit(batch.answers, own)
-    return batches, pending
+    return Rollout(prompts, batches, pending, run.args.batch_size)
+
+
+def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tuple[Tensor, Tensor]:
+    """Return the lengths [total] of all ranks' texts, and 1 for each that has an end."""
+    indices = torch.cat([batch.indices for batch in batches])
+    lengths, ended = (torch.cat([value.float() for value in values]) for values in (
+        [batch.lengths for batch in batches], [batch.ended for batch in batches]))  # fmt: skip
+    return gather_by_index(dist, indices, lengths, total), gather_by_index(dist, indices, ended, total)
 
 
 def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: TokenParams) -> Iterator[TokenTrajectory]:
@@ -176,12 +187,10 @@ def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: To
     yield from (whole.select(own) for own in rows)
 
 
-def show_answers(
-    run: TokenRun[TokenArgs], step: Step, batches: Sequence[TokenTrajectory], scores: Sequence[Score]
-) -> None:
+def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTrajectory]) -> None:
     """Put the best and worst of some of rank 0's answers into the report."""
     if run.session.report:
-        run.session.report.show_samples(step.number + 1, *_shown(batches, scores))
+        run.session.report.show_samples(step.number + 1, *_shown(rollout.batches, rollout.scores))
 
 
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
@@ -209,6 +218,17 @@ class TokenBatch:
     weights: Tensor
     by_answer: float
     by_token: float
+
+    def weigh(self, metrics: dict[str, Tensor], *, of_answers: bool = False) -> dict[str, Tensor]:
+        """Weigh a forward's means over answers or tokens, so that means over forwards and ranks are over all of them.
+
+        Extremes stay as they are. A batch that only fills up changes neither.
+        """
+        if not self.by_answer:
+            nothing = {"mean": 0.0, "max": -torch.inf, "min": torch.inf}
+            return {name: torch.full_like(v, nothing[EXTREMES.get(name, "mean")]) for name, v in metrics.items()}
+        own = {name: self.by_answer if of_answers or name == "tokens_mean" else self.by_token for name in metrics}
+        return {name: value if name in EXTREMES else value * own[name] for name, value in metrics.items()}
 
 
 def pack(

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from omni_rl.media.images import FORMATS, picture_size, read_picture
 from omni_rl.media.videos import VIDEOS, read_video, video_facts
+from omni_rl.settings.fields import flag
 
 if TYPE_CHECKING:  # the check runs before torch is imported
     from omni_rollout import Model, Params
@@ -32,13 +33,15 @@ def check_preferences(
         ValueError: a name, a path or a file breaks a rule; the message names the pair and the file.
     """
     folder = Path(path).parent
-    for record in load_prompts(path, media_root=media_root):
+    with flag("--preferences: "):
+        records = load_prompts(path, media_root=media_root)
+    for record in records:
         for side in SIDES:
             try:
                 file, size = _file_of(record, side, folder), record.size or shape[1:]
                 _check_file(file, (shape[0], *size), frame_rate)
             except ValueError as exc:
-                raise ValueError(f'{path}, pair {record.index + 1}, "{side}": {exc}') from exc
+                raise ValueError(f'--preferences: {path}, pair {record.index + 1}, "{side}": {exc}') from exc
 
 
 def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") -> "Tensor":

@@ -11,6 +11,7 @@ saves what there is and says what broke.
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -20,6 +21,7 @@ from omni_train.files import load_metrics
 from omni_train.flops import peak_tflops
 from omni_train.signals import catch_stop, resume_command
 
+from omni_rl.flow.evals import evaluate
 from omni_rl.report.folder import command_line
 from omni_rl.run.alarms import Alarm, Watch
 from omni_rl.run.failures import BrokenRunError
@@ -159,7 +161,9 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
     """
     with run.policy.ema.applied():
         run.sync_weights(done)
-        metrics = run.evaluate(run, done)
+        metrics, shown = evaluate(run.held_out, partial(run.evaluate_set, run))
+        if run.session.report:
+            run.session.report.show_eval(done, *shown)
         evals += [metrics] if "eval/reward" in metrics else []
         if done and not run.args.eval.only:
             card = _model_card(run, evals) if "eval/reward" in metrics else None

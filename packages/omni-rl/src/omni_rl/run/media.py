@@ -22,8 +22,8 @@ from omni_train.prompts.files import PromptRecord, load_prompts
 from omni_train.weights.full import LORA_FILE, check_adapter, check_weights, homes, save_weights, saved_files
 from torch import nn
 
-from omni_rl.flow.sampling import evaluate
-from omni_rl.flow.scorers import LocalScorer, Scorer, abstain
+from omni_rl.flow.sampling import evaluate_set
+from omni_rl.flow.scorers import Scorer, abstaining
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.engines import ENGINES
 from omni_rl.run.run import MediaRun, first_input
@@ -34,11 +34,10 @@ from omni_rl.run.start import (
     beside,
     open_set_scorers,
     preparation,
-    read_prompts,
     read_sets,
 )
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, ScoredArgs, offloaded, parse_numbers
+from omni_rl.settings.args import STREAMS, JudgedArgs, MediaArgs, ScoredArgs, offloaded, parse_numbers, read_prompts
 from omni_rl.settings.fields import flag, require
 
 ModelT = TypeVar("ModelT", bound=Model)
@@ -110,7 +109,7 @@ def read_all(
         return not (trained.keys() & {"", pieces[0]}) or not still.isdisjoint(pieces)
 
     how = preparation(args, world.dist.device, model, is_frozen, compiles=args.compile)
-    prompts, records = read_prompts(args, check_whole)
+    prompts, records = read_prompts(args, check_whole, check_whole)
     sets = read_sets(args, records, eval_params, check_record, check_whole, model.check)
     files, adapters = read_start(args, model, how)
     teachers = read_teachers(args, needs, model, how, trained)
@@ -118,11 +117,11 @@ def read_all(
         with flag("--teacher-guidance-scale and --teacher-true-cfg-scale: "):
             model.check(needs.teaching(params))
     check_steps(args, model, params, needs.steps, trained)
+    has_streams = isinstance(args, JudgedArgs) and args.has_streams
+    streams = model.streams(params) if has_streams else {}
     require(
-        (not needs.streams or model.streams(params),
-         "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
-        (not needs.streams or len(sizes) == 1,
-         "--streams.sound-weight and --streams.reward-media need prompts of one size"),
+        (not has_streams or streams, "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
+        (not has_streams or len(sizes) == 1, "--streams.sound-weight and --streams.reward-media need prompts of one size"),
         (not needs.routes or routing_of(model.empty_net()),
          "--route-replay needs a model that is a mixture of experts"),
     )  # fmt: skip
@@ -148,6 +147,7 @@ def read_all(
         adapters,
         teachers=teachers,
         lr_scales={} if low_lr is None else {"low": low_lr / (args.lr or 1.0)},
+        streams={medium: streams[medium] for medium in STREAMS} if streams else {},
         sizes=sizes,
     )
 
@@ -253,12 +253,13 @@ def open_scorer(
     watch: Scorer | None = None
     if args.scorer.watch_url:
         watch, _ = ask(args.scorer.watch_url, canary=canary, name="--scorer.watch-url")
-    scorer: Scorer = LocalScorer(abstain, ())
+    scorer: Scorer = abstaining()
     version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
+    parts = list(parse_numbers(args.reward_parts, "--reward-parts")) if isinstance(args, JudgedArgs) else []
     if needs.scorer:
         scorer = needs.scorer(world.dist)
     elif url or args.dry_run:  # of a plan
-        scorer, version = ask(url, canary=canary, parts=needs.parts)
+        scorer, version = ask(url, canary=canary, parts=parts)
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> Scorer:
         return ask(url, canary=_with(meta, canary_of(args.frame_rate, records)), name=name)[0]
@@ -316,7 +317,7 @@ MEDIA: Kind[Model, Engine, Params, Scorer] = Kind(
     source=source,
     is_apart=lambda args: bool(ENGINES[args.engine].library),
     open_engine=open_engine,
-    evaluate=evaluate,
+    evaluate_set=evaluate_set,
     export=export,
     seen=first_input,
 )

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,7 +24,7 @@ from omni_train.shard import gathered
 from omni_train.weights.full import named_weights
 from torch import Tensor, nn
 
-from omni_rl.flow.evals import HeldOut
+from omni_rl.flow.evals import HeldOut, Shown
 from omni_rl.flow.scorers import AnyScorer, Scorer, TextScorer
 from omni_rl.run.metrics import EXTREMES
 from omni_rl.run.policy import Policy
@@ -41,8 +42,8 @@ ScorerT = TypeVar("ScorerT", bound=AnyScorer, covariant=True)
 Seen = Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
 
 
-def _no_metrics(run: Any, step: int) -> dict[str, float]:
-    return {}
+def _no_samples(run: Any, held: HeldOut[Any, Any]) -> tuple[dict[str, float], Shown]:
+    return {}, ([], [])
 
 
 @dataclass
@@ -50,12 +51,12 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     """One rank of a run.
 
     base_params: what training samples with, without any stochastic step. held_out: the sets of an evaluation; that of
-    --eval.prompts is the first. watch: a second scorer of evaluations. evaluate: `(run, step) -> metrics` of samples
-    that are drawn without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights. trained:
-    the experts that are trained, as `Model.nets` has them. algorithm and base: for the model card. parts: of scores,
-    which steps log. sleeps: True if the engine sleeps during updates. version: of the weights that the engine has.
-    counts: samples that were `drawn`. calls: those that have passed the nets. load: of the engine's experts, if its net
-    is a mixture of such.
+    --eval.prompts is the first. watch: a second scorer of evaluations. evaluate_set: `(run, held) -> metrics, samples
+    for the report`, without injected noise. export: `(run, card)` writes what was trained to runs/NAME/weights.
+    trained: the experts that are trained, as in `Model.nets`. streams: latent elements of each medium, where frames and
+    sound have separate losses. algorithm and base: for the model card. parts: of scores, which steps log. sleeps: True
+    if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
+    calls: those that have passed the nets. load: of the experts of a mixture of experts in the engine, else None.
     """
 
     args: ArgsT
@@ -69,9 +70,10 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     base_params: ParamsT
     held_out: Sequence[HeldOut[Any, Any]] = ()
     watch: Scorer | None = None
-    evaluate: Callable[[Any, int], dict[str, float]] = _no_metrics
+    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]] = _no_samples
     export: Callable[[Any, Mapping[str, object] | None], None] = lambda run, card: None
     trained: Mapping[str, str] = field(default_factory=dict)
+    streams: Mapping[str, int] = field(default_factory=dict)
     algorithm: str = ""
     base: str = ""
     parts: Sequence[str] = ()
@@ -94,10 +96,12 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         with self.session.log.phase(name), gathered(policy.net) if name in policy.unshard else nullcontext():
             yield
 
-    def optimizer_step(self, step: "Step") -> StepResult:
+    def optimizer_step(self, step: "Step", *, has_signal: bool = True) -> StepResult:
         """Clip the gradients, which `Policy.backward` has summed over ranks, and step; without a signal clear them.
 
-        Without a signal momentum and weight decay alone would move the weights.
+        Without a signal only momentum and weight decay would move the weights.
+
+        has_signal: False if this minibatch of a step has none.
 
         Raises:
             RewardError: of `step.settle`, on every rank, before the weights are touched.
@@ -107,7 +111,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         decay_steps = args.train_steps if args.lr_decay else 0
         lr = warmup_lr(step.number, lr=args.lr or 0.0, warmup_steps=args.warmup_steps, decay_steps=decay_steps)
         step.metrics["policy/lr"] = lr
-        if not step.has_signal:
+        if not (step.has_signal and has_signal):
             policy.optimizer.zero_grad(set_to_none=True)
             return StepResult(grad_norm=0.0, skipped=True)
         return optimizer_step(policy.optimizer, policy.params, lr=lr, max_grad_norm=args.max_grad_norm, dist=self.dist)
@@ -168,6 +172,25 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             "shape, padding, dtype or attention kernel, another sigma, window or guidance scale."
         )
 
+    def policy_metrics(self, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:
+        """Return metrics `policy/...` of an update: means or extremes over forwards and ranks, and optimizer steps.
+
+        seen: 0-d tensors of each forward of this rank.
+
+        Raises:
+            FloatingPointError: the loss is not finite; raised on every rank.
+        """
+        values: dict[str, list[Tensor]] = {}
+        for name, value in chain.from_iterable(each.items() for each in seen):
+            values.setdefault(name, []).append(value)
+        merged = [merge_metric(torch.stack(own), EXTREMES.get(name, "mean")) for name, own in values.items()]
+        own = dict(zip(values, torch.stack(merged).tolist(), strict=True))
+        named = mean_metrics(self.dist, own, merges=EXTREMES, finite=("loss",)) | {
+            "grad_norm": sum(result.grad_norm for result in results) / len(results),
+            "skipped_updates": sum(result.skipped for result in results),
+        }
+        return {f"policy/{name}": value for name, value in named.items()}
+
     def count_calls(self, seen: Seen) -> None:
         """Count the samples that pass the nets from here on, and those that reach an expert."""
 
@@ -222,20 +245,3 @@ class Step:
         self.metrics: dict[str, float] = {}
         self.has_signal = True
         self.settle: Callable[[], object] = lambda: None
-
-
-def policy_metrics(dist: Dist, seen: Sequence[Mapping[str, Tensor]], results: Sequence[StepResult]) -> dict[str, float]:
-    """Metrics `policy/...` of an update: means or extremes over forwards and ranks, and the optimizer's steps.
-
-    seen: 0-d tensors of each forward of this rank.
-
-    Raises:
-        FloatingPointError: the loss is not finite; raised on every rank.
-    """
-    merged = [merge_metric(torch.stack([m[name] for m in seen]), EXTREMES.get(name, "mean")) for name in seen[0]]
-    own = dict(zip(seen[0], torch.stack(merged).tolist(), strict=True))
-    named = mean_metrics(dist, own, merges=EXTREMES, finite=("loss",)) | {
-        "grad_norm": sum(result.grad_norm for result in results) / len(results),
-        "skipped_updates": sum(result.skipped for result in results),
-    }
-    return {f"policy/{name}": value for name, value in named.items()}

@@ -1,6 +1,6 @@
 """The start of a run: its checks, what it continues from, its policy, its engine, its scorer and its session.
 
-    run = start(args, world, MEDIA, "flowgrpo", Needs(reference=True))
+    run = MEDIA.start(args, world, "flowgrpo", reference=True)
 
 A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded.
 """
@@ -8,6 +8,7 @@ A mistake in the settings ends the program with one line and exit code 2, before
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,7 +33,7 @@ from omni_train.weights.full import load_adapter, named_weights, saved_files
 from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
 
-from omni_rl.flow.evals import HeldOut, params_of
+from omni_rl.flow.evals import HeldOut, Shown, params_of
 from omni_rl.flow.scorers import Scorer
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
@@ -51,18 +52,15 @@ class Needs:
     """What a trainer needs of its run.
 
     old_policy: an older policy, for `Policy.as_old`. reference: the first one, for `Policy.reference`. steps: the first
-    of the schedule that is trained at, and one past the last. streams: a model whose frames and sound the loss takes
-    apart. routes: a mixture of experts, whose routes are replayed. parts: that scores must name. scorer: opens another
-    scorer than --scorer.url. teachers: folders of weights by name, for `Policy.teacher`. teaching: what teachers sample
-    with, of what the run samples with.
+    of the schedule that is trained at, and one past the last. routes: a mixture of experts, whose routes are replayed.
+    scorer: opens another scorer than --scorer.url. teachers: folders of weights by name, for `Policy.teacher`.
+    teaching: what teachers sample with, of what the run samples with.
     """
 
     old_policy: bool = False
     reference: bool = False
     steps: tuple[int, int] | None = None
-    streams: bool = False
     routes: bool = False
-    parts: Sequence[str] = ()
     scorer: Callable[[Dist], Scorer] | None = None
     teachers: Mapping[str, str] = field(default_factory=dict)
     teaching: Callable[[Params], Params] | None = None
@@ -76,7 +74,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     with which scorers are tried. sizes: (height, width) of all prompts. how: what is done to the net. config: what else
     must be the same when the run goes on. files: full weights to start from, by expert; adapters: folders of adapters
     instead, and in `form` the names in their files where they are not diffusers'. teachers: folders of weights, by name
-    and expert. lr_scales: of experts with another learning rate. parts: of scores, which steps log.
+    and expert. lr_scales: of experts with another learning rate. parts: of scores, which steps log. streams: as `Run`.
     """
 
     model: ModelT
@@ -94,6 +92,7 @@ class Inputs(Generic[ModelT, ParamsT]):
     teachers: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)
     lr_scales: Mapping[str, float] = field(default_factory=dict)
     parts: Sequence[str] = ()
+    streams: Mapping[str, int] = field(default_factory=dict)
     sizes: Collection[tuple[int, int]] = ()
 
 
@@ -105,7 +104,7 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
     opens those of evaluation sets too. source: `(inputs, how, files) -> net, files`, what `prepare` takes. is_apart:
     True for settings whose engine has weights of its own. open_engine: `(args, world, inputs, net, needs) -> model,
     engine`. check_gathered: raises ValueError where sharded ranks would gather too much. seen: of a forward's inputs
-    the number of samples and the shape of one, or None. evaluate, export: as `Run` has them.
+    the number of samples and the shape of one, or None. evaluate_set, export: as in `Run`.
     """
 
     read: Callable[[Any, World, Needs], Inputs[ModelT, ParamsT]]
@@ -113,20 +112,40 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
     source: Callable[[Any, Preparation, Mapping[str, Sequence[Path]]], tuple[nn.Module, Any]]
     is_apart: Callable[[Any], bool]
     open_engine: Callable[[Any, World, Any, nn.Module, Needs], tuple[ModelT, EngineT]]
-    evaluate: Callable[[Any, int], dict[str, float]]
+    evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
     export: Callable[[Any, Mapping[str, object] | None], None]
     seen: Callable[[Mapping[str, Tensor], tuple[Tensor, ...]], tuple[int, torch.Size] | None]
     check_gathered: Callable[[Any, nn.Module], None] = lambda args, net: None
 
+    def start(  # noqa: PLR0913 - one call names everything that a trainer needs
+        self,
+        args: OwnArgsT,
+        world: World,
+        algorithm: str,
+        *,
+        old_policy: bool = False,
+        reference: bool = False,
+        steps: tuple[int, int] | None = None,
+        routes: bool = False,
+        scorer: Callable[[Dist], Scorer] | None = None,
+        teachers: Mapping[str, str] = MappingProxyType({}),
+        teaching: Callable[[Params], Params] | None = None,
+    ) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
+        """Return a new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
+
+        The options are those of `Needs`.
+
+        Raises:
+            ValueError, OSError: something in the settings does not fit; the same on every rank.
+        """
+        needs = Needs(old_policy, reference, steps, routes, scorer, teachers, teaching)
+        return start(self, args, world, algorithm, needs)
+
 
 def start(
-    args: OwnArgsT,
-    world: World,
-    kind: Kind[ModelT, EngineT, ParamsT, ScorerT],
-    algorithm: str,
-    needs: Needs = Needs(),
+    kind: Kind[ModelT, EngineT, ParamsT, ScorerT], args: OwnArgsT, world: World, algorithm: str, needs: Needs
 ) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
-    """Return a new run, or the one that runs/NAME holds where it stopped. With --dry-run, print the plan and end.
+    """Do what `Kind.start` says, in the order of these lines.
 
     Raises:
         ValueError, OSError: something in the settings does not fit; the same on every rank.
@@ -175,9 +194,10 @@ def start(
         inputs.base_params,
         held_out=inputs.held_out,
         watch=watch,
-        evaluate=kind.evaluate,
+        evaluate_set=kind.evaluate_set,
         export=kind.export,
         trained=inputs.trained,
+        streams=inputs.streams,
         algorithm=algorithm,
         base=args.init_weights if args.lora.rank and inputs.files else args.model,
         parts=inputs.parts,
@@ -234,20 +254,6 @@ def beside(how: Preparation, needs: Needs, adapters: Mapping[str, Path]) -> Prep
         return how
     kept = ["old"] * needs.old_policy + ["reference"] * bool(needs.reference and adapters)
     return replace(how, lora=replace(how.lora, others=(*kept, *(f"teacher_{name}" for name in needs.teachers))))
-
-
-def read_prompts(args: RunArgs, check: RecordCheck) -> tuple[PromptSampler, list[PromptRecord]]:
-    """Return the prompts of training and of --eval.prompts, of which each is checked."""
-    with flag("--prompts: "):
-        prompts = PromptSampler(
-            args.prompts,
-            prompts_per_step=args.prompts_per_step,
-            seed=args.seed,
-            check=check,
-            media_root=args.media_root,
-        )
-    with flag("--eval.prompts: "):
-        return prompts, load_prompts(args.eval.prompts, check=check, media_root=args.media_root)
 
 
 def read_sets(

@@ -20,12 +20,12 @@ from omni_train.weights.full import PEFT_FILE, PEFT_PART, check_adapter, named_w
 from torch import nn
 
 from omni_rl.flow.scorers import Scorer, TextScorer
-from omni_rl.flow.tokens import RuleScorer, evaluate, prompts_of
+from omni_rl.flow.tokens import RuleScorer, evaluate_set, prompts_of
 from omni_rl.media.prompts import media_files
 from omni_rl.run.run import TokenRun
-from omni_rl.run.start import Inputs, Kind, Needs, beside, open_set_scorers, preparation, read_prompts, read_sets
+from omni_rl.run.start import Inputs, Kind, Needs, beside, open_set_scorers, preparation, read_sets
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, sharding
+from omni_rl.settings.args import MediaArgs, read_prompts, sharding
 from omni_rl.settings.fields import flag, require
 from omni_rl.settings.token_args import TokenArgs
 
@@ -55,7 +55,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
 
     still = () if args.lora.rank else model.FROZEN
     how = preparation(args, dist.device, model, lambda name: f"{name}.".startswith(tuple(f"{each}." for each in still)))
-    prompts, records = read_prompts(args, check_graded)
+    prompts, records = read_prompts(args, check_graded, check_graded)
     params = TokenParams(args.max_new_tokens, args.temperature)
     eval_params = TokenParams(args.max_new_tokens, args.eval.temperature, args.eval.top_p)
     form = {"file": PEFT_FILE, "part": f"{PEFT_PART}.{model.prefix}".rstrip(".")}
@@ -173,7 +173,7 @@ TEXT: Kind[TokenModel, TokenEngine, TokenParams, TextScorer] = Kind(
     source=source,
     is_apart=lambda args: args.engine == "vllm",
     open_engine=open_engine,
-    evaluate=evaluate,
+    evaluate_set=evaluate_set,
     export=export,
     seen=lambda kwargs, args: (len(kwargs["input_ids"]), torch.Size()),
     check_gathered=check_gathered,

@@ -1,4 +1,4 @@
-"""Runs that think before they draw: a run of media with a thought before each sample."""
+"""Runs that write a thought before each sample: a kind of run of media."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from omni_reward.rules import Rules, check_meta, version_of
+from omni_reward.rules import check_meta, version_of
 from omni_rollout import Engine
 from omni_rollout.conditioning import TextCache
 from omni_rollout.engines.thinking import ThinkingEngine
@@ -19,47 +19,23 @@ from torch import Tensor, nn
 
 from omni_rl.flow.scorers import Scorer
 from omni_rl.flow.thinking import FLAG, ThoughtScorer
-from omni_rl.run.engines import ENGINES
-from omni_rl.run.media import MEDIA, decoding, open_scorer, params_of, read_all
+from omni_rl.run import media
+from omni_rl.run.media import decoding, params_of, read_all
 from omni_rl.run.run import first_input
 from omni_rl.run.start import Inputs, Kind, Needs
 from omni_rl.run.texts import check_gathered
 from omni_rl.run.world import World
-from omni_rl.settings.args import MediaArgs, sharding
+from omni_rl.settings.args import sharding
 from omni_rl.settings.fields import flag, require
+from omni_rl.settings.token_args import ThinkingArgs
 
-ThinkingKind = Kind[ThinkingModel, Engine, ThinkingParams, Scorer]
 
+def read(args: ThinkingArgs, world: World, needs: Needs) -> Inputs[ThinkingModel, ThinkingParams]:
+    """Read what a run that thinks starts from.
 
-def thoughts(thought: TokenParams, eval_thought: TokenParams, rules: Rules | None) -> ThinkingKind:
-    """Return what a run that thinks and draws does.
-
-    thought, eval_thought: how training and evaluations write. rules: that grade thoughts.
+    Raises:
+        ValueError: as `omni_rl.run.media.read`.
     """
-    return Kind(
-        read=partial(_read, thought=thought, eval_thought=eval_thought, rules=rules),
-        open_scorer=partial(_open_scorer, rules=rules),
-        source=MEDIA.source,
-        is_apart=MEDIA.is_apart,
-        open_engine=_open_engine,
-        evaluate=MEDIA.evaluate,
-        export=MEDIA.export,
-        seen=_seen,
-        check_gathered=partial(check_gathered, engine="diffusers"),
-    )
-
-
-def _read(
-    args: MediaArgs,
-    world: World,
-    needs: Needs,
-    *,
-    thought: TokenParams,
-    eval_thought: TokenParams,
-    rules: Rules | None,
-) -> Inputs[ThinkingModel, ThinkingParams]:
-    rule = f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"
-    require((not ENGINES[args.engine].library, rule))
     with flag("--model: "):
         model = open_thinking_model(args.model)
 
@@ -67,10 +43,10 @@ def _read(
         said = 'must not have the key "thought", under which scorers get the model\'s own'
         require(("thought" not in record.meta, said))
 
-    plain = params_of(args)
-    params = ThinkingParams(**vars(plain), thought=thought)
-    eval_plain = replace(plain, num_inference_steps=args.eval.num_inference_steps)
-    eval_params = ThinkingParams(**vars(eval_plain), thought=eval_thought)
+    rules, thought = args.rules, TokenParams(args.max_thought_tokens, args.temperature)
+    params = ThinkingParams(**vars(params_of(args)), thought=thought)
+    eval_thought = replace(thought, temperature=args.eval.temperature, top_p=args.eval.top_p)
+    eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps, thought=eval_thought)
 
     def check_graded(record: PromptRecord) -> None:
         if rules:
@@ -82,16 +58,18 @@ def _read(
     return replace(inputs, about=about, config=config, parts=("image", "thought") if rules else ())
 
 
-def _open_scorer(
-    args: MediaArgs, world: World, inputs: Inputs[Any, Any], needs: Needs, *, rules: Rules | None
+def open_scorer(
+    args: ThinkingArgs, world: World, inputs: Inputs[Any, Any], needs: Needs
 ) -> tuple[Scorer, str, Scorer | None]:
-    scorer, version, watch = open_scorer(args, world, inputs, needs, meta={"thought": ""})  # as every sample's
-    return ThoughtScorer(scorer, rules) if rules else scorer, version, watch
+    """Open what scores images and thoughts."""
+    scorer, version, watch = media.open_scorer(args, world, inputs, needs, meta={"thought": ""})  # as every sample's
+    return ThoughtScorer(scorer, args.rules) if args.rules else scorer, version, watch
 
 
-def _open_engine(
-    args: MediaArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module, needs: Needs
+def open_engine(
+    args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module, needs: Needs
 ) -> tuple[ThinkingModel, Engine]:
+    """Return the engine, and the model as updates call it."""
     dist, model = world.dist, decoding(args, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
@@ -100,7 +78,20 @@ def _open_engine(
     return model, ThinkingEngine(model, parts, texts=texts, together=together)
 
 
-def _seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
+def seen(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple[int, torch.Size] | None:
     """Count the samples that pass the net to be drawn, and not what is written, whose lengths differ."""
     first = next(iter((*args, *kwargs.values())))
     return first_input(kwargs, args) if torch.is_floating_point(first) else None
+
+
+THOUGHTS: Kind[ThinkingModel, Engine, ThinkingParams, Scorer] = Kind(
+    read=read,
+    open_scorer=open_scorer,
+    source=media.source,
+    is_apart=media.MEDIA.is_apart,
+    open_engine=open_engine,
+    evaluate_set=media.evaluate_set,
+    export=media.export,
+    seen=seen,
+    check_gathered=partial(check_gathered, engine="diffusers"),
+)

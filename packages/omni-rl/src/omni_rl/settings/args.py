@@ -147,6 +147,11 @@ class MediaArgs(RunArgs):
     # Optimizer
     low_expert_lr: float | None = None  # Learning rate of the expert of low noise levels (default: --lr)
 
+    @property
+    def has_trained_engine(self) -> bool:
+        """True if the engine samples with the net that is trained."""
+        return not ENGINES[self.engine].library
+
 
 @dataclass(frozen=True)
 class ScoredArgs(MediaArgs):
@@ -160,25 +165,48 @@ class ScoredArgs(MediaArgs):
 
 
 @dataclass(frozen=True)
-class JudgedArgs(ScoredArgs):
-    """Settings of a run that compares the samples of a group, by one reward or by several."""
+class GroupArgs(ScoredArgs):
+    """Settings of a run that compares the samples of a group."""
+
+    # Algorithm
+    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
+    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
+
+
+@dataclass(frozen=True)
+class JudgedArgs(GroupArgs):
+    """Settings of a run that compares the samples of a group by one reward or by several."""
 
     # Algorithm
     streams: JudgedStreams = JudgedStreams()  # Video and sound of one latent
     reward_parts: str = ""  # Parts of the score to normalize one by one and add, as ocr=0.7,jpeg=0.3
-    adv_std: Literal["batch", "group", "none"] = "batch"  # Samples whose standard deviation divides the advantages
-    adv_correction: Literal[0, 1] = 1  # Variance uses n - correction (0: population, 1: sample)
 
     @property
-    def apart(self) -> bool:
-        """Whether the loss takes the frames and the sound of a sample apart."""
+    def has_streams(self) -> bool:
+        """True if frames and sound have separate losses."""
         return bool(self.streams.reward_media) or self.streams.sound_weight is not None
 
 
-def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> None:
+@dataclass(frozen=True)
+class WindowArgs(GroupArgs):
+    """Settings of a run whose rollouts have a window of stochastic steps."""
+
+    # Algorithm
+    noise_level: Annotated[float, at_least(1e-6)] = 0.7  # Strength of the noise, as the step rule defines it
+    window_size: int | None = None  # Number of stochastic steps in a rollout (default: all but the last)
+    window_low: Annotated[int, at_least(0)] = 0  # First step that may be stochastic
+    window_high: int | None = None  # One past the last step that may be stochastic (default: the last step)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The first step that may be stochastic, and one past the last."""
+        return self.window_low, self.num_inference_steps - 1 if self.window_high is None else self.window_high
+
+
+def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
     """Check everything that all trainers demand of their settings, before torch is imported.
 
-    is_planned: whether other ranks than those of this process are meant.
+    is_planned: True if the ranks are not those of this process.
 
     Raises:
         ValueError: a setting is out of bounds, does not fit another one or the number of ranks, or names no such file.
@@ -186,6 +214,7 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     check_bounds(args)
     check_tracker(args.tracking.to, args.tracking.project)
     lora, memory, shards = args.lora, args.memory, args.sharding
+    world_size = num_ranks()
     name, mode = PurePath(args.name), sharding(args, world_size)
     values = values_of(args)
     for setting in ("scorer.url", "scorer.watch_url"):
@@ -227,14 +256,16 @@ def check_run(args: RunArgs, world_size: int, *, is_planned: bool = False) -> No
     )  # fmt: skip
 
 
-def check_media(args: MediaArgs, world_size: int = 0) -> None:
+def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
     """Check what `check_run` does, and what trainers on media demand of the rest of their settings and files.
 
+    num_trained: as in `num_batches`; None leaves out its rules.
+
     Raises:
-        ValueError: as `check_run`.
+        ValueError: as `check_run` and `num_batches`.
     """
     memory = args.memory
-    check_run(args, world_size or num_ranks(), is_planned=bool(memory.device_gb))
+    check_run(args, is_planned=bool(memory.device_gb))
     engine = ENGINES.get(args.engine)
     require(
         (args.dry_run or not memory.device_gb, "--memory.device-gb needs --dry-run"),
@@ -252,18 +283,21 @@ def check_media(args: MediaArgs, world_size: int = 0) -> None:
          f"--memory.text-cache must be a folder, got {memory.text_cache}"),
     )  # fmt: skip
     parse_numbers(args.guidance, "--guidance")
-    with flag("--prompts: "):
-        check = check_shapes(args)
-        PromptSampler(
-            args.prompts,
-            prompts_per_step=args.prompts_per_step,
-            seed=args.seed,
-            check=check,
-            media_root=args.media_root,
-        )
-    with flag("--eval.prompts: "):
-        load_prompts(args.eval.prompts, check=AllOrNone(), media_root=args.media_root)
+    read_prompts(args, check_shapes(args), AllOrNone())
     check_sets(args.eval.sets, AllOrNone, media_root=args.media_root)
+    if num_trained is not None:
+        num_batches(args, num_ranks(), num_trained=num_trained)
+
+
+def read_prompts(
+    args: RunArgs, check: RecordCheck | None = None, check_eval: RecordCheck | None = None
+) -> tuple[PromptSampler, list[PromptRecord]]:
+    """Return the prompts of training and of --eval.prompts, of which each is checked."""
+    per_step, root = args.prompts_per_step, args.media_root
+    with flag("--prompts: "):
+        prompts = PromptSampler(args.prompts, prompts_per_step=per_step, seed=args.seed, check=check, media_root=root)
+    with flag("--eval.prompts: "):
+        return prompts, load_prompts(args.eval.prompts, check=check_eval, media_root=root)
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:
@@ -287,6 +321,44 @@ def check_shapes(args: MediaArgs) -> RecordCheck:
             require((first[name] == shape or args.group_size % args.batch_size == 0, rule))
 
     return check
+
+
+def check_scored(args: ScoredArgs, *, num_trained: int | None = 1, needs_scorer: bool = True) -> None:
+    """Check what `check_media` does, and that there is a scorer.
+
+    Raises:
+        ValueError: as `check_media`, or for the URL.
+    """
+    check_media(args, num_trained=num_trained)
+    is_given = args.scorer.url or args.dry_run or not needs_scorer
+    require((is_given, "--scorer.url must be the URL of a reward server"))
+
+
+def check_judged(args: JudgedArgs, *, num_trained: int = 1) -> None:
+    """Check what `check_scored` does, and the settings of several rewards and several media.
+
+    Raises:
+        ValueError: as `check_scored`, or for these settings.
+    """
+    parse_judges(args.streams.reward_media, args.reward_parts)
+    check_scored(args, num_trained=num_trained)
+
+
+def check_window(args: WindowArgs) -> int:
+    """Return the number of stochastic steps in a rollout.
+
+    Raises:
+        ValueError: the schedule has no such window.
+    """
+    low, high = args.window
+    size = high - low if args.window_size is None else args.window_size
+    require(
+        (low < high < args.num_inference_steps,
+         f"--window-low must be < --window-high, and that < --num-inference-steps ({args.num_inference_steps}), "
+         f"got {low} and {high}"),
+        (1 <= size <= high - low, f"--window-size must be from 1 to the window's {high - low} steps, got {size}"),
+    )  # fmt: skip
+    return size
 
 
 def num_ranks() -> int:
@@ -342,12 +414,6 @@ def offloaded(args: RunArgs) -> set[str]:
     unknown = ", ".join(sorted(parts.difference(known)))
     require((not unknown, f"--memory.offload must be of {', '.join(known)}, with commas between, got {unknown}"))
     return parts
-
-
-def check_judged(args: JudgedArgs) -> None:
-    """Raise ValueError when the settings of several rewards, or of several media, do not fit together."""
-    parse_numbers(args.reward_parts, "--reward-parts")
-    parse_judges(args.streams.reward_media, args.reward_parts)
 
 
 def parse_judges(text: str, parts: str) -> dict[str, str]:

@@ -74,6 +74,14 @@ class TokenEval(Eval):
     sets: Annotated[tuple[TokenEvalSet, ...], Was("eval"), MAY_CHANGE] = ()  # Further sets, each a table [[eval.sets]]
 
 
+@dataclass(frozen=True)
+class ThoughtEval(MediaEval):
+    """Evaluations of a run on images with thoughts."""
+
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of thoughts in an evaluation
+    top_p: Annotated[float, between(1e-3, 1)] = 0.7  # Share of the likeliest tokens that evaluations sample from
+
+
 def check_sets(
     sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None, *, media_root: str = ""
 ) -> None:

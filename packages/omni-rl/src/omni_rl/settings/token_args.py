@@ -4,11 +4,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from omni_train.prompts.files import load_prompts
-from omni_train.prompts.sampler import PromptSampler
-
-from omni_rl.settings.args import RunArgs, check_run, num_ranks
-from omni_rl.settings.eval_sets import TokenEval, check_sets
+from omni_rl.settings.args import RunArgs, WindowArgs, check_run, check_scored, check_window, num_ranks, read_prompts
+from omni_rl.settings.eval_sets import ThoughtEval, TokenEval, check_sets
 from omni_rl.settings.fields import at_least, between, flag, require
 from omni_rl.settings.groups import TokenScorer
 
@@ -52,7 +49,7 @@ class TokenArgs(RunArgs):
         return open_rules(self.reward or (SCORER if self.scorer.url else "exact"), remote=True)
 
 
-def check_tokens(args: TokenArgs, world_size: int = 0) -> None:
+def check_tokens(args: TokenArgs) -> None:
     """Check what `check_run` does, the settings above, and the files of prompts.
 
     Raises:
@@ -60,9 +57,8 @@ def check_tokens(args: TokenArgs, world_size: int = 0) -> None:
     """
     from omni_reward.rules import SCORER
 
-    world_size = world_size or num_ranks()
-    check_run(args, world_size)
-    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * world_size
+    check_run(args)
+    samples, per_round = args.prompts_per_step * args.group_size, args.batch_size * num_ranks()
     require((samples % per_round == 0,
              f"--batch-size times ranks ({per_round}) must divide a step's samples ({samples}), prompts times "
              f"--group-size, got {args.batch_size}"))  # fmt: skip
@@ -85,8 +81,44 @@ def check_tokens(args: TokenArgs, world_size: int = 0) -> None:
         ),
         (args.scorer.url or not asks, f"--scorer.url must be given for {SCORER} in --reward"),
     )
-    with flag("--prompts: "):
-        PromptSampler(args.prompts, prompts_per_step=args.prompts_per_step, seed=args.seed, media_root=args.media_root)
-    with flag("--eval.prompts: "):
-        load_prompts(args.eval.prompts, media_root=args.media_root)
+    read_prompts(args)
     check_sets(args.eval.sets, media_root=args.media_root)
+
+
+@dataclass(frozen=True)
+class ThinkingArgs(WindowArgs):
+    """Settings of a run that writes a thought before each image."""
+
+    # Sampling
+    max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
+    temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
+
+    # Data
+    eval: ThoughtEval = ThoughtEval()  # Held-out prompts, and what is done with them
+
+    # Scorer
+    thought_reward: str = ""  # Rules that grade thoughts, added to the image's score, as in '0.5*contains'
+
+    @property
+    def rules(self) -> "Rules | None":
+        """The rules that grade thoughts, if any."""
+        from omni_reward.rules import open_rules
+
+        return open_rules(self.thought_reward) if self.thought_reward else None
+
+
+def check_thinking(args: ThinkingArgs) -> None:
+    """Check what `check_scored` does, the window, and the settings above.
+
+    Raises:
+        ValueError: as `check_scored`, or for these settings.
+    """
+    check_window(args)
+    check_scored(args)
+    with flag("--thought-reward: "):
+        _ = args.rules
+    require(
+        (args.has_trained_engine, f"--engine must be diffusers, which alone writes thoughts, got {args.engine}"),
+        (not args.memory.device_gb, "--memory.device-gb does not plan thoughts, whose lengths nobody knows"),
+        (not args.compile, "--compile does not go with thoughts, whose lengths differ from token to token"),
+    )
