@@ -1,7 +1,7 @@
-"""Draw samples from a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
+"""Sample a model, with or without trained weights, onto one contact sheet; a video as a strip of frames.
 
 Beside sheet.png the folder sheet has each video and sound: .mp4 and .flac with PyAV, else .webp and .wav. --out-dir has
-pictures too, as .png, and samples.jsonl with the prompt and the seed of each file.
+images too, as .png, and samples.jsonl with the prompt and the seed of each file.
 
     python apps/sample.py --model checkpoints/tiny-signs-qwen-image --prompts 'a blue sign that says "K7QX"' \\
         --height 32 --width 96
@@ -10,7 +10,7 @@ pictures too, as .png, and samples.jsonl with the prompt and the seed of each fi
     python apps/sample.py --model Qwen/Qwen-Image-Edit --images street.png --prompts "make it night" \\
         --height 512 --width 768 --true-cfg-scale 4 --dtype bfloat16
 
-The same seed gives the same noise whatever the weights, so two sheets show what training changed. An adapter that was
+The same seed gives the same noise for any weights, so two sheets show what training changed. An adapter that was
 trained from other weights than the model's goes on top of them: --weights FULL,ADAPTER.
 """
 
@@ -42,15 +42,15 @@ class SampleScorer:
 
 @dataclass(frozen=True)
 class Args:
-    """Settings of a drawing."""
+    """Settings of the samples."""
 
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline
     weights: str = ""  # Folder of trained weights, full or an adapter; or FULL,ADAPTER for both
     prompts: str = 'a blue sign that says "K7QX"'  # Prompt, or a .txt or .jsonl file of prompts
     negative_prompt: str = ""  # Text that guidance leads away from, of a prompt that brings none
-    images: str = ""  # Pictures to edit, of every prompt, with commas between; a .jsonl file may name others for each
-    media_root: str = ""  # Folder below which a .jsonl file may name pictures too, beside its own folder
-    num_images: Annotated[int, at_least(1)] = 1  # Images to draw, going through the prompts in turn
+    images: str = ""  # Images to edit, of every prompt, with commas between; a .jsonl file may name others for each
+    media_root: str = ""  # Folder below which a .jsonl file may name images too, beside its own folder
+    num_images: Annotated[int, at_least(1)] = 1  # Number of samples, going through the prompts in turn
     out: str = ""  # Contact sheet to write, .png, .jpg or .webp (default: sheet.png, or none with --out-dir)
     out_dir: str = ""  # Folder for a file of each sample
     seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of the noise
@@ -68,7 +68,7 @@ class Args:
 
 
 def check_args(args: Args) -> None:
-    """Raise ValueError when settings do not fit together, or prompts or pictures cannot be read."""
+    """Raise ValueError when settings do not fit together, or prompts or images cannot be read."""
     args = settle(args)
     check_bounds(args)
     parse_numbers(args.guidance or "", "--guidance")
@@ -82,7 +82,7 @@ def check_args(args: Args) -> None:
         (not args.out_dir or place.is_dir(), f"--out-dir must be a folder, got {place}"),
         (not args.out_dir or not (Path(args.out_dir) / SAMPLES).exists(),
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
-        (num_ranks() == 1, f"sample.py draws in one process, got {num_ranks()} ranks"),
+        (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, reference_sizes)
@@ -95,7 +95,7 @@ DEFAULTS = {
 
 
 def settle(args: Args) -> Args:
-    """The settings, where those that were not given are as the run of the weights evaluates, or those of DEFAULTS."""
+    """Return the settings, with those of the weights' run or of DEFAULTS where none are given."""
     found: dict[str, Any] = dict(DEFAULTS)
     for folder in listed(args.weights)[-1:]:
         for file in (folder / "recipe.toml", folder.parent / "config.toml"):  # of weights from the hub, and of a run's
@@ -111,17 +111,17 @@ def settle(args: Args) -> Args:
 
 
 def listed(text: str) -> tuple[Path, ...]:
-    """The paths in a text, with commas between."""
+    """Return the paths in a text, with commas between."""
     return tuple(Path(piece) for piece in text.split(",") if piece)
 
 
 def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
-    """The prompts, with the negative prompt and the pictures that go with all of them.
+    """Return the prompts, with the negative prompt and the images that go with all of them.
 
     check: called with each of a file.
 
     Raises:
-        ValueError: a file of prompts or a picture is missing or damaged, or both --images and the file name pictures.
+        ValueError: a file of prompts or an image is missing or damaged, or both --images and the file name images.
     """
     records = [PromptRecord(index=0, text=args.prompts)]
     if args.prompts.endswith((".txt", ".jsonl")):
@@ -136,7 +136,7 @@ def read_prompts(args: Args, check: RecordCheck) -> list[PromptRecord]:
 
 
 def main(args: Args) -> None:
-    """Draw the samples in batches, score them where there is a scorer, and write what is asked for.
+    """Sample in batches, score the samples if there is a scorer, and write the files.
 
     Raises:
         ValueError, OSError: the model, the weights, the prompts or the scorer cannot be used; before any weight is

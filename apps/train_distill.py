@@ -13,7 +13,7 @@ student's own path). A teacher with guidance teaches it to do without.
 
 The teacher is the model before training, or `--teachers` are others that were trained as the student is, by LoRA of its
 rank or with all weights. A prompt names its own as `"teacher"` in its line; one that names none has all of them.
-No reward is asked for: a scorer grades evaluations alone.
+Training needs no reward: a scorer grades only evaluations.
 
 Differences from the released code of the paper:
 1. `std` is the true standard deviation of a step, so the loss is the true KL (theirs misses a factor |dt|).
@@ -82,13 +82,13 @@ def check_args(args: Args) -> None:
 
 
 def trained_steps(args: Args) -> tuple[int, int]:
-    """The first step of the student that is trained, and one past the last."""
+    """Return the first step of the student that is trained, and one past the last."""
     most = args.num_inference_steps - (args.algo != "opd-ode")
     return args.train_low, most if args.train_high is None else args.train_high
 
 
 def parse_teachers(text: str) -> dict[str, str]:
-    """The folders of the teachers by name.
+    """Return the folders of the teachers by name.
 
     Raises:
         ValueError: a piece is not NAME=FOLDER, a name comes twice or is no plain word, or there is no such folder.
@@ -126,18 +126,18 @@ from torch import Tensor
 
 
 def ode_step(velocity: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, **_: object) -> Transition:
-    """An Euler step, as the step of a trajectory that keeps its latents; it has no density."""
+    """Take an Euler step, without a density, as a step of a trajectory that keeps its latents."""
     end, none = euler_step(velocity, x, sigma, sigma_next), torch.zeros(len(x), device=x.device)
     return Transition(end.detach(), end, none, none)
 
 
 def velocity_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
-    """The squared distance of the velocities, which asks for no noise."""
+    """Return the squared distance of the velocities, which needs no noise."""
     return distill_velocity_loss(velocity, wanted, weights=weights)
 
 
 def kl_loss(velocity: Tensor, wanted: Tensor, at: "Latents", weights: Tensor) -> LossOutput:
-    """The KL of the stochastic step to the teacher's."""
+    """Return the KL of the stochastic step to the teacher's."""
     levels = {"sigma": at.sigma, "sigma_next": at.sigma_next, "noise_level": at.params.noise_level}
     now, then = (at.params.rule(v, at.x, **levels, x_next=at.x_next) for v in (velocity, wanted))
     return distill_kl_loss(now.mean, then.mean, now.std, weights=weights)
@@ -175,7 +175,7 @@ def main(args: Args, world: World) -> None:
 
 
 def student_params(args: Args, params: Params) -> Params:
-    """The sampling parameters of the student. The last step is not kept: the one before it ends where it starts."""
+    """Return the student's sampling parameters. The last step is not kept: the one before it ends where it starts."""
     rule, _ = ALGOS[args.algo]
     low, high = trained_steps(args)
     last = args.num_inference_steps - 1
@@ -184,7 +184,7 @@ def student_params(args: Args, params: Params) -> Params:
 
 
 def teacher_params(args: Args, params: Params) -> Params:
-    """The sampling parameters of the teachers, which may be guided where the student is not."""
+    """Return the sampling parameters of the teachers, which may be guided where the student is not."""
     scale, cfg = args.teacher_guidance_scale, args.teacher_true_cfg_scale
     guidance = params.guidance if cfg is None else {**params.guidance, "true_cfg_scale": cfg}
     return replace(params, guidance=guidance, guidance_scale=params.guidance_scale if scale is None else scale)
@@ -202,7 +202,7 @@ class Latents:
 
 
 def latents_at(drawn: Trajectory, i: int) -> Latents:
-    """Those of the i-th step of the schedule, which is kept or the last one."""
+    """Return those of the i-th step of the schedule, which is kept or the last one."""
     k = i - drawn.params.sde_steps[0]
     if k < drawn.num_kept:
         return Latents(drawn.x[:, k], drawn.x_next[:, k], drawn.sigma(k), drawn.sigma_next(k), drawn.params)
@@ -239,21 +239,21 @@ def update(
 
 
 def shares(batch: Trajectory, teacher: str, count: int) -> Tensor:
-    """The share [B] of a teacher in what each sample learns: all of it, nothing, or that of one among `count`."""
+    """Return a teacher's share [B] of each sample's loss: 1, 0, or that of one among `count`."""
     named = [prompt.meta.get("teacher") for prompt in batch.prompts]
     return torch.tensor([1 / count if name is None else float(name == teacher) for name in named])
 
 
 def teacher_cond(run: MediaRun[Args], batch: Trajectory) -> Cond:
-    """What the teachers see of a batch: what the student sees, and the negative prompts where they alone are guided."""
+    """Return the teachers' conditioning of a batch: the student's, with negative prompts if only they are guided."""
     params = teacher_params(run.args, batch.params)
-    is_guided_alone = run.model.is_guided(params) and not run.model.is_guided(batch.params)
-    return run.engine.condition(batch.prompts, params) if is_guided_alone else batch.cond
+    needs_negatives = run.model.is_guided(params) and not run.model.is_guided(batch.params)
+    return run.engine.condition(batch.prompts, params) if needs_negatives else batch.cond
 
 
 @torch.no_grad()
 def teacher_velocity(run: MediaRun[Args], name: str, cond: Cond, at: Latents) -> Tensor:
-    """The mean velocity [B, ...] of a teacher over the student's step: its end is where the teacher's steps end."""
+    """Return a teacher's mean velocity [B, ...] over the student's step, which ends where the teacher's steps end."""
     args, model, params = run.args, run.model, teacher_params(run.args, at.params)
     levels = [torch.lerp(at.sigma, at.sigma_next, j / args.teacher_substeps) for j in range(args.teacher_substeps + 1)]
     x, velocities = at.x, []

@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from omni_rl.settings.args import ScoredArgs, num_ranks
+from omni_rl.settings.args import ScoredArgs, check_scored, num_ranks
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import at_least, require
 
@@ -184,9 +184,9 @@ class Noised:
 
 
 def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[int]) -> list[Noised]:
-    """The pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels.
+    """Return the pairs in the rows `own`, filled up to a batch of the usual shape, at each of their noise levels.
 
-    Of two experts one is drawn for each level of the step.
+    One of two experts is chosen for each level of the step.
     """
     args = run.args
     first, count = args.num_inference_steps, args.levels_per_pair  # the noise of the steps before is the rollout's
@@ -206,7 +206,7 @@ def noise_afresh(run: MediaRun[Args], step: Step, pairs: Pairs, own: Sequence[in
 
 
 def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Tensor:
-    """Noise levels [B], the k-th of a step, moved to the side of one of two experts by their quantiles."""
+    """Move noise levels [B], the k-th of a step, to the side of one of two experts by their quantiles."""
     shift, boundary = run.args.level_shift, torch.tensor(run.model.boundary).double()
     places, cut = (torch.special.ndtr(-shift_sigmas(s.double(), 1 / shift).logit()) for s in (sigma, boundary))
     normal = -torch.special.ndtri(on_one_side(run, step, places, cut.item(), k))
@@ -215,13 +215,13 @@ def of_one_expert(run: MediaRun[Args], step: Step, sigma: Tensor, k: int) -> Ten
 
 
 def errors(run: MediaRun[Args], net: nn.Module, at: Noised) -> Tensor:
-    """The flow-matching error [B] of each noised sample."""
+    """Return the flow-matching error [B] of each noised sample."""
     x_t, params = add_noise(at.x0, at.noise, at.sigma), run.model.unguided(run.base_params.of_size(at.size))
     return velocity_error(run.model.predict_velocity(net, x_t, at.sigma, at.cond, params), at.x0, at.noise)
 
 
 def minibatch(args: Args, pairs: Sequence[Pairs], number: int) -> list[tuple[Pairs, list[int]]]:
-    """This rank's batches of one optimizer step: rows of pairs of one size."""
+    """Return this rank's batches of one optimizer step: rows of pairs of one size."""
     batches = []
     for same in pairs:
         rows = [

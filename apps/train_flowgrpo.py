@@ -12,7 +12,7 @@ Differences from the released code of the papers:
 1. Before the first update of every step the ratio is checked to be 1, and the run stops if it is not.
 2. `std` is the true standard deviation of a step, so the KL term is the true KL (theirs misses a factor |dt|).
 3. A sample without a score never counts as 0: its advantage is 0, and it enters no mean.
-4. Noise depends on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
+4. Noise depends only on (seed, step, prompt, sample): any number of ranks gives the same samples.
 """
 
 import sys
@@ -39,7 +39,7 @@ class Correction:
 
 
 @dataclass(frozen=True)
-class Args(WindowArgs, JudgedArgs):
+class Args(JudgedArgs, WindowArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
     # Algorithm
@@ -61,7 +61,7 @@ class Args(WindowArgs, JudgedArgs):
     kl_threshold: Annotated[float, at_least(1e-30)] = 1e-5  # Size of flow-dppo's trust region, nats per latent element
     adv_clip_max: Annotated[float, at_least(1e-6)] = 5.0  # Bound on advantages
     best_worst_n: Annotated[int, at_least(0)] = 0  # Samples of a group to train on, best and worst; 0 is all
-    filter_groups: bool = False  # Leave out groups whose samples all score alike
+    filter_groups: bool = False  # Leave out groups whose samples have equal scores
     step_weights: Literal["equal", "tempflow"] = "equal"  # Weights of the stochastic steps; tempflow: by their noise
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the KL to the policy before training
     old_log_prob: Literal["auto", "rollout", "recompute", "correct"] = "auto"  # Source of the old log-probs
@@ -92,7 +92,8 @@ def check_args(args: Args) -> None:
          f"--ratio-tolerance must be <= a third of --clip-range ({args.clip_range:g}) where the old log-probs are the "
          f"rollout's, or --old-log-prob be recompute, got {args.ratio_tolerance}"),
         (not args.has_streams or (args.algo not in ("grpo-guard", "flow-dppo") and args.old_log_prob != "correct"),
-         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or --old-log-prob correct"),
+         "--streams.sound-weight and --streams.reward-media do not go with grpo-guard, flow-dppo or "
+         "--old-log-prob correct"),
         (not args.streams.reward_media or not repacks(args),
          "--streams.reward-media does not go with --best-worst-n or --filter-groups, which rank by one advantage"),
     )  # fmt: skip
@@ -146,17 +147,17 @@ class Algo:
 
 
 def clipped(a: Args) -> Callable[..., LossOutput]:
-    """PPO's clipped loss."""
+    """Return PPO's clipped loss."""
     return partial(grpo_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
 def guarded(a: Args) -> Callable[..., LossOutput]:
-    """PPO's clipped loss with a ratio that is centered at 1 and spreads alike at every step (GRPO-Guard)."""
+    """Return PPO's clipped loss with a ratio that is centered at 1, with the same spread at every step (GRPO-Guard)."""
     return partial(grpo_guard_loss, clip_range=a.clip_range, adv_clip_max=a.adv_clip_max)
 
 
 def trust_region(a: Args) -> Callable[..., LossOutput]:
-    """The unclipped loss within a trust region in the KL of the step (Flow-DPPO)."""
+    """Return the unclipped loss within a trust region in the KL of the step (Flow-DPPO)."""
     return partial(flow_dppo_loss, kl_threshold=a.kl_threshold)
 
 
@@ -269,7 +270,7 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
-    """Per batch and kept step, the policy before the update; None where the first update's own forwards have it."""
+    """Return each batch's steps under the policy before the update; None if the first update's forwards have it."""
     algo = ALGOS[run.args.algo]
     if source == "rollout":
         return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
@@ -282,18 +283,18 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
 
 
 def rollout_step(trajectory: Trajectory, k: int) -> OldStep:
-    """The k-th kept step as the engine took it."""
+    """Return the k-th kept step as the engine took it."""
     means = trajectory.rollout_mean
     return OldStep(trajectory.rollout_log_prob[:, k], None if means is None else means[:, k])
 
 
 def as_old(algo: Algo, step: Transition) -> OldStep:
-    """The detached log-prob, and mean if the loss asks for it, of a step under the old policy."""
+    """Return the detached log-prob of a step under the old policy, and its mean if the loss needs it."""
     return OldStep(step.log_prob.detach(), step.mean.detach() if algo.moments else None)
 
 
 def correct(args: Args, old: list[OldStep], drawn: Trajectory) -> tuple[Sequence[Tensor], dict[str, Tensor]]:
-    """Importance weights [B] of each kept step, and metrics."""
+    """Return importance weights [B] of each kept step, and metrics."""
     weights, metrics = rollout_weights(
         torch.stack([step.log_prob for step in old], dim=1),
         drawn.rollout_log_prob,
@@ -303,7 +304,7 @@ def correct(args: Args, old: list[OldStep], drawn: Trajectory) -> tuple[Sequence
 
 
 def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction: Tensor | None) -> Tensor | None:
-    """Weights [B] of the samples in the loss of the k-th kept step; None where all weigh 1."""
+    """Return weights [B] of the samples in the loss of the k-th kept step; None if all are 1."""
     factors = [factor for factor in (batch.weights, correction) if factor is not None]
     if args.step_weights == "tempflow":
         factors.append(tempflow_weights(std))
@@ -313,7 +314,7 @@ def step_weights(args: Args, batch: TrainBatch, k: int, std: Tensor, correction:
 
 
 def kl_to_reference(run: MediaRun[Args], batch: TrainBatch, k: int, now: Transition) -> Tensor:
-    """The mean KL of the k-th kept step to that of the policy before training."""
+    """Return the mean KL of the k-th kept step to that of the policy before training."""
     with torch.no_grad(), run.policy.reference() as net:
         reference = replay(run.model, net, batch.trajectory, k)
     kl = gaussian_kl(now.mean, reference.mean, now.std)

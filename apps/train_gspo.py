@@ -13,7 +13,7 @@ Differences from the released code of the papers:
    is checked to be 1, and the run stops if it is not; the sampler's own log-probs must be near.
 2. Means over tokens or answers are those over all batches and ranks of an optimizer step.
 3. Dynamic sampling draws other prompts in rounds, at most --rounds of them, and takes the first groups that differ.
-4. Draws depend on (seed, step, prompt, sample) alone: any number of ranks draws the same answers.
+4. Samples depend only on (seed, step, prompt, sample): any number of ranks gives the same answers.
 """
 
 import sys
@@ -98,7 +98,7 @@ from torch import Tensor
 def of_sequences(
     log_prob: Tensor, old: Tensor, advantages: Tensor, mask: Tensor, *, weights: Tensor, **clip: float
 ) -> LossOutput:
-    """GSPO's loss, whose weights are those of whole answers."""
+    """Return GSPO's loss, with weights of whole answers."""
     return gspo_loss(log_prob, old, advantages, mask, weights=weights * mask.sum(dim=1), **clip)
 
 
@@ -113,7 +113,7 @@ class Algo:
     clip: tuple[float, float]
     mean: TokenMean = "sequence"
     std: Std = "group"
-    dynamic: bool = False  # draw on until as many groups as there are prompts differ in their scores
+    dynamic: bool = False  # sample until as many groups as there are prompts differ in their scores
     overlong: bool = False  # punish answers near --max-new-tokens
 
 
@@ -127,7 +127,7 @@ ALGOS = {
 
 
 def resolve_auto(args: Args) -> Args:
-    """Return the settings with what None stands for."""
+    """Return the settings with values in place of None and auto."""
     algo = ALGOS[args.algo]
     overlong, is_exact = args.max_new_tokens // 5 * algo.overlong, args.engine == "transformers"
     tolerance = torch.inf if args.dtype != "float32" else 1e-4 if is_exact else 1e-3
@@ -179,7 +179,7 @@ def has_enough(run: TokenRun[Args], step: Step, rollout: Rollout[TokenTrajectory
 
 
 def differing(rewards: Tensor, groups: Tensor) -> Tensor:
-    """The groups that have two different scores, in order."""
+    """Return the groups that have two different scores, in order."""
     return groups[filter_groups(rewards, groups)].unique()
 
 
@@ -251,7 +251,7 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
 
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Weights of the batch in the loss, [B] or [B, T], and how far the sampler's log-probs [B, T] are from `old`."""
+    """Return loss weights [B] or [B, T] of the batch, and metrics of the sampler's distance from `old` [B, T]."""
     if args.engine == "transformers":
         return batch.weights, {}
     is_off, sampled = args.rollout_correction == "off", batch.trajectory.rollout_log_prob.to(old.device)
@@ -264,25 +264,25 @@ def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[T
 
 
 def penalty(log_prob: Tensor, other: Tensor | None, mask: Tensor) -> Tensor:
-    """The KL [B, T] to the policy before training, where there is one, at each token; what lies after the end is 0."""
+    """Return the KL [B, T] of each token to the policy before training, if there is one; 0 after the end."""
     if other is None:
         return torch.zeros_like(log_prob)
     return k3_kl(log_prob.where(mask, 0.0), other.where(mask, 0.0))  # junk may overflow, and 0 times that is NaN
 
 
 def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
-    """The largest |ratio - 1| of the batch's tokens, whose log-probs [B, T] two policies have."""
+    """Return the largest |ratio - 1| of the batch's tokens, from log-probs [B, T] under two policies."""
     mask = batch.trajectory.mask.to(log_prob.device)
     return (log_prob - other.to(log_prob.device))[mask].abs().max().expm1()
 
 
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
-    """The log-probs of the batch's tokens under the weights being trained."""
+    """Return the log-probs of the batch's tokens under the weights being trained."""
     return score_tokens(run.model, run.policy.net, batch.trajectory)
 
 
 def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:
-    """The log-probs [B, T] of the batch's tokens under the policy before training, where the loss asks for them."""
+    """Return the log-probs [B, T] of the batch's tokens under the policy before training, if the loss needs them."""
     if not run.args.kl_coef:
         return None
     with run.policy.reference() as net:

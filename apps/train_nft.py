@@ -15,7 +15,7 @@ a copy of the weights without; and with `--kl-coef` the reference, which is the 
 Differences from the released code of the papers:
 1. The levels of the rollout's schedule are trained at as they are, not as timesteps rounded to integers.
 2. A sample without a score never counts as 0: its loss has weight 0, and it enters no mean of rewards.
-3. Noise and its levels depend on (seed, step, prompt, sample) alone: any number of ranks trains on the same numbers.
+3. Noise and its levels depend only on (seed, step, prompt, sample): any number of ranks trains on the same numbers.
 """
 
 import sys
@@ -68,7 +68,7 @@ def check_args(args: Args) -> None:
 
 
 def trained_levels(args: Args) -> tuple[int, int, int]:
-    """The first step of the rollout's schedule that is trained at, one past the last, and the levels of a sample."""
+    """Return the first trained step of the rollout's schedule, one past the last, and the levels of a sample."""
     high = args.num_inference_steps if args.train_high is None else args.train_high
     return args.train_low, high, high - args.train_low if args.train_levels is None else args.train_levels
 
@@ -116,7 +116,7 @@ Loss = Callable[[Args, Tensor, Tensor, Noised], LossOutput]
 
 
 def nft_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
-    """DiffusionNFT: the contrast of a step from the old policy towards the trained one with a step away from it."""
+    """Return DiffusionNFT's loss: contrast a step from the old policy towards the trained one with a step away."""
     return diffusion_nft_loss(
         velocity,
         old_velocity,
@@ -131,7 +131,7 @@ def nft_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> 
 
 
 def matching_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
-    """AWM: a clipped policy gradient with minus the flow-matching error as the log-probability."""
+    """Return AWM's loss: a clipped policy gradient with minus the flow-matching error as the log-probability."""
     x0, batch = at.batch.trajectory.x0, at.batch
     now, old = (awm_log_prob(v, x0, at.noise, at.sigma, weighting=args.weighting) for v in (velocity, old_velocity))
     clip, adv_clip = args.clip_range, args.adv_clip_max
@@ -139,7 +139,7 @@ def matching_loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised
 
 
 def loss_by_stream(sizes: list[int], shares: Sequence[float], loss_of: Loss) -> Loss:
-    """The loss of frames and sound apart: of each stream's elements of the latent, in these shares."""
+    """Return the sum of separate losses of frames and sound, each of its latent elements, in these shares."""
 
     def loss(args: Args, velocity: Tensor, old_velocity: Tensor, at: Noised) -> LossOutput:
         latents = velocity, old_velocity, at.batch.trajectory.x0, at.noise, at.x_t
@@ -177,12 +177,12 @@ def main(args: Args, world: World) -> None:
 
 
 def sampling_policy(run: MediaRun[Args]) -> AbstractContextManager[None]:
-    """Within the `with` block the net is the policy that draws the samples."""
+    """Make the net the policy that samples, in the `with` block."""
     return run.policy.as_old() if run.args.sample_with == "old" else nullcontext()
 
 
 def refresh_old(run: MediaRun[Args], step: Step) -> float:
-    """Move the old policy towards the trained one; the share of itself that it kept."""
+    """Move the old policy towards the trained one; return the share of itself that it kept."""
     args, done = run.args, step.number + 1
     if done % args.old_every:
         return 1.0
@@ -193,9 +193,9 @@ def refresh_old(run: MediaRun[Args], step: Step) -> float:
 
 
 def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noised]:
-    """The batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule.
+    """Return the batch at each of its noise levels: one of every stratum of the trained part of the rollout's schedule.
 
-    Where two experts share a stratum, one of them is drawn for the step.
+    Where two experts share a stratum, one of them is chosen for the step.
     """
     args, (low, high, count) = run.args, trained_levels(run.args)
     x0, sigmas = batch.trajectory.x0, batch.trajectory.sigmas
@@ -215,14 +215,14 @@ def noise_afresh(run: MediaRun[Args], step: Step, batch: TrainBatch) -> list[Noi
 
 
 def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
-    """The velocity [B, ...] at the noised samples."""
+    """Return the velocity [B, ...] at the noised samples."""
     drawn = at.batch.trajectory
     return run.model.predict_velocity(net, at.x_t, at.sigma, drawn.cond, drawn.params)
 
 
 @torch.no_grad()
 def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
-    """Velocities of the sampling policy at each point; None where it equals the trained one."""
+    """Return velocities of the sampling policy at each point; None where it equals the trained one."""
     skip = num_first if run.args.sample_with == "policy" else 0
     with sampling_policy(run):
         return [None] * skip + [predict(run, run.policy.net, at) for at in points[skip:]]
@@ -230,7 +230,7 @@ def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int
 
 @torch.no_grad()
 def anchor_velocities(run: MediaRun[Args], points: list[Noised]) -> dict[str, list[Tensor]]:
-    """Velocities at each point of the policies whose distance is penalized."""
+    """Return velocities at each point of the policies whose distance is penalized."""
     velocities = {}
     if run.args.old_kl_coef:
         with run.policy.as_old():

@@ -15,7 +15,7 @@ This is the one trainer whose reward is no server: a gradient does not travel ov
 
 Differences from the released code of the paper:
 1. Each sample has a noise level of its own; theirs is one for all ranks. Neither is rounded to an integer timestep.
-2. Noise and levels depend on (seed, step, prompt) alone: any number of ranks trains on the same numbers.
+2. Noise and levels depend only on (seed, step, prompt): any number of ranks trains on the same numbers.
 """
 
 import sys
@@ -35,7 +35,7 @@ from omni_rl.settings.fields import REQUIRED, at_least, between, require
 class Args(MediaArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
-    OFFLOAD = "encoder optimizer activations"  # its update decodes pictures
+    OFFLOAD = "encoder optimizer activations"  # its update decodes images
     RATES = (5e-6, 1e-5)
 
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
@@ -74,7 +74,7 @@ def check_args(args: Args) -> None:
 
 
 def words(text: str) -> list[str]:
-    """The words that commas separate."""
+    """Return the words between commas."""
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
@@ -107,13 +107,13 @@ from torch import Tensor
 
 @torch.no_grad()
 def grade(reward: Reward, dist: Dist, media: Mapping[str, np.ndarray], texts: Sequence[str]) -> list[Score]:
-    """The scores of finished images or videos, uint8 [N, ..., H, W, 3], for their texts as they are."""
+    """Score finished images or videos, uint8 [N, ..., H, W, 3], for their unchanged texts."""
     pixels = to_device(torch.from_numpy(next(iter(media.values()))), dist.device).float() / 255
     return [Score(value) for value in rewards_of(reward, pixels, texts).tolist()]
 
 
 def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
-    """The rewards [N] of images [N, H, W, 3], or of videos [N, F, H, W, 3] as the mean over frames, in [0, 1]."""
+    """Return the rewards [N] of images [N, H, W, 3], or of videos [N, F, H, W, 3] as means over frames, in [0, 1]."""
     frames = pixels.movedim(-1, -3).reshape(len(texts), -1, 3, *pixels.shape[-3:-1])
     rewards = reward(frames.flatten(0, 1), [text for text in texts for _ in range(frames.shape[1])])
     return rewards.view(len(texts), -1).mean(dim=1)
@@ -146,12 +146,12 @@ def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) 
 def open_scorer(args: Args, load_reward: Callable[[torch.device], Reward], dist: Dist) -> LocalScorer:
     """Return the reward as a scorer of finished samples."""
     kinds = open_model(args.model).MEDIA
-    require((kinds != ("audio",), "--model must draw pictures or videos, which the rewards of SRPO see, got sound"))
+    require((kinds != ("audio",), "--model must generate images or videos, which the rewards of SRPO see, got sound"))
     return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
 
 
 def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Noise levels [B] before and after the model's one step, and the discounts [B] there.
+    """Return noise levels [B] before and after the model's one step, and the discounts [B] there.
 
     u in (0, 1) is a sample's place in the range of levels, where the step ends. It begins `level_step` above, or below
     when inverting, and nowhere beyond the range. Where the model has two experts, it begins on the side of one of them.
@@ -178,7 +178,7 @@ def levels(run: MediaRun[Args], step: Step, batch: Trajectory, *, inversion: boo
 
 
 def align(run: MediaRun[Args], step: Step, reward: Reward, batch: Trajectory, *, inversion: bool) -> LossOutput:
-    """The loss of one step of the model from the noised samples, through the decoder and the reward."""
+    """Return the loss of one step of the model from the noised samples, through the decoder and the reward."""
     args, prompts = run.args, batch.prompts
     sigma, sigma_next, discount = levels(run, step, batch, inversion=inversion)
     seeds, shape = [p.seed for p in prompts], batch.x0.shape[1:]

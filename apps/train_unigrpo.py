@@ -1,11 +1,11 @@
-"""UniGRPO, for models that think before they draw: policy gradients of a thought's tokens and a picture's steps.
+"""UniGRPO, for models that write a thought before an image: policy gradients of tokens and of denoising steps.
 
-    prompts -> rollout (thought -> picture) -> score -> advantages -> update (tokens and steps -> loss -> step) -> sync
+    prompts -> rollout (thought -> image) -> score -> advantages -> update (tokens and steps -> loss -> step) -> sync
 
-A group of samples is drawn for each prompt: first a thought, token by token, then a picture after prompt and thought
-with a few stochastic steps. A scorer grades the picture, and is told the thought; rules may grade the thought too. A
-sample has one reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv
-2603.23500): GRPO for the first, Flow-GRPO for the second, each with a clip range of its own.
+A group of samples is generated for each prompt: first a thought, token by token, then an image after prompt and thought
+with a few stochastic steps. A scorer gets the image and the thought; rules may grade the thought too. A sample has one
+reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv 2603.23500): GRPO
+for the first, Flow-GRPO for the second, each with its own clip range.
 
     python apps/train_unigrpo.py --preset tiny-colors --scorer.url http://127.0.0.1:8100
     torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer.url http://scorer:8100
@@ -16,7 +16,7 @@ What is decided here, as no code has been released:
    the rollout.
 2. A step reads the thought anew, so that its gradient reaches what has read the thought, and not the cache of it.
 3. The loss of a thought is the mean over its tokens. Both parts are means over the samples of all ranks.
-4. Draws depend on (seed, step, prompt, sample) alone: any number of ranks draws the same samples.
+4. Samples depend only on (seed, step, prompt, sample), on any number of ranks.
 """
 
 import sys
@@ -39,15 +39,20 @@ class Args(ThinkingArgs):
     clip_range: Annotated[float, at_least(1e-7)] = 1e-4  # PPO clip half-width of a step's ratio
     thought_clip_low: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio below 1
     thought_clip_high: Annotated[float, at_least(1e-7)] = 0.2  # Width of the clip range of a token's ratio above 1
-    thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss beside the picture's
+    thought_weight: Annotated[float, at_least(0)] = 1.0  # Weight of the thought's loss beside the image's
     adv_std: Literal["batch", "group", "none"] = "group"  # Samples whose standard deviation divides the advantages
     kl_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the thoughts' KL to the policy before training
     velocity_coef: Annotated[float, at_least(0)] = 0.0  # Weight of the squared distance to the velocity before training
     ratio_tolerance: float | None = None  # Largest |ratio - 1| of sampled tokens (default: 1e-4 in float32, or any)
 
 
+def check_args(args: Args) -> None:
+    """Raise ValueError when settings do not fit together."""
+    check_thinking(args)
+
+
 if __name__ == "__main__":
-    ARGS = parse_cli(Args, check_thinking, sys.argv[1:], app="train_unigrpo", description=__doc__)
+    ARGS = parse_cli(Args, check_args, sys.argv[1:], app="train_unigrpo", description=__doc__)
 
 # 2. A training step: rollout, score, advantages, update
 
@@ -124,7 +129,7 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
 
 
 def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> LossOutput:
-    """The loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
+    """Return the loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
     args, drawn = run.args, batch.trajectory
     velocity, now = retake(run, run.policy.net, drawn, k)
     out = grpo_loss(now.log_prob, drawn.rollout_log_prob[:, k], batch.advantages, clip_range=args.clip_range)
@@ -137,7 +142,7 @@ def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> LossOutput:
 
 
 def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) -> tuple[Tensor, Transition]:
-    """The velocity under `net` at the k-th kept step, and the step: as sampled, bit for bit, if `net` has sampled."""
+    """Return the velocity under `net` at the k-th kept step, and the step: bit for bit as sampled, if `net` sampled."""
     x, params = drawn.x[:, k], drawn.params
     velocity = run.model.predict_velocity(net, x, drawn.sigma(k), drawn.cond, params)
     return velocity, params.rule(
@@ -146,7 +151,7 @@ def retake(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory, k: int) ->
 
 
 def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores) -> LossOutput:
-    """The loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
+    """Return the loss of the thoughts' tokens: GRPO's, and the KL to the policy before training."""
     args, now = run.args, score(run, run.policy.net, batch.trajectory).log_prob
     mask = thoughts_of(batch.trajectory).mask.to(now.device)
     out = token_grpo_loss(
@@ -163,18 +168,18 @@ def thought_loss(run: ThinkingRun[Args], batch: TrainBatch, before: TokenScores)
 
 
 def score(run: ThinkingRun[Args], net: nn.Module, drawn: Trajectory) -> TokenScores:
-    """The log-probs of the thoughts' tokens under `net`."""
+    """Return the log-probs of the thoughts' tokens under `net`."""
     return score_tokens(run.model, net, thoughts_of(drawn))
 
 
 def thoughts_of(drawn: Samples) -> TokenTrajectory:
-    """The thoughts that samples were drawn after."""
+    """Return the thoughts before these samples."""
     assert isinstance(drawn, ThoughtTrajectory)
     return drawn.thoughts
 
 
 def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tensor]:
-    """Of each batch the largest |ratio - 1| of a token between the update, before it, and the sampler."""
+    """Return the largest |ratio - 1| of a token in each batch, between the sampler and the policy before the update."""
     found = []
     for batch, before in zip(batches, old, strict=True):
         thoughts = thoughts_of(batch.trajectory)
@@ -184,7 +189,7 @@ def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tens
 
 
 def tolerance(args: Args) -> float:
-    """The largest gap that the run goes on with."""
+    """Return the largest allowed gap."""
     return {"float32": 1e-4}.get(args.dtype, torch.inf) if args.ratio_tolerance is None else args.ratio_tolerance
 
 

@@ -15,7 +15,7 @@ from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
 from omni_reward.testing import serving_here
-from omni_rl.media.images import read_picture
+from omni_rl.media.images import read_image
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
@@ -117,7 +117,7 @@ def test_a_scorer_of_edits_sees_the_references_of_each_sample(here):
 
     def score(media, prompts, meta, references):
         for sample, own in zip(meta, references, strict=True):
-            assert [p.tolist() for p in own] == [read_picture(here / name).tolist() for name in sample["images"]]
+            assert [p.tolist() for p in own] == [read_image(here / name).tolist() for name in sample["images"]]
         seen.append([sample["images"] for sample in meta])
         return [float(image.mean()) for image in media["image"]]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import CHECKPOINT, sampled
 from model_rows import ROWS
-from omni_rl.media.images import read_picture
+from omni_rl.media.images import read_image
 from omni_rl.media.write import contact_sheet
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt
@@ -86,7 +86,7 @@ def test_a_sheet_shows_what_the_engine_draws_with_the_trained_weights(tmp_path, 
     disturb(adapter_params(parts.net, "default"), 1)
     save_weights(parts.net, tmp_path / "adapter", ALONE)
 
-    images = tuple(read_picture(tmp_path / f"{i}.png") for i in range(len(ROWS[name].images)))
+    images = tuple(read_image(tmp_path / f"{i}.png") for i in range(len(ROWS[name].images)))
     prompts = [
         Prompt("a sign", i, i, seed=sample_seed(0, 0, i, 0), negative="bad and blurry", images=images) for i in range(3)
     ]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omni_rl.media.images import AllOrNone, picture_size, read_picture, reference_sizes
+from omni_rl.media.images import AllOrNone, image_size, read_image, reference_sizes
 from omni_train.prompts.files import load_prompts
 from PIL import Image
 
@@ -27,15 +27,15 @@ def picture(tmp_path):
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.JPEG", "a.webp"])
 def test_the_size_is_that_of_the_pixels(picture, name):
     path = picture(name)
-    assert picture_size(path) == (24, 16)
-    assert read_picture(path).shape == (16, 24, 3)
-    assert read_picture(path).dtype == torch.uint8
+    assert image_size(path) == (24, 16)
+    assert read_image(path).shape == (16, 24, 3)
+    assert read_image(path).dtype == torch.uint8
 
 
 def test_pixels_are_those_that_were_saved_and_a_picture_is_read_once(picture):
     path = picture("a.png")
-    assert np.array_equal(read_picture(path), np.array(Image.open(path)))
-    assert read_picture(path) is read_picture(path)
+    assert np.array_equal(read_image(path), np.array(Image.open(path)))
+    assert read_image(path) is read_image(path)
 
 
 def test_a_name_means_another_picture_in_another_folder(tmp_path, monkeypatch):
@@ -43,12 +43,12 @@ def test_a_name_means_another_picture_in_another_folder(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         monkeypatch.chdir(tmp_path / folder)
         Image.new("RGB", size).save("a.png")
-        assert read_picture(Path("a.png")).shape == (size[1], size[0], 3)
+        assert read_image(Path("a.png")).shape == (size[1], size[0], 3)
 
 
 def test_transparent_and_grey_pictures_have_three_channels(tmp_path):
     Image.new("LA", (8, 4)).save(tmp_path / "a.png")
-    assert read_picture(tmp_path / "a.png").shape == (4, 8, 3)
+    assert read_image(tmp_path / "a.png").shape == (4, 8, 3)
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
@@ -58,8 +58,8 @@ def test_a_photograph_is_turned_upright(picture, orientation):
     exif[EXIF_ORIENTATION] = orientation
     path = picture("a.png", exif=exif)
     turns = {1: 0, 3: 2, 6: 3, 8: 1}[orientation]
-    assert np.array_equal(read_picture(path), np.rot90(np.array(Image.open(path)), turns))
-    assert picture_size(path) == (read_picture(path).shape[1], read_picture(path).shape[0])
+    assert np.array_equal(read_image(path), np.rot90(np.array(Image.open(path)), turns))
+    assert image_size(path) == (read_image(path).shape[1], read_image(path).shape[0])
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.webp"])
@@ -67,17 +67,17 @@ def test_a_file_that_is_cut_short_or_something_else_is_named(picture, tmp_path, 
     path = picture(name, 64, 64)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=rf"{name} is (cut short|no \w+ image)"):
-        picture_size(path)
+        image_size(path)
     path.write_bytes(b"no picture")
     with pytest.raises(ValueError, match=rf"{name} is no \w+ image"):
-        picture_size(path)
+        image_size(path)
 
 
 def test_a_huge_picture_is_refused_before_its_pixels_are_read(picture, monkeypatch):
     path = picture("a.png")
     monkeypatch.setattr("omni_rl.media.images.MAX_PIXELS", 383)
     monkeypatch.setattr("PIL.Image.Image.load", None)
-    for read in (picture_size, read_picture):
+    for read in (image_size, read_image):
         with pytest.raises(ValueError, match=r"a\.png must have at most 383 pixels, got 24 x 16"):
             read(path)
 
@@ -87,7 +87,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_named(tmp_path, name):
     Image.new("RGB", (8, 4)).save(tmp_path / "a.gif")
     (tmp_path / "folder.png").mkdir()
     with pytest.raises(ValueError, match=rf"must name a file that exists and ends in one of .*, got .*{name}"):
-        picture_size(tmp_path / name)
+        image_size(tmp_path / name)
 
 
 def test_prompts_of_a_file_have_references_of_any_number_and_size_or_none_has_any(picture, tmp_path):

@@ -85,9 +85,9 @@ def film(kind):
 
 
 FILES = {  # the file's name, its bytes, and what reads it
-    "png": ("a.png", lambda: picture("PNG"), pictures.read_picture),
-    "jpg": ("a.jpg", lambda: picture("JPEG"), pictures.read_picture),
-    "webp": ("a.webp", lambda: picture("WEBP", lossless=True), pictures.read_picture),
+    "png": ("a.png", lambda: picture("PNG"), pictures.read_image),
+    "jpg": ("a.jpg", lambda: picture("JPEG"), pictures.read_image),
+    "webp": ("a.webp", lambda: picture("WEBP", lossless=True), pictures.read_image),
     "gif of a prompt": ("a.gif", lambda: picture("GIF", save_all=True, duration=100), media.read_video),
     "gif of a pair": ("a.gif", lambda: picture("GIF", save_all=True, duration=100), frames_of),
     "moving webp": ("a.webp", lambda: picture("WEBP", save_all=True, duration=100, lossless=True), media.read_video),

@@ -20,7 +20,7 @@ from omni_reward.scorers import load_scorer
 from omni_reward.scorers.likeness import load_likeness
 from omni_reward.scorers.sound import named_pitch
 from omni_reward.scorers.text import target_text
-from omni_rl.media.images import read_picture
+from omni_rl.media.images import read_image
 from omni_rollout import Params, Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -86,7 +86,7 @@ def test_data_are_what_the_script_writes(name, tmp_path):
     assert written == shipped != set()
     for path in shipped:
         if path.suffix == ".png":
-            assert read_picture(tmp_path / path).equal(read_picture(DATA / name / path))
+            assert read_image(tmp_path / path).equal(read_image(DATA / name / path))
         else:
             assert (tmp_path / path).read_text() == (DATA / name / path).read_text()
 
@@ -121,7 +121,7 @@ def test_the_model_is_small_and_half_taught(name):
     model = open_model(CHECKPOINTS / tiny.folder)
     engine = DiffusersEngine(model, model.load(device="cpu", dtype=torch.float32))
     prompts = [
-        Prompt(record.text, group=i, index=i, seed=i, images=tuple(map(read_picture, record.images)))
+        Prompt(record.text, group=i, index=i, seed=i, images=tuple(map(read_image, record.images)))
         for i, record in enumerate(load_prompts(DATA / tiny.prompts)[: tiny.count])
     ]
     drawn = engine.generate(prompts, tiny.params)

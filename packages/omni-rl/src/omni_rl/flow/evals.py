@@ -1,4 +1,4 @@
-"""What an evaluation draws, and what its scores say: means, the best of several samples, pass@k."""
+"""Evaluation sets, and metrics of their scores: means, the best of several samples, pass@k."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ Shown = tuple[list[dict[str, Tensor]], list[Sample]]  # media by kind of each sa
 class HeldOut(Generic[ParamsT, ScorerT]):
     """A set of prompts to evaluate on: `samples` of each, drawn with `params`.
 
-    name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: that alone grades them, if
-    not the run's.
+    name: empty for --eval.prompts. threshold: score from which on a sample passes. scorer: of this set,
+    if not the run's.
     """
 
     name: str
@@ -42,7 +42,7 @@ class HeldOut(Generic[ParamsT, ScorerT]):
 
 
 def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
-    """What a set is drawn with: the run's settings of an evaluation, but for those that the set gives."""
+    """Return the sampling parameters of a set: the run's, with those that the set gives."""
     names = {field.name for field in fields(params)} - {"guidance"}
     given = {name: value for name, value in vars(own).items() if name in names and value is not None}
     if isinstance(own, MediaEvalSet) and isinstance(params, Params):
@@ -54,7 +54,7 @@ def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
 
 
 def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
-    """Metrics of a set by their names in the log: the mean score, the best of each prompt's samples, pass@k.
+    """Return metrics of a set by their names in the log: the mean score, the best of each prompt's samples, pass@k.
 
     rewards: [P * samples], prompt by prompt; NaN where there is none.
     """
@@ -73,7 +73,7 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """The chance that of k samples, drawn from these without replacement, one passes at least.
+    """Return the chance that at least one of k samples passes, chosen from these without replacement.
 
     It estimates pass@k without bias: 1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
 
@@ -99,7 +99,7 @@ def evaluate(
 
 
 def mixed(sets: Sequence[tuple[str, Shown]]) -> Shown:
-    """The samples of all sets for the report, in turn, so that the first of them are of every set."""
+    """Return the samples of all sets in turn, so that the first of them are of every set."""
     named = [
         [
             (media, replace(row, prompt=f"{name}: {row.prompt}") if name else row)

@@ -1,4 +1,4 @@
-"""Two experts of a model, of which the first is the net at high noise levels: levels that one of them takes all of."""
+"""Noise levels for models with two experts: keep each step on one side of the boundary."""
 
 import torch
 from omni_sched import INITIAL_NOISE, step_noise
@@ -8,21 +8,21 @@ from torch import Tensor
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs
 
-NOBODY = -1  # in place of a prompt, for draws that all samples of a step share
+NO_PROMPT = -1  # in place of a prompt's index, for a random number that all samples of a step share
 
 
-def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, draw: int) -> Tensor:
-    """Uniform places [B] in (0, 1), squeezed to one side of `cut`, before which the first expert takes noise levels.
+def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float, number: int) -> Tensor:
+    """Rescale uniform places [B] in (0, 1) to one expert's side of `cut`, before which the first expert is used.
 
-    The side is drawn for the step, the same for all batches and ranks, and as often as places are there: over many
-    steps they are uniform still. Where one expert alone is trained it is that one's. draw: the number of the draw.
+    The side is random, the same for all batches and ranks of a step, and as likely as it is wide: over many steps the
+    places stay uniform. Where only one expert is trained, it is that expert's. number: of the random choice.
 
     Raises:
         ValueError: no place is on the side of the only expert that is trained.
     """
     before = "high" in run.trained
     if len(run.trained) > 1:
-        seed = sample_seed(run.args.seed, step.number, NOBODY, draw)
+        seed = sample_seed(run.args.seed, step.number, NO_PROMPT, number)
         before = bool(torch.special.ndtr(step_noise([seed], INITIAL_NOISE, (1,)).double()) < cut)
     if cut <= 0 if before else cut >= 1:
         raise ValueError(f"--train-experts {run.args.train_experts} takes none of the noise levels that are trained at")
@@ -31,7 +31,7 @@ def on_one_side(run: MediaRun[MediaArgs], step: Step, places: Tensor, cut: float
 
 
 def clamp_to_side(run: MediaRun[MediaArgs], sigma: Tensor, side: Tensor) -> Tensor:
-    """Noise levels [B] clamped to the side of the boundary on which the level `side` is."""
+    """Clamp noise levels [B] to the side of the boundary on which the level `side` is."""
     boundary = torch.tensor(run.model.boundary, dtype=sigma.dtype)
     if side >= boundary:
         return sigma.clamp(min=boundary)

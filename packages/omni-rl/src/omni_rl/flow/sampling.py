@@ -1,4 +1,4 @@
-"""Prompts to samples: the samples of a step, dealt to the ranks, drawn and shown; evaluations on fixed prompts.
+"""Prompts to samples: the samples of a step, dealt to the ranks, and their report; evaluations on fixed prompts.
 
 Letters: N samples of a step over all ranks, B samples of a batch.
 """
@@ -22,7 +22,7 @@ from omni_train.shard import gathered
 from omni_rl.flow.evals import HeldOut, Shown, describe
 from omni_rl.flow.scorers import Pending, Scorer
 from omni_rl.flow.scoring import Rollout, collect, gather_parts, gather_rewards, submit
-from omni_rl.media.images import read_picture
+from omni_rl.media.images import read_image
 from omni_rl.report import Sample
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.settings.args import MediaArgs, WindowArgs
@@ -31,9 +31,9 @@ from omni_rl.settings.args import MediaArgs, WindowArgs
 def expand_groups(
     records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int, same_start_noise: bool = False
 ) -> list[Prompt]:
-    """`group_size` samples of each prompt, group by group, each with a seed of its own.
+    """Return `group_size` samples of each prompt, group by group, each with its own seed.
 
-    same_start_noise: whether the samples of a group start from one noise.
+    same_start_noise: True if the samples of a group start from one noise.
     """
     return [
         Prompt(
@@ -42,7 +42,7 @@ def expand_groups(
             index=group * group_size + i,
             seed=sample_seed(seed, step, record.index, i),
             negative=record.negative,
-            images=tuple(map(read_picture, record.images)),
+            images=tuple(map(read_image, record.images)),
             meta=dict(record.meta),
             initial_seed=sample_seed(seed, step, record.index, 0) if same_start_noise else None,
             size=record.size,
@@ -53,7 +53,7 @@ def expand_groups(
 
 
 def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-    """The prompts whose samples can be of one batch, together."""
+    """Group the prompts whose samples can share a batch."""
     together: dict[object, list[Prompt]] = {}
     for prompt in prompts:
         together.setdefault(prompt.shapes, []).append(prompt)
@@ -61,9 +61,9 @@ def by_shapes(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
 
 
 def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 1) -> Iterator[Sequence[Prompt]]:
-    """This rank's batches: runs of `batch_size` prompts, or of `unit` where that is more, go to the ranks in turn.
+    """Yield this rank's batches: `batch_size` consecutive prompts, or `unit` if that is more, go to the ranks in turn.
 
-    unit: how many prompts in a row one rank draws all of, such as a group.
+    unit: number of consecutive prompts that one rank takes, such as a group.
     """
     per_turn = max(batch_size, unit)
     for start in range(dist.rank * per_turn, len(prompts), dist.world_size * per_turn):
@@ -72,7 +72,7 @@ def deal(prompts: Sequence[Prompt], dist: Dist, batch_size: int, *, unit: int = 
 
 
 def prompts_of(run: MediaRun[MediaArgs], step: Step, *, same_start_noise: bool = False) -> list[Prompt]:
-    """Return the N samples to draw in a training step, the same on every rank."""
+    """Return the N prompts of a training step's samples, the same on every rank."""
     args, records = run.args, run.prompts.at(step.number)
     return expand_groups(records, args.group_size, seed=args.seed, step=step.number, same_start_noise=same_start_noise)
 
@@ -132,7 +132,7 @@ def show(run: MediaRun[MediaArgs], step: Step, rollout: Rollout[Trajectory]) -> 
 
 
 def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tuple[dict[str, float], Shown]:
-    """Metrics of a set's samples, and this rank's samples for the report."""
+    """Return metrics of a set's samples, and this rank's samples for the report."""
     prompts = expand_groups(held.records, held.samples, seed=held.seed, step=-1)  # the same for every run
     # Every rank runs the same number of full batches, as sharded weights demand; what fills them up is not counted.
     filled = fill_batches(prompts, run.args.batch_size, run.dist.world_size)
@@ -155,7 +155,7 @@ def evaluate_set(run: MediaRun[MediaArgs], held: HeldOut[Params, Scorer]) -> tup
 
 
 def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> list[Prompt]:
-    """Full batches of one size each, equally many for every rank: the prompts, and some again under further indices."""
+    """Fill up batches of one size each, equally many for every rank, with copies of prompts under further indices."""
     full = [prompt for same in by_shapes(prompts) for prompt in _repeated(same, batch_size)]
     copies, seen = count(len(prompts)), set[int]()
     filled = []
@@ -166,24 +166,24 @@ def fill_batches(prompts: Sequence[Prompt], batch_size: int, num_ranks: int) -> 
 
 
 def _repeated(prompts: Sequence[Prompt], unit: int) -> list[Prompt]:
-    """The prompts, and the first of them again, up to a multiple of `unit`."""
+    """Repeat the first prompts up to a multiple of `unit`."""
     return [prompts[i % len(prompts)] for i in range(-(-len(prompts) // unit) * unit)]
 
 
 def _thoughts(batch: Samples) -> Sequence[str | None]:
-    """What was thought before each sample was drawn, if the model thinks."""
+    """Return the thought before each sample, if the model thinks."""
     return batch.thoughts.answers if isinstance(batch, ThoughtTrajectory) else [None] * len(batch)
 
 
 def _shown(batches: Sequence[Samples], scores: Sequence[Score]) -> Shown:
-    """The media of each of this rank's samples, by kind, and what the report says of them."""
+    """Return the media of each of this rank's samples, by kind, and the report's rows of them."""
     drawn = [
-        (prompt, batch.rates, said)
+        (prompt, batch.rates, thought)
         for batch in batches
-        for prompt, said in zip(batch.prompts, _thoughts(batch), strict=True)
+        for prompt, thought in zip(batch.prompts, _thoughts(batch), strict=True)
     ]
     rows = [
-        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=said)
-        for (p, rates, said), s in zip(drawn, scores, strict=True)
+        Sample(p.text, s.value, p.group, p.seed, s.details, s.abstained, p.images, rates, answer=thought)
+        for (p, rates, thought), s in zip(drawn, scores, strict=True)
     ]
     return [dict(zip(b.media, own, strict=True)) for b in batches for own in zip(*b.media.values(), strict=True)], rows

@@ -1,4 +1,4 @@
-"""What scores samples: reward servers behind a client, or a function of this process."""
+"""Scorers: reward servers behind a client, or a function in this process."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from omni_rollout import Prompt
 from omni_train.dist import Dist
 from omni_train.prompts.files import PromptRecord
 
-from omni_rl.media.images import read_picture
+from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.fields import flag, require
 
@@ -45,17 +45,17 @@ class Scorer(AnyScorer, Protocol):
 
     @property
     def takes_references(self) -> bool:
-        """Whether it wants the pictures that the samples were made from."""
+        """True if it takes the images that the samples were made from."""
 
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
-        """The future scores of N samples, as `omni_reward.RewardClient.submit` gives them."""
+        """Return the future scores of N samples, as `omni_reward.RewardClient.submit` does."""
 
 
 class TextScorer(AnyScorer, Protocol):
     """A scorer of texts."""
 
     def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
-        """The future scores of answers to prompts, in order, of some after the other."""
+        """Return the future scores of answers to prompts, in order, in one request or several."""
 
 
 class LocalScorer:
@@ -68,7 +68,7 @@ class LocalScorer:
         self.busy_s = 0.0
 
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
-        """Scores that are there at once."""
+        """Return scores that are already known."""
         start = time.perf_counter()
         future: Pending = Future()
         future.set_result(self.grade(media, prompts))
@@ -95,9 +95,9 @@ def connect(
     name: str = "--scorer.url",
     parts: Sequence[str] = (),
 ) -> tuple[RewardClient, str]:
-    """A client of the scorer at one URL, or of equal ones at several with commas between, and its name and version.
+    """Open a client of the scorer at one URL or of equal ones at several, with commas between; return its version too.
 
-    Each server has scored a canary: a sample with the text, meta and references of a prompt.
+    Each server scores a canary first: a sample with the text, meta and references of a prompt.
 
     kinds: of media that the model draws, of which the scorer may take some. samples: of these kinds, a canary's; others
     are the client's own. name: of the flag that holds the URLs.
@@ -124,7 +124,7 @@ def connect(
         media = (
             {kind: samples[kind] for kind in info["media"]} if info["media"] in [[kind] for kind in samples] else None
         )
-        references = [[read_picture(path).numpy() for path in canary.images]] if client.takes_references else None
+        references = [[read_image(path).numpy() for path in canary.images]] if client.takes_references else None
         require((references != [[]], f"{name} must be a scorer without references, as the prompts name no images"))
         replies = client.check(media, [canary.text], [canary.meta], references)
     except RewardError as exc:

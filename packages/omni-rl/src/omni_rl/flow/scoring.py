@@ -1,4 +1,4 @@
-"""Scores of a step's samples to batches to train on: asking without waiting, rewards of all ranks, advantages.
+"""From the scores of a step's samples to batches to train on: requests, rewards of all ranks, advantages.
 
 Where a rank samples whole groups, and each is divided by its own deviation or by none, the advantages of a batch need
 only the scores of its own groups. The first minibatch then waits for no more than these, batch by batch. Batches keep
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pending:
-    """The scores to come of a batch, or of these samples of it."""
+    """Return the future scores of a batch, or of these samples of it."""
     media = {kind: samples.media[kind][rows].cpu().numpy() for kind in scorer.kinds}
     prompts = samples.prompts[rows]
     references = [[image.numpy() for image in p.images] for p in prompts] if scorer.takes_references else None
@@ -44,7 +44,7 @@ def submit(scorer: Scorer, samples: Samples, rows: slice = slice(None)) -> Pendi
 
 
 def collect(dist: Dist, pending: Sequence[Pending]) -> list[Score]:
-    """The scores [n] of this rank's samples, in the order of its batches; waits for them.
+    """Wait for the scores [n] of this rank's samples, and return them in the order of its batches.
 
     Raises:
         RewardError: the scorer failed for some rank, or what it is asked cannot be sent; raised on every rank, so that
@@ -86,17 +86,17 @@ class Rollout(Generic[BatchT]):
 
 
 def gather_rewards(dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], groups: Tensor) -> Tensor:
-    """The rewards [N] of all ranks' samples, as `rewards_of` has them."""
+    """Return the rewards [N] of all ranks' samples, as `rewards_of` does."""
     return rewards_of(_in_order(dist, batches, values_of(scores), len(groups)), groups)
 
 
 def values_of(scores: Sequence[Score]) -> list[float]:
-    """The value of each score; NaN where there is none, infinite where its group is to be left out."""
+    """Return the value of each score; NaN if there is none, infinite if its group is to be left out."""
     return [math.inf if s.mask_group else math.nan if s.value is None else s.value for s in scores]
 
 
 def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
-    """The rewards [N] of samples with these values [N] of their scores, in whole groups [N]; NaN where there is none.
+    """Return the rewards [N] of samples in whole groups [N] from the values [N] of their scores; NaN for no reward.
 
     A group has none at all where the client asked to leave it out, or where it has several samples and fewer than two
     scores, which compare nothing.
@@ -110,7 +110,7 @@ def rewards_of(values: Tensor, groups: Tensor) -> Tensor:
 def gather_parts(
     dist: Dist, batches: Sequence[Samples], scores: Sequence[Score], names: Sequence[str], rewards: Tensor
 ) -> Tensor:
-    """The named parts [N, names] of all ranks' scores; NaN where there is none, or no reward.
+    """Return the named parts [N, names] of all ranks' scores; NaN where there is none, or no reward.
 
     Raises:
         RuntimeError: no score has a part of that name.
@@ -138,7 +138,7 @@ def rewards_at(run: AnyRun, step: Step, rollout: Rollout[Any], groups: Tensor | 
     groups, scores = rollout.groups if groups is None else groups, rollout.scores
     rewards = gather_rewards(run.dist, rollout.batches, scores, groups)
     if rewards.isnan().all():
-        if run.args.on_failure == "raise":
+        if run.args.scorer.on_failure == "raise":
             reason = printable(str(scores[0].abstained))
             raise RuntimeError(f"the scorer gave no score for any of {len(rewards)} samples: {reason}")
         step.metrics["reward/abstained_ratio"] = 1.0
@@ -187,7 +187,7 @@ def part_advantages(args: JudgedArgs, dist: Dist, rollout: Rollout[Trajectory], 
 
 
 class Grades(NamedTuple):
-    """What scores say of B samples: advantages [B], or [B, M] of M streams, and weights [B], which None sets to 1."""
+    """Advantages [B] of B samples, or [B, M] of M streams, and weights [B], where None is 1."""
 
     advantages: Tensor
     weights: Tensor | None = None
@@ -309,9 +309,9 @@ def _own_grades(run: MediaRun[GroupArgs], batch: Trajectory, rollout: Rollout[Tr
 def keep_samples(
     advantages: Tensor, rewards: Tensor, groups: Tensor, *, best_worst: int, drop_silent_groups: bool
 ) -> Tensor:
-    """Mask [N] of the samples to train on: the best and worst of each group, `best_worst` in all (0: all of it).
+    """Return a mask [N] of the samples to train on: the best and worst of each group, `best_worst` in all (0: all).
 
-    drop_silent_groups: leave out groups whose samples all score alike. A sample whose reward is NaN is left out by
+    drop_silent_groups: leave out groups whose samples have equal scores. A sample whose reward is NaN is left out by
     either choice.
     """
     advantages = advantages.masked_fill(rewards.isnan(), math.nan)
@@ -366,11 +366,11 @@ def split_steps(batches: Sequence[TrainBatch], shares: int, parts: int) -> list[
 def repack(
     dist: Dist, batches: Sequence[Trajectory], advantages: Tensor, keep: Tensor, *, num_minibatches: int
 ) -> list[TrainBatch]:
-    """The kept samples in the fewest full batches, equally many on every rank and in every minibatch.
+    """Put the kept samples into the fewest full batches, equally many on every rank and in every minibatch.
 
     A minibatch keeps to its own consecutive share of the rank's batches, a batch to one size. Places that are left over
-    are filled with samples of weight 0, spread evenly over the batches of a size. The weights make a minibatch's mean
-    over all places that over its kept samples of all ranks.
+    are filled with samples of weight 0, spread evenly over the batches of a size. The weights turn the mean over
+    all places of a minibatch into the mean over its kept samples of all ranks.
     """
     size, share = len(batches[0]), len(batches) // num_minibatches
     parts = [by_size(batches[i : i + share]) for i in range(0, len(batches), share)]  # per minibatch and size
@@ -393,7 +393,7 @@ def repack(
 
 
 def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
-    """The batches of each height and width, and of each number and shapes of references."""
+    """Group batches by height and width, and by number and shapes of references."""
     together: dict[object, list[Trajectory]] = {}
     for batch in batches:
         _, references = batch.prompts[0].shapes
@@ -402,7 +402,7 @@ def by_size(batches: Sequence[Trajectory]) -> list[list[Trajectory]]:
 
 
 def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]:
-    """The counts, raised in turn as far as each may be until their sum is `total`."""
+    """Raise the counts in turn, each up to its bound, until their sum is `total`."""
     filled, left = [], total - sum(counts)
     for count, bound in zip(counts, most, strict=True):
         more = min(left, bound - count)
@@ -412,13 +412,13 @@ def _filled(counts: Sequence[int], most: Sequence[int], total: int) -> list[int]
 
 
 def _in_order(dist: Dist, batches: Sequence[Samples], values: Sequence[float], total: int) -> Tensor:
-    """A number for each of this rank's samples -> those of all ranks, [total]."""
+    """Return the numbers [total] of all ranks' samples from this rank's."""
     indices = torch.tensor([prompt.index for batch in batches for prompt in batch.prompts])
     return gather_by_index(dist, indices, torch.tensor(values), total)
 
 
 def _pick(batches: Sequence[Trajectory], places: Tensor) -> Trajectory:
-    """The samples at ascending places [B], counted through equal batches, without padding that none of them needs."""
+    """Return the samples at ascending places [B], counted through equal batches, without needless padding."""
     size = len(batches[0])
     found = places // size
     return Trajectory.cat([batches[i].select(places[found == i] % size) for i in found.unique().tolist()]).trim()

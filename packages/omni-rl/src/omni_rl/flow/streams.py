@@ -1,9 +1,9 @@
-"""The frames and the sound of one sample apart: advantages of each, and a loss that weighs both.
+"""Separate losses of the frames and the sound of one sample, with an advantage each, and their weighted sum.
 
-A joint latent holds one stream after the other. The log-probability of all of it is a mean over elements, in which the
-frames, of which there are many, leave the sound little say, and one advantage moves both whatever was judged. Here each
-stream m has a share s_m of the loss, and an advantage of its own: the sum over the rewards that judge m, alone or with
-the other stream (the modality-wise routing of OmniNFT, arXiv 2605.12480).
+A joint latent holds one stream after the other. Its log-probability is a mean over elements: the many elements of the
+frames outweigh those of the sound, and one advantage moves both. Here each stream m has a share s_m of the loss and its
+own advantage: the sum over the rewards that judge m, with or without the other stream (the modality-wise routing of
+OmniNFT, arXiv 2605.12480).
 
     L = sum_m s_m L_m(stream m, A_m)
 
@@ -27,12 +27,12 @@ def shares_of(run: MediaRun[JudgedArgs]) -> tuple[float, ...]:
 
 
 def of_stream(values: Tensor, m: int) -> Tensor:
-    """The m-th column of values [B, M], or values [B] that all streams share."""
+    """Return the m-th column of values [B, M], or values [B] that all streams share."""
     return values[:, m] if values.dim() > 1 else values
 
 
 def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
-    """The losses of the streams, and their metrics, in these shares; of a largest deviation the largest."""
+    """Add the losses and metrics of the streams in these shares; of a largest deviation take the maximum."""
 
     def added(values: Sequence[Tensor]) -> Tensor:
         return torch.stack([share * value for share, value in zip(shares, values, strict=True)]).sum()
@@ -43,7 +43,7 @@ def add_up(losses: Sequence[LossOutput], shares: Sequence[float]) -> LossOutput:
 
 
 def over_streams(loss_of: Callable[..., LossOutput], shares: Sequence[float]) -> Callable[..., LossOutput]:
-    """The policy loss `loss_of` of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
+    """Return the policy loss of log-probabilities [B, M], with advantages [B] or [B, M] and weights [B] or None."""
 
     def loss(log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor, *, weights: Tensor | None) -> LossOutput:
         own = [

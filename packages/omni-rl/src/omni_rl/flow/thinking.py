@@ -1,4 +1,4 @@
-"""Scores of samples that a thought came before: a scorer of what was drawn, and rules for what was thought."""
+"""Scores of images with thoughts: a scorer of the images, and rules for the thoughts."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -13,7 +13,7 @@ FLAG = "--thought-reward"
 
 
 class ThoughtScorer:
-    """A scorer of what was drawn, and rules for the thoughts before: the sum of both, which are parts of the score."""
+    """A scorer of images, and rules for the thoughts before: a score is the sum of both, which are its parts."""
 
     def __init__(self, scorer: Scorer, rules: Rules) -> None:
         self.scorer, self.rules = scorer, rules
@@ -25,15 +25,15 @@ class ThoughtScorer:
         return self.scorer.busy_s
 
     def submit(self, media: Arrays, prompts: Sequence[str], meta: Metas, references: References = None) -> Pending:
-        """The future scores of N samples, whose meta say the `thought`."""
-        said: Pending = Future()
+        """Return the future scores of N samples, whose meta hold the `thought`."""
+        thought: Pending = Future()
         try:
-            said.set_result(grade(self.rules, [str(each["thought"]) for each in meta], meta))
+            thought.set_result(grade(self.rules, [str(each["thought"]) for each in meta], meta))
         except Exception as exc:  # a user's function may raise anything
             failed = RewardError(f"a rule of {FLAG} fails: {type(exc).__name__}: {exc}")
             failed.__cause__ = exc
-            said.set_exception(failed)
-        return _Sum(self.scorer.submit(media, prompts, meta, references), said)
+            thought.set_exception(failed)
+        return _Sum(self.scorer.submit(media, prompts, meta, references), thought)
 
     def close(self) -> None:
         """Free what the scorer holds."""
@@ -43,20 +43,20 @@ class ThoughtScorer:
 class _Sum(Future[list[Score]]):
     """The sums of scores that are still to come."""
 
-    def __init__(self, drawn: Pending, said: Pending) -> None:
+    def __init__(self, image: Pending, thought: Pending) -> None:
         super().__init__()
-        self.drawn, self.said = drawn, said
+        self.image, self.thought = image, thought
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """What either of them failed with, if one did; waits for both."""
-        return self.drawn.exception(timeout) or self.said.exception(timeout)
+        """Return the error of either, if there is one; waits for both."""
+        return self.image.exception(timeout) or self.thought.exception(timeout)
 
     def result(self, timeout: float | None = None) -> list[Score]:
-        """Of each sample the sum; none where what was drawn has no score."""
-        pairs = zip(self.drawn.result(timeout), self.said.result(timeout), strict=True)
-        return [drawn if drawn.value is None else _add(drawn, said) for drawn, said in pairs]
+        """Return the sum for each sample; none if the image has no score."""
+        pairs = zip(self.image.result(timeout), self.thought.result(timeout), strict=True)
+        return [image if image.value is None else _add(image, thought) for image, thought in pairs]
 
 
-def _add(drawn: Score, said: Score) -> Score:
-    parts = {"image": float(drawn.value or 0.0), "thought": float(said.value or 0.0)}
-    return replace(drawn, value=sum(parts.values()), parts=parts, details={**drawn.details, **parts})
+def _add(image: Score, thought: Score) -> Score:
+    parts = {"image": float(image.value or 0.0), "thought": float(thought.value or 0.0)}
+    return replace(image, value=sum(parts.values()), parts=parts, details={**image.details, **parts})

@@ -50,7 +50,7 @@ class RuleScorer:
         return self._busy_s + (self.client.busy_s if self.client else 0.0)
 
     def submit(self, answers: Sequence[str], prompts: Sequence[Prompt]) -> list[Pending]:
-        """The future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
+        """Return the future scores, or the RewardErrors of rules that fail: all ranks then save and end."""
         start, size = time.perf_counter(), self.size or len(answers)
         pieces = [slice(i, i + size) for i in range(0, len(answers), size)] if self.client else [slice(None)]
         asked = [self._ask(self.client, answers[piece], prompts[piece]) if self.client else None for piece in pieces]
@@ -66,7 +66,7 @@ class RuleScorer:
             self.client.close()
 
     def _ask(self, client: RewardClient, answers: Sequence[str], prompts: Sequence[Prompt]) -> Pending:
-        """What the server will say."""
+        """Ask the server."""
         future: Pending = Future()
         try:
             references = [[image.numpy() for image in p.images] for p in prompts] if client.takes_references else None
@@ -77,7 +77,7 @@ class RuleScorer:
         return future
 
     def _grade(self, answers: Sequence[str], prompts: Sequence[Prompt], asked: Pending | None) -> Pending:
-        """The rewards of what the rules say now and what the server will."""
+        """Return the future rewards of the rules and the server."""
         future: Pending = Future()
         metas = [p.meta for p in prompts]
         try:
@@ -94,7 +94,7 @@ class RuleScorer:
         return future
 
     def _settle(self, future: Pending, own: Sequence[Mapping[str, float]], asked: Pending) -> None:
-        """Add what the server has said, in a thread of the client."""
+        """Add the server's scores, in a thread of the client."""
         try:
             future.set_result([self._sum(*both) for both in zip(own, asked.result(), strict=True)])
         except RewardError as exc:
@@ -103,7 +103,7 @@ class RuleScorer:
             future.set_exception(RewardError(f"--scorer.url: {exc}", fatal=True))
 
     def _sum(self, own: Mapping[str, float], other: Score) -> Score:
-        """The reward of the server's score and of what the rules say, with each in the parts."""
+        """Return the reward of the server's score and the rules' values, with each in the parts."""
         reward = self.rules.reward
         if other.value is None or reward.is_plain:
             return other
@@ -127,7 +127,7 @@ def evaluate_set(run: TokenRun[TokenArgs], held: HeldOut[TokenParams, TextScorer
 
 
 def prompts_of(records: Sequence[PromptRecord], group_size: int, *, seed: int, step: int) -> list[Prompt]:
-    """`group_size` samples of each prompt, group by group, each with a seed of its own, and with their media."""
+    """Return `group_size` samples of each prompt, group by group, each with its own seed, and with their media."""
     samples = expand_groups(records, group_size, seed=seed, step=step)
     return [with_media(sample, records[sample.group]) for sample in samples]
 
@@ -178,7 +178,7 @@ def lengths_of(dist: Dist, batches: Sequence[TokenTrajectory], total: int) -> tu
 
 
 def _generate(engine: TokenEngine, dealt: Sequence[Sequence[Prompt]], params: TokenParams) -> Iterator[TokenTrajectory]:
-    """The answers to batches of prompts, one by one, or all at once from an engine that cuts batches itself."""
+    """Yield the answers to batches of prompts, from one call each or one call for all if the engine cuts batches."""
     if engine.shares_weights:
         yield from (engine.generate(own, params) for own in dealt)
         return
@@ -194,14 +194,14 @@ def show_answers(run: TokenRun[TokenArgs], step: Step, rollout: Rollout[TokenTra
 
 
 def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown:
-    """The media of each of this rank's prompts, by kind, and what the report says of the answers."""
+    """Return the media of each of this rank's prompts, by kind, and the report's rows of the answers."""
     media, rows = [], []
     drawn = [(p, answer) for batch in batches for p, answer in zip(batch.prompts, batch.answers, strict=True)]
     for (p, answer), score in zip(drawn, scores, strict=True):
         own = {"image": p.images[0] if p.images else None, "video": p.video, "audio": p.audio}
         media.append({kind: tensor for kind, tensor in own.items() if tensor is not None})
-        said = (score.value, p.group, p.seed, score.details, score.abstained, p.images[1:], p.rates)
-        rows.append(Sample(p.text, *said, answer=answer))
+        facts = (score.value, p.group, p.seed, score.details, score.abstained, p.images[1:], p.rates)
+        rows.append(Sample(p.text, *facts, answer=answer))
     return media, rows
 
 
@@ -209,8 +209,8 @@ def _shown(batches: Sequence[TokenTrajectory], scores: Sequence[Score]) -> Shown
 class TokenBatch:
     """Answers of one forward of an update. advantages: [B]. weights: [B], of each token of an answer; 0 fills up.
 
-    by_answer, by_token: its answers and tokens over those of the mean forward of all ranks. A metric times one of them
-    is, in the mean over forwards and ranks, a mean over all answers or tokens.
+    by_answer, by_token: this batch's answers (tokens) relative to the average forward, which weigh metrics that are
+    averaged over forwards and ranks.
     """
 
     trajectory: TokenTrajectory
@@ -234,7 +234,7 @@ class TokenBatch:
 def pack(
     run: TokenRun[TokenArgs], batches: Sequence[TokenTrajectory], advantages: Tensor, keep: Tensor, *, mean: TokenMean
 ) -> list[list[TokenBatch]]:
-    """This rank's batches of each minibatch, equally many on every rank, with the weights of a mean over all ranks.
+    """Return this rank's batches of each minibatch, equally many on every rank, with weights of a mean over all ranks.
 
     A minibatch is a consecutive share of the samples that are kept. A batch holds answers of like length, at most
     --batch-size, and with their prompts and padding at most --tokens-per-batch tokens.
@@ -266,7 +266,7 @@ def pack(
 
 
 def _cut(rows: Sequence[int], sizes: Sequence[tuple[int, int]], most: int, budget: int) -> list[list[int]]:
-    """Rows, the longest first, in batches of at most `most`, and of at most `budget` tokens (0: any) if one fits.
+    """Cut rows, the longest first, into batches of at most `most`, and at most `budget` tokens (0: any) if one fits.
 
     sizes: tokens of the prompt and of the answer; each is padded to the batch's longest.
     """

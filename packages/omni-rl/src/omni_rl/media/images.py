@@ -34,7 +34,7 @@ def decoding(path: Path, kind: str) -> Iterator[None]:
         raise ValueError(f"{path} is no {kind}: {str(exc) or type(exc).__name__}") from exc
 
 
-def picture_size(path: Path) -> tuple[int, int]:
+def image_size(path: Path) -> tuple[int, int]:
     """Return (width, height) in pixels, upright; reads the header and the last bytes, a PNG without EXIF to its end.
 
     Raises:
@@ -58,11 +58,11 @@ def picture_size(path: Path) -> tuple[int, int]:
     return size
 
 
-def read_picture(path: Path) -> "Tensor":
+def read_image(path: Path) -> "Tensor":
     """Return the pixels of an image, upright, uint8 [H, W, 3]; a cached tensor.
 
     Raises:
-        ValueError: as `picture_size`, or its pixels are damaged.
+        ValueError: as `image_size`, or its pixels are damaged.
     """
     return _pixels(path.resolve(), path.stat().st_mtime_ns)
 
@@ -72,7 +72,7 @@ def _pixels(path: Path, changed_ns: int) -> "Tensor":
     import numpy as np
     import torch
 
-    picture_size(path)  # before its pixels take memory
+    image_size(path)  # before its pixels take memory
     with decoding(path, "whole image"), Image.open(path) as image:
         return torch.from_numpy(np.array(ImageOps.exif_transpose(image).convert("RGB")))
 
@@ -81,9 +81,9 @@ def reference_sizes(record: PromptRecord) -> list[tuple[int, int]]:
     """Return (height, width) of each of a prompt's references.
 
     Raises:
-        ValueError: as `picture_size`.
+        ValueError: as `image_size`.
     """
-    return [picture_size(path)[::-1] for path in record.images]
+    return [image_size(path)[::-1] for path in record.images]
 
 
 class AllOrNone:

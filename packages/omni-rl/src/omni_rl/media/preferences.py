@@ -7,7 +7,7 @@ from omni_train.hub import real_roots
 from omni_train.prompts.files import PromptRecord, load_prompts
 from safetensors import SafetensorError, safe_open
 
-from omni_rl.media.images import FORMATS, picture_size, read_picture
+from omni_rl.media.images import FORMATS, image_size, read_image
 from omni_rl.media.videos import VIDEOS, read_video, video_facts
 from omni_rl.settings.fields import flag
 
@@ -59,7 +59,7 @@ def read_latent(model: "Model", parts: "Parts", path: Path, params: "Params") ->
     elif "audio" in model.MEDIA:
         raise ValueError(f"{path} must be the .safetensors file of a latent, as the model generates sound")
     else:
-        frames = read_video(path)[0] if _is_video(path) else read_picture(path)[None]
+        frames = read_video(path)[0] if _is_video(path) else read_image(path)[None]
         media = {"video": frames[None]} if "video" in model.MEDIA else {"image": frames}
         x0 = model.encode_media(parts, media, params)[0]
     if x0.shape != shape:
@@ -88,7 +88,7 @@ def _check_file(path: Path, shape: tuple[int, int, int], frame_rate: float) -> N
                 return
         except SafetensorError as exc:
             raise ValueError(f"{path} is no whole safetensors file: {exc}") from exc
-    *found, fps = video_facts(path) if _is_video(path) else (1, *picture_size(path)[::-1], frame_rate)
+    *found, fps = video_facts(path) if _is_video(path) else (1, *image_size(path)[::-1], frame_rate)
     if tuple(found) != shape:
         raise ValueError(f"{path} must be {_described(*shape)}, got {_described(*found)}")
     if shape[0] > 1 and abs(fps / frame_rate - 1) > MAX_SPEED_ERROR:

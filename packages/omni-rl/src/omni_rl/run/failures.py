@@ -1,7 +1,7 @@
 """Error reporting for a distributed run: one message from one rank, with rank, phase and remedy.
 
-`told` is what the ranks told each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or "" where
-another rank is the cause. A rank that told nothing hangs or was killed.
+`reports` are what the ranks sent each other (`omni_train.dist.tell_failure`): by rank, the phase and the error, or ""
+where another rank is the cause. A rank without a report hangs or was killed.
 """
 
 import os
@@ -56,19 +56,19 @@ class BrokenRunError(RuntimeError):
 
 
 def say_mistake(mistake: Exception) -> None:
-    """One line about what is wrong with the settings."""
+    """Print one line about a mistake in the settings."""
     if _speaks(tell_failure(str(mistake))):
         print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
 
 
 def say_failure(failure: BrokenRunError) -> None:
-    """The traceback, what broke where, what to change, and the command that continues."""
+    """Print the traceback, what broke where, what to change, and the command that continues."""
     is_echo = is_lost_rank(failure.cause)
-    told = tell_failure("" if is_echo else str(failure))
-    if not _speaks(told):
+    reports = tell_failure("" if is_echo else str(failure))
+    if not _speaks(reports):
         return
     traceback.print_exception(failure.cause)
-    message = describe(told, int(os.environ.get("WORLD_SIZE", "1")))
+    message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
     parts = (
         f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
         advice(failure.cause),
@@ -78,20 +78,20 @@ def say_failure(failure: BrokenRunError) -> None:
     print("\n".join(parts), file=sys.stderr, flush=True)
 
 
-def describe(told: Mapping[int, str], num_ranks: int) -> str:
-    """The ranks with what befell them, ranks with the same words in one line; or the ranks that told nothing."""
+def describe(reports: Mapping[int, str], num_ranks: int) -> str:
+    """Return one line per distinct error with its ranks, or the ranks that sent none."""
     ranks_by_cause: dict[str, list[str]] = {}
-    for rank in sorted(rank for rank, cause in told.items() if cause):
-        ranks_by_cause.setdefault(told[rank], []).append(str(rank))
+    for rank in sorted(rank for rank, cause in reports.items() if cause):
+        ranks_by_cause.setdefault(reports[rank], []).append(str(rank))
     if ranks_by_cause:
         return "\n".join(f"rank {', '.join(ranks)}, {cause}" for cause, ranks in ranks_by_cause.items())
-    silent = [str(rank) for rank in range(num_ranks) if rank not in told]
+    silent = [str(rank) for rank in range(num_ranks) if rank not in reports]
     who = f"{'one of the ranks' if len(silent) > 1 else 'rank'} {', '.join(silent)} was killed or hangs"
-    return f"{who if silent else 'the ranks lost each other'}; rank {min(told)} waited for it"
+    return f"{who if silent else 'the ranks lost each other'}; rank {min(reports)} waited for it"
 
 
 def advice(error: BaseException) -> str:
-    """What to change, by the kind of error."""
+    """Return what to change, by the kind of error."""
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
@@ -112,6 +112,6 @@ def advice(error: BaseException) -> str:
     return "This is not a mistake in the settings: the traceback above tells where it happened."
 
 
-def _speaks(told: Mapping[int, str]) -> bool:
-    """Whether this rank prints: of the ranks that know the cause, or else of all that told something, the first."""
-    return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in told.items() if cause] or told)
+def _speaks(reports: Mapping[int, str]) -> bool:
+    """Return True if this rank prints: the first that knows the cause, or else the first that sent a report."""
+    return int(os.environ.get("RANK", "0")) == min([rank for rank, cause in reports.items() if cause] or reports)

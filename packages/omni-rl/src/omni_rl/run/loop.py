@@ -31,7 +31,7 @@ from omni_rl.settings.fields import flat
 
 
 class Loop:
-    """The training steps of a run that are left; the `with` block closes its log, and after success the run."""
+    """The remaining training steps of a run; the `with` block closes its log, and after success the run."""
 
     def __init__(self, run: AnyRun) -> None:
         self.run = run
@@ -71,7 +71,7 @@ class Loop:
         return iter(self.run.world.steps(self.run, self._left()))
 
     def _left(self) -> Iterator[Step]:
-        """The steps that are left, with what happens before, between and after them."""
+        """Yield the steps that are left, and do what happens before, between and after them."""
         run, args = self.run, self.run.args
         if args.eval.only:
             return self._evaluate_alone()
@@ -109,15 +109,15 @@ class Loop:
         self._conclude("report and metrics")
 
     def _conclude(self, written: str) -> None:
-        """Print the held-out scores of each set, and where there is more of them."""
-        told = []
+        """Print the held-out scores of each set, and the folder with all results."""
+        changes = []
         for held in self.run.held_out:
             scores = [line[held.metric("reward")] for line in self._evals if held.metric("reward") in line]
             if scores:
                 ends = scores[:: max(1, len(scores) - 1)]  # first and last
-                told.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
+                changes.append(f"{held.name or 'held-out score'} {' -> '.join(f'{score:.3f}' for score in ends)}")
         if self.run.dist.is_main:
-            print(f"{', '.join(told) or 'no held-out score'}; {written} in {self.run.session.folder}", flush=True)
+            print(f"{', '.join(changes) or 'no held-out score'}; {written} in {self.run.session.folder}", flush=True)
 
     def _save(self) -> None:
         """Begin a checkpoint of the finished steps, unless there is one."""
@@ -128,7 +128,7 @@ class Loop:
             self._saved = self._done
 
     def _finish(self, step: Step) -> bool:
-        """Evaluate, log and save where it is time to; whether the run has been asked to stop."""
+        """Evaluate, log and save when due; return True if the run has been asked to stop."""
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
         flops = run.flops.total(run.calls) if run.flops else {}
@@ -147,7 +147,7 @@ class Loop:
                 run.session.checkpoints.poll()
                 if is_time:  # after the line: none must be lost
                     self._save()
-                if is_last or not done:  # lines of trained steps without a checkpoint could be continued by nobody
+                if is_last or not done:  # lines of trained steps without a checkpoint could not be continued
                     run.session.checkpoints.wait()
         if stopping and done < args.train_steps and run.dist.is_main:
             print(f"stopped after step {done}; this continues:\n{resume_command()}", flush=True)
@@ -155,9 +155,9 @@ class Loop:
 
 
 def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[str, float]:
-    """Metrics of the held-out prompts under the averaged weights, which a run that trains exports to runs/NAME/weights.
+    """Return metrics of the held-out prompts under the averaged weights; a run that trains exports these weights.
 
-    evals: metrics of the evaluations so far, to which it adds its own.
+    evals: metrics of the evaluations so far; this one is appended.
     """
     with run.policy.ema.applied():
         run.sync_weights(done)
@@ -173,7 +173,7 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
 
 
 def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
-    """The facts of the model card beside the weights, whose held-out scores are the last ones."""
+    """Return the facts of the model card, with the latest held-out scores."""
     first = {"held-out, base": evals[0]["eval/reward"]} if len(evals) > 1 else {}
     more = {
         f"held-out, {h.name}": evals[-1][h.metric("reward")]

@@ -120,8 +120,10 @@ def read_all(
     has_streams = isinstance(args, JudgedArgs) and args.has_streams
     streams = model.streams(params) if has_streams else {}
     require(
-        (not has_streams or streams, "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
-        (not has_streams or len(sizes) == 1, "--streams.sound-weight and --streams.reward-media need prompts of one size"),
+        (not has_streams or streams,
+         "--streams.sound-weight and --streams.reward-media need a model that draws video with sound"),
+        (not has_streams or len(sizes) == 1,
+         "--streams.sound-weight and --streams.reward-media need prompts of one size"),
         (not needs.routes or routing_of(model.empty_net()),
          "--route-replay needs a model that is a mixture of experts"),
     )  # fmt: skip

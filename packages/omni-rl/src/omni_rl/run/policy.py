@@ -42,7 +42,7 @@ class Policy:
 
     @contextmanager
     def as_old(self) -> Iterator[None]:
-        """Within the `with` block `net` is the old policy."""
+        """Make `net` the old policy in the `with` block."""
         with self.old.applied() if self.old else lora.adapter(self.net, "old"):
             if self.old:
                 reshard(self.net)
@@ -59,7 +59,7 @@ class Policy:
 
     @contextmanager
     def reference(self) -> Iterator[nn.Module]:
-        """Yield the policy as it was before training, for the length of the `with` block."""
+        """Yield the policy as it was before training."""
         if self.reference_net is not None:
             yield self.reference_net
         else:
@@ -68,7 +68,7 @@ class Policy:
 
     @contextmanager
     def teacher(self, name: str) -> Iterator[nn.Module]:
-        """Yield the teacher of that name, for the length of the `with` block."""
+        """Yield the teacher of that name."""
         if name in self.teachers:
             yield self.teachers[name]
         else:

@@ -1,4 +1,4 @@
-"""torchrun for one machine, which says nothing itself and ends with the exit code of the rank that failed first.
+"""torchrun for one machine: quiet, and with the exit code of the rank that failed first.
 
     python -m omni_rl.run.ranks --nproc-per-node 2 train.py FLAGS
 
@@ -52,7 +52,7 @@ def launch(words: Sequence[str]) -> None:
 def pass_interrupts_on(ranks: PContext) -> None:
     """Send the ranks every Ctrl-C, which a terminal does not as each has a session of its own; the third one kills.
 
-    torchrun sends the first one alone, waits at the second, and at the third ends while they go on.
+    torchrun sends only the first one, waits at the second, and at the third ends while they go on.
     """
     count = 0
 

@@ -91,7 +91,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Within the `with` block, time counts as `time/<name>_s`, and what breaks is said to break in this phase."""
+        """Time the block as `time/<name>_s`, and report errors in it under this phase."""
         policy = self.policy
         with self.session.log.phase(name), gathered(policy.net) if name in policy.unshard else nullcontext():
             yield
@@ -118,7 +118,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
 
     @contextmanager
     def updating(self, step: "Step") -> Iterator[None]:
-        """Within the `with` block the engine sleeps; afterwards the moving average follows the new weights."""
+        """Let the engine sleep in the block, then update the moving average of the weights."""
         step.metrics |= self.memory("rollout_")
         with self.phase("update"):
             if self.sleeps:
@@ -131,18 +131,18 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
                 self.engine.wake()
 
     def sync(self, step: "Step", *, version: int | None = None) -> None:
-        """Bring the weights to the engine, as those after `version` training steps; None is the step and all before."""
+        """Send the weights to the engine as `version` (default: the number of finished steps with this one)."""
         with self.phase("sync"):
             step.metrics["perf/sync_mb"] = self.sync_weights(step.number + 1 if version is None else version) / 2**20
 
     def sync_weights(self, version: int) -> int:
-        """Bring the weights to the engine; the bytes that were copied. Every rank calls it."""
+        """Send the weights to the engine; return the bytes that were copied. Every rank calls it."""
         self.engine.load_weights(() if self.engine.shares_weights else named_weights(self.policy.net), version=version)
         self.version = version
         return self.engine.moved_bytes
 
     def memory(self, when: str, *, peak: bool = False) -> dict[str, float]:
-        """Metrics of the memory in use, and of the most that ever was."""
+        """Return metrics of the memory in use, and of its peak."""
         now = memory(self.dist.device)
         return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
 
@@ -212,7 +212,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
             self.load = ExpertLoad(routing, counts=lambda: self.session.log.last_phase == "rollout")
 
     def close(self) -> None:
-        """Free what samples and scores."""
+        """Close the engine and the scorers, and release the folder."""
         for scorer in (self.scorer, self.watch, *(held.scorer for held in self.held_out)):
             if scorer:
                 scorer.close()
@@ -236,7 +236,7 @@ def first_input(kwargs: Mapping[str, Tensor], args: tuple[Tensor, ...]) -> tuple
 class Step:
     """One training step: its `number`, counted from 0, and the `metrics` to log of it.
 
-    has_signal: True if any sample of any rank has an advantage; a trainer that can tell sets it. settle: grades the
+    has_signal: True if any sample of any rank has an advantage; set by trainers that know it. settle: grades the
     samples of all ranks, on every rank, where the update began before all scores were there; see `flow.scoring`.
     """
 

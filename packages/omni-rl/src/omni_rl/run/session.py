@@ -92,7 +92,7 @@ class Session:
     ) -> None:
         """Open the log, with the report and trackers as a sink; beside it the settings and all versions.
 
-        nets: of which a profile tells. rewards: names of held-out metrics beside that of --eval.prompts. unshard: the
+        nets: that a profile traces. rewards: names of held-out metrics beside that of --eval.prompts. unshard: the
         phases in which weights are gathered once.
         """
         dist, folder = world.dist, self.folder

@@ -284,7 +284,7 @@ def read_sets(
 
 
 def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Callable[[str, str, Any], Any]) -> None:
-    """Open what grades an evaluation set alone. connect: a function of its URL, the setting's name and its prompts."""
+    """Open the scorers of evaluation sets. connect: takes a URL, the setting's name and the set's prompts."""
     for place, own in enumerate(args.eval.sets, start=1):
         if own.scorer_url:
             scorer = connect(own.scorer_url, f"eval.sets[{place}].scorer_url", sets[place].records)
@@ -313,7 +313,7 @@ def check_alike(dist: Dist, settings: dict[str, object]) -> None:
 
 
 def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, session: Session) -> list[str]:
-    """Return a rank's part of a training step and the memory of its weights, from the model's configuration alone."""
+    """Return a rank's part of a training step and the memory of its weights; only configurations are read."""
     mode, num_ranks, lora_rank = sharding(args, dist.world_size), dist.world_size, args.lora.rank
     net = adapt(
         inputs.model.empty_net(), replace(inputs.how, lora=inputs.how.lora and replace(inputs.how.lora, others=()))

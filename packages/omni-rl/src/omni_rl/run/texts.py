@@ -109,10 +109,10 @@ def open_scorer(
     ask, version, client = partial(world.connect, args=args, kinds=(TEXT_KIND,)), "", None
     if args.scorer.url:
         client, version = ask(args.scorer.url, canary=inputs.canary)
-    alone = open_rules(SCORER, remote=True)
+    plain = open_rules(SCORER, remote=True)
 
     def connect(url: str, name: str, records: Sequence[PromptRecord]) -> TextScorer:
-        return RuleScorer(alone, ask(url, canary=canary_of(records), name=name)[0], args.scorer.batch_size)
+        return RuleScorer(plain, ask(url, canary=canary_of(records), name=name)[0], args.scorer.batch_size)
 
     open_set_scorers(args, inputs.held_out, connect)
     return RuleScorer(args.rules, client, args.scorer.batch_size), version, None
@@ -157,7 +157,7 @@ def export(run: TokenRun[TokenArgs], card: Mapping[str, object] | None) -> None:
 
 
 def check_gathered(args: TokenArgs | MediaArgs, net: nn.Module, engine: str = "transformers") -> None:
-    """Raise ValueError where sharded ranks would gather too much for each token that this engine draws."""
+    """Raise ValueError if sharded ranks would gather too much for each token that this engine samples."""
     size = sum(p.numel() for p in net.parameters()) * getattr(torch, args.dtype).itemsize
     rule = (
         f"--sharding.mode fsdp2 would gather {size / 1e9:.1f} GB of weights for every token that "

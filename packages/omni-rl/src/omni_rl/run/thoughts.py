@@ -40,8 +40,8 @@ def read(args: ThinkingArgs, world: World, needs: Needs) -> Inputs[ThinkingModel
         model = open_thinking_model(args.model)
 
     def check(record: PromptRecord) -> None:
-        said = 'must not have the key "thought", under which scorers get the model\'s own'
-        require(("thought" not in record.meta, said))
+        rule = 'must not have the key "thought", under which scorers get the model\'s own'
+        require(("thought" not in record.meta, rule))
 
     rules, thought = args.rules, TokenParams(args.max_thought_tokens, args.temperature)
     params = ThinkingParams(**vars(params_of(args)), thought=thought)

@@ -26,7 +26,7 @@ class Checked(Protocol):
 
 @dataclass(frozen=True)
 class World:
-    """The ranks that torchrun has started, or this process alone.
+    """The ranks that torchrun has started, or only this process.
 
     `omni_rl.tools.plan.PlannedWorld` is one in which memory is only counted. signals: that ask a run to stop.
     has_numbers: True if tensors have values.
@@ -49,7 +49,7 @@ class World:
         model.check_files()
 
     def tell(self, lines: str) -> None:
-        """Print what a dry run has to say; the program ends unless there is more to come."""
+        """Print the lines of a dry run, and end the program."""
         if self.dist.is_main:
             print(lines, flush=True)
         shutdown()
