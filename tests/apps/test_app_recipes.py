@@ -20,7 +20,7 @@ from PIL import Image
 from released_models import RELEASES
 from trainer_runs import place, recipe
 
-APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo")
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill")
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "# Run here: no" in text]
 BAGEL = "train_flowgrpo bagel-pickscore-lora"
 PLANNED = sampled([case for case in ALL if " bagel-" not in case], 1)

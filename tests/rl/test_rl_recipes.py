@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from helpers import REPO
-from omni_reward.cli import read_options
-from omni_reward.scorers import load_scorer
+from omni_reward.cli import build_parser, read_options
+from omni_reward.scorers import SCORERS, load_scorer
+from omni_reward.terms import parse
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
@@ -66,7 +67,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
 
 @pytest.mark.parametrize(("app", "name"), REAL)
 def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app: str, name: str):
-    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name), values_of(app, name)
+    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name).replace("eval.", "eval_"), values_of(app, name)
     source = row.pop("source")
     assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{12}:\S+", source) or "Source: chosen here" in head
     assert row or source == "none"
@@ -146,6 +147,24 @@ def test_a_recipe_of_words_names_the_scorer_that_reads_its_images():
         assert load_scorer(scorer, options=options).media == (kind,)
         own = {key.removeprefix("ocr."): value for key, value in options.items()}
         assert (own.get("reading"), own.get("formula")) == (("line", None) if is_sign else (None, formula))
+
+
+@pytest.mark.parametrize(("app", "name"), REAL)
+def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name: str):
+    """One that can be served, with the parts that are rewarded; rules and SRPO's reward are in the trainer."""
+    module = importlib.import_module(app)
+    args = build(module.Args, from_toml(recipes(app)[name], module.Args, name))
+    commands = re.findall(r"^# Scorer: omni-rl serve (.*)$", recipes(app)[name], re.MULTILINE)
+    assert len(commands) == (not hasattr(args, "reward"))
+    for words in map(shlex.split, commands):
+        options = build_parser().parse_args(words)
+        assert options.port == 8100
+        reward = parse(options.scorer)
+        own = {spec.removeprefix("frames:") for spec in reward.specs.values()}
+        assert {spec for spec in own if not spec.startswith("python:")} <= set(SCORERS)
+        assert {key.partition(".")[0] for key in read_options(options.option) if "." in key} <= set(reward.specs)
+        parts = set(parse_numbers(getattr(args, "reward_parts", ""), ""))
+        assert parts <= ({"VQ", "MQ", "TA"} if own == {"videoalign"} else set(reward.specs))
 
 
 @pytest.mark.parametrize(
