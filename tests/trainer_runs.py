@@ -156,7 +156,7 @@ def keep_gradients(run):
     """Instead of an optimizer step, appends the gradients to the list that is returned, and clears them."""
     kept = []
 
-    def step(training_step):
+    def step(training_step, *, has_signal=True):
         kept.append([None if p.grad is None else p.grad.clone() for p in run.policy.params])
         for p in run.policy.params:
             p.grad = None

@@ -78,7 +78,7 @@ def test_a_batch_is_trained_on_while_later_ones_are_scored_and_no_bit_changes(na
 
 def test_a_scorer_that_fails_for_the_last_batch_leaves_weights_untouched(monkeypatch, bright_url):
     """Sharded weights on two ranks, which go through the passes together; the run then continues bit for bit."""
-    args = replace(FLOW, scorer_url=bright_url)
+    args = change(FLOW, scorer_url=bright_url)
 
     def failing(run, *others, **options):
         rollout = sample(run, *others, **options)

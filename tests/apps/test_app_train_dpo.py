@@ -56,7 +56,7 @@ def pairs_file(tmp_path_factory, bright_url):
 def build(out, url, *flags):
     """Runs the script; the number of pairs and of prompts."""
     common = [
-        "--scorer.url",
+        "--scorer-url",
         url,
         "--out",
         str(out),
