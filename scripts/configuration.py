@@ -28,8 +28,8 @@ TOML file (`batch_size = 8`, `lr_decay = true`). Precedence: the command line, t
 the [recipe](../recipes) given with `--preset NAME`, the default. An unknown flag or key is an error, and so are
 settings that do not fit together.
 
-A group such as `correction` is a prefix of flags (`--correction.low 0.9`) and a table of a file (`low = 0.9` below
-`[correction]`). The name of before there were groups, `correction_low`, still serves in both.
+A group such as `lora` is a prefix of flags (`--lora.rank 8`) and a table of a file (`rank = 8` below `[lora]`). The old
+name of a setting in a group, such as `--lora-rank`, still works in this release.
 
 ```
 python apps/train_flowgrpo.py --preset tiny-signs --lr 1e-4 --dry-run

@@ -423,7 +423,7 @@ def test_settings_of_vllm_are_refused_where_they_do_not_fit(here, monkeypatch):
         ({"eval_sets": (TokenEvalSet("a", "train.jsonl", temperature=3.0),)}, "must be from 0.01 to 2 for vllm"),
         (
             {"memory_base_dtype": "nf4", "lora_rank": 2, "memory_gradient_checkpointing": True},
-            "fits the embedded engine alone",
+            "needs the embedded engine",
         ),
     ]:
         with pytest.raises(ValueError, match=words):

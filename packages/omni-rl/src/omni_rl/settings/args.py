@@ -1,7 +1,7 @@
-"""The settings that every trainer shares, and the rules they keep. Imports no torch.
+"""Settings that trainers share, and the rules between them. Imports no torch.
 
-A trainer's `class Args(MediaArgs)`, or `class Args(ScoredArgs)` where a reward server grades its samples, adds its own
-fields; `omni_rl.settings.notes.field_notes` says how comments become the help.
+A trainer adds its own fields in `class Args(MediaArgs)`, or in `class Args(ScoredArgs)` if a reward server grades its
+samples. `omni_rl.settings.notes.field_notes` reads the help from comments.
 """
 
 import math
@@ -66,7 +66,7 @@ class RunArgs:
 
     # Run
     name: Annotated[str, MAY_CHANGE] = "run"  # Name of the run in runs/NAME, which the same command continues
-    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of prompts, noise and everything else that is drawn
+    seed: Annotated[int, between(0, 2**63 - 1)] = 0  # Seed of all random numbers
     train_steps: Annotated[int, at_least(0)] = 300  # Training steps; each is one rollout and its updates
     save_every: Annotated[int, at_least(1), MAY_CHANGE] = 10  # Training steps between two checkpoints
     keep_checkpoints: Annotated[int, at_least(1), MAY_CHANGE] = 2  # Number of newest checkpoints to keep
@@ -99,7 +99,7 @@ class RunArgs:
 
     # Optimizer
     num_minibatches: Annotated[int, at_least(1)] = 1  # Optimizer steps per rollout
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 3e-4 with LoRA and 1e-5 without
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 3e-4 with LoRA, 1e-5 without)
     lr_decay: bool = False  # Lower the learning rate in a straight line to 0 at the last step
     warmup_steps: Annotated[int, at_least(0)] = 0  # Training steps over which the learning rate rises
     weight_decay: Annotated[float, between(0, 1e3)] = 1e-4  # Weight decay of AdamW
@@ -107,7 +107,7 @@ class RunArgs:
     ema_decay: Annotated[float, at_least(0)] = 0.0  # Share that an average of the weights keeps each step; 0 is off
 
     def __post_init__(self) -> None:
-        """Put numbers in place of what is not given, so that printed and saved settings have them."""
+        """Set the defaults that depend on other settings, so that printed and saved settings have them."""
         rank, alpha = self.lora.rank, self.lora.alpha
         lr = self.RATES[rank > 0] if self.lr is None else self.lr
         vars(self).update(lr=lr, lora=replace(self.lora, alpha=alpha or 2 * rank))
@@ -115,7 +115,7 @@ class RunArgs:
 
 @dataclass(frozen=True)
 class MediaArgs(RunArgs):
-    """Settings of a run that draws pictures, videos or sound."""
+    """Settings of a run on images, videos or sound."""
 
     # Run
 
@@ -131,12 +131,12 @@ class MediaArgs(RunArgs):
     # Sampling
     height: Annotated[int, between(1, 2**14)] = 512  # Height in pixels
     width: Annotated[int, between(1, 2**14)] = 512  # Width in pixels
-    num_frames: Annotated[int, between(1, 2**14)] = 1  # Frames of a video; 1 for pictures
+    num_frames: Annotated[int, between(1, 2**14)] = 1  # Frames of a video; 1 for images
     frame_rate: Annotated[float, between(1e-3, 1e3)] = 24.0  # Frames of a video in a second
     num_inference_steps: Annotated[int, between(2, 10_000)] = 10  # Denoising steps of a rollout
     guidance_scale: Annotated[float, between(0, 1e3)] = 1.0  # Guidance of pipelines that call it so; for most 1 is off
     true_cfg_scale: Annotated[float, between(1, 1e3)] = 1.0  # Guidance of pipelines that call it so; 1 is off
-    guidance: str = ""  # Further guidance knobs of the model's pipeline, as name=value,name=value
+    guidance: str = ""  # Other guidance settings of the model's pipeline, as name=value,name=value
 
     # Engine
     engine: str = "diffusers"  # Engine that samples, diffusers or vllm-omni, both in the trainer's process
@@ -204,7 +204,7 @@ class WindowArgs(GroupArgs):
 
 
 def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
-    """Check everything that all trainers demand of their settings, before torch is imported.
+    """Check the settings that all trainers share, before torch is imported.
 
     is_planned: True if the ranks are not those of this process.
 
@@ -257,7 +257,7 @@ def check_run(args: RunArgs, *, is_planned: bool = False) -> None:
 
 
 def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
-    """Check what `check_run` does, and what trainers on media demand of the rest of their settings and files.
+    """Check what `check_run` does, the settings of trainers on media, and the files that they name.
 
     num_trained: as in `num_batches`; None leaves out its rules.
 
@@ -301,10 +301,10 @@ def read_prompts(
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:
-    """A check of one training prompt after the other: the samples of a batch will share their shapes.
+    """Return a check of training prompts in turn: the samples of a batch must have the same shapes.
 
-    A batch holds one prompt alone where --batch-size divides --group-size; then prompts may have sizes and references
-    of their own.
+    If --batch-size divides --group-size, a batch is of one prompt. Then prompts may have sizes and references of their
+    own.
     """
     first: dict[str, object] = {}
     check_references = AllOrNone()
@@ -362,12 +362,12 @@ def check_window(args: WindowArgs) -> int:
 
 
 def num_ranks() -> int:
-    """The number of ranks that torchrun started; 1 without it."""
+    """Return the number of ranks that torchrun started; 1 without it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sharding(args: RunArgs, world_size: int) -> Mode:
-    """The spread of the weights that --sharding.mode asks for; auto is the simplest one with the least traffic."""
+    """Return the mode of --sharding.mode; auto is the simplest one with the least traffic."""
     auto: Mode = "none" if world_size == 1 else "ddp" if args.lora.rank else "fsdp2"
     return auto if args.sharding.mode == "auto" else args.sharding.mode
 
@@ -400,12 +400,12 @@ def num_batches(args: RunArgs, world_size: int = 0, *, num_trained: int = 1) -> 
 
 
 def _nearest(number: int, others: Sequence[int]) -> int | None:
-    """The number that is nearest to the first one, the lower of two; None where there is none."""
+    """Return the nearest of the other numbers, the lower of two; None if there is none."""
     return min(others, key=lambda other: abs(other - number), default=None)
 
 
 def offloaded(args: RunArgs) -> set[str]:
-    """The parts that are on the host while they have nothing to do.
+    """Return the parts that are offloaded to the host while they are idle.
 
     Raises:
         ValueError: there is no such part.
@@ -417,9 +417,9 @@ def offloaded(args: RunArgs) -> set[str]:
 
 
 def parse_judges(text: str, parts: str) -> dict[str, str]:
-    """The medium that a part of the score judges alone, in words such as clap=audio,hpsv3=video, by the part's name.
+    """Return the only medium that each part judges, by the part's name, from a text such as clap=audio,hpsv3=video.
 
-    parts: the text of --reward-parts, which names all of them.
+    parts: the text of --reward-parts.
 
     Raises:
         ValueError: a piece is not PART=MEDIUM, or names another part or medium.
@@ -435,7 +435,7 @@ def parse_judges(text: str, parts: str) -> dict[str, str]:
 
 
 def parse_numbers(text: str, name: str) -> dict[str, float]:
-    """Return the numbers in words such as ocr=0.7,jpeg=0.3, by what they are called.
+    """Return the numbers in a text such as ocr=0.7,jpeg=0.3 by name.
 
     name: the flag that holds the text.
 
@@ -452,7 +452,7 @@ def parse_numbers(text: str, name: str) -> dict[str, float]:
 
 
 def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str]:
-    """Return what words such as clap=audio,hpsv3=video say, by name.
+    """Return the values in a text such as clap=audio,hpsv3=video by name.
 
     name: the flag that holds the text. form: of a piece.
 
@@ -467,7 +467,7 @@ def parse_pairs(text: str, name: str, form: str = "NAME=VALUE") -> dict[str, str
 
 
 def secret_flags(args: RunArgs) -> list[str]:
-    """Return the flags, with their other names, whose values are not for files that others may read."""
+    """Return the flags of secrets, under all their names."""
     secret = marked(type(args), SECRET)
     return [
         flag_of(name) for name in (*secret, *(old for old, name in old_names(type(args)).items() if name in secret))
@@ -475,7 +475,7 @@ def secret_flags(args: RunArgs) -> list[str]:
 
 
 def without_secrets(args: ArgsT) -> ArgsT:
-    """Return the settings without those that are not for files others may read."""
+    """Return the settings without secrets, for files that others may read."""
     hidden: dict[str, Any] = dict.fromkeys(marked(type(args), SECRET), "")
     sets = (replace(own, scorer_url=own.scorer_url and "...") for own in args.eval.sets)  # refused, not guessed
     return change(args, **hidden, eval_sets=tuple(sets))

@@ -48,7 +48,7 @@ OWN = {  # flags of every program, which are no settings
 
 
 class MistakeError(Exception):
-    """What is wrong with a word of the command line. It is no ValueError, which tyro would print in its own words."""
+    """A mistake in a word of the command line. It is no ValueError, since tyro would print that in its own words."""
 
 
 def parse_cli(
@@ -59,11 +59,11 @@ def parse_cli(
     app: str,
     description: str | None = None,
 ) -> ConfigT:
-    """The settings that the command line asks for. A mistake in them ends the program with one line and exit code 2.
+    """Return the settings of the command line. A mistake in them ends the program with one line and exit code 2.
 
-    With --check it prints the settings as TOML and, when they have been checked, ends with exit code 0.
+    With --check, print the settings as TOML, check them, and end with exit code 0.
 
-    cls: a flat frozen dataclass whose fields all have defaults; see `field_notes` for its help. check: raises
+    cls: a frozen dataclass with groups, whose fields all have defaults; see `field_notes` for its help. check: raises
     ValueError where settings do not fit together. app: name of the program, under which its recipes stand.
     description: what --help prints before the settings; its indented lines that begin with python or torchrun are
     examples, and come after them.
@@ -91,7 +91,7 @@ def parse_cli(
 
 
 def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str, str], description: str) -> ConfigT:
-    """The settings, not yet checked against each other; with --help in `argv` it prints the help and exits.
+    """Return the settings before they are checked against each other; with --help, print the help and exit.
 
     presets: TOML by name. description: see `parse_cli`.
 
@@ -127,7 +127,7 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
 
 
 def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], shown: Set[str]) -> type:
-    """Return the dataclass that tyro fills: the settings by their titles, first those that must be given, and groups.
+    """Return the dataclass that tyro fills: the settings below their titles, required ones first.
 
     values: take the place of the defaults. notes: as `field_notes`. shown: names of the settings in it.
     """
@@ -145,7 +145,7 @@ def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], sho
 
 
 def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any]:
-    """Return a field for tyro, which leaves the word of a flag to our own conversion and messages."""
+    """Return a field for tyro that converts the word of a flag with our own messages."""
     identifier = name.replace(".", "__")
     if kind is bool:
         switch = tyro.conf.FlagCreatePairsOff[bool] if name in OWN else bool
@@ -170,7 +170,7 @@ def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any
 
 
 def print_help(view: type, presets: Mapping[str, str], description: str) -> None:
-    """Print the description, the settings and the presets, as far as somebody reads them, unlike `| head`."""
+    """Print the description, the settings and the presets, until the reader closes the pipe, as `| head` does."""
     try:
         with suppress(SystemExit):
             tyro.cli(view, args=["--help"], description=inspect.cleandoc(description))
@@ -183,21 +183,21 @@ def print_help(view: type, presets: Mapping[str, str], description: str) -> None
 
 
 def knock(urls: str) -> None:
-    """Raise ValueError where nothing listens at a scorer's URL on this machine: the check that needs no torch."""
+    """Raise ValueError if nothing listens at a scorer's URL on this machine. It needs no torch."""
     for url in filter(None, urls.split(",")):
         place = urlsplit(url)
         if place.hostname in ("127.0.0.1", "localhost", "::1"):
             port = place.port or (443 if place.scheme == "https" else 80)
             try:
                 socket.create_connection((place.hostname, port), timeout=1).close()
-            except TimeoutError:  # whoever is busy is asked later
+            except TimeoutError:  # a busy server is asked later
                 pass
             except OSError as exc:
                 raise ValueError(f"--scorer.url must be a reward server that answers: {url}: {exc}") from exc
 
 
 def hush() -> None:
-    """Show no bars, notices and warnings of other libraries, which read their variables as they are imported."""
+    """Hide progress bars and warnings of other libraries, before they are imported."""
     for name, value in {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "DIFFUSERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
     warnings.formatwarning = lambda message, *place: f"WARNING: {message}\n"
@@ -205,13 +205,13 @@ def hush() -> None:
 
 
 def printable(text: str) -> str:
-    """Return a text of somebody else for a terminal: without credentials of URLs and without control characters."""
+    """Return a foreign text for a terminal, without credentials in URLs and control characters."""
     bare = re.sub(r"(?<=://)[^\s/\"]*@", "", text)
     return "".join(letter if letter.isprintable() else " " for letter in bare)
 
 
 def refuse(mistake: object) -> NoReturn:
-    """Ends the program with exit code 2 and one line; of several ranks on a machine, the first prints it."""
+    """End the program with exit code 2 and one line, which only the first rank of a machine prints."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
     sys.exit(2)

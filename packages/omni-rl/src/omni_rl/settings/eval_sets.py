@@ -13,7 +13,7 @@ from omni_rl.settings.fields import MAY_CHANGE, REQUIRED, SECRET, Was, at_least,
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Held-out prompts whose metrics stand under their name: eval/NAME/reward. None is the run's own setting."""
+    """A set of held-out prompts with metrics such as eval/NAME/reward. None is the run's own setting."""
 
     name: Annotated[str, REQUIRED] = ""  # Name of the set, whose score is the metric eval/NAME/reward
     prompts: Annotated[str, REQUIRED] = ""  # File of prompts, .txt, .jsonl or .parquet
@@ -26,19 +26,19 @@ class EvalSet:
 
 @dataclass(frozen=True)
 class MediaEvalSet(EvalSet):
-    """A set of a run that draws pictures, videos or sound."""
+    """A set of a run on images, videos or sound."""
 
     num_inference_steps: Annotated[int | None, between(2, 10_000)] = None  # Denoising steps (default: the run's)
     height: Annotated[int | None, between(1, 2**14)] = None  # Height in pixels (default: the run's)
     width: Annotated[int | None, between(1, 2**14)] = None  # Width in pixels (default: the run's)
     guidance_scale: Annotated[float | None, between(0, 1000)] = None  # As --guidance-scale, the default
     true_cfg_scale: Annotated[float | None, between(1, 1000)] = None  # As --true-cfg-scale, the default
-    guidance: str = ""  # Knobs to add to --guidance
+    guidance: str = ""  # Settings to add to --guidance
 
 
 @dataclass(frozen=True)
 class TokenEvalSet(EvalSet):
-    """A set of a run that draws text."""
+    """A set of a run on text."""
 
     max_new_tokens: Annotated[int | None, between(1, 2**20)] = None  # Most tokens of an answer (default: the run's)
     temperature: Annotated[float | None, between(1e-3, 100)] = None  # Temperature (default: --eval.temperature)
@@ -85,9 +85,9 @@ class ThoughtEval(MediaEval):
 def check_sets(
     sets: Sequence[EvalSet], check: Callable[[], RecordCheck | None] = lambda: None, *, media_root: str = ""
 ) -> None:
-    """Raise ValueError for a set that cannot be evaluated, with its number, counted from 1.
+    """Raise ValueError with the number of a set, counted from 1, that cannot be evaluated.
 
-    check: makes a check of a set's prompts. media_root: as `load_prompts`.
+    check: returns a check of a set's prompts. media_root: as `load_prompts`.
     """
     names = [own.name for own in sets]
     for number, own in enumerate(sets, start=1):
@@ -107,7 +107,7 @@ def check_sets(
 
 
 def check_urls(urls: str, name: str) -> None:
-    """Raises ValueError when one of the URLs, which commas separate, is not of the form `http(s)://host[:port][/path]`.
+    """Raise ValueError if one of the comma-separated URLs is not of the form `http(s)://host[:port][/path]`.
 
     name: the setting that holds them, as --scorer.url.
     """

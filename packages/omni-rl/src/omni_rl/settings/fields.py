@@ -1,4 +1,4 @@
-"""What stands beside a setting's type, in its `Annotated`: its bounds, and what may be done with it.
+"""Notes beside a setting's type, in its `Annotated`: its bounds, and how it may be used.
 
 A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning rate of AdamW`.
 """
@@ -18,7 +18,7 @@ FLOAT32_MAX = 3.4028234663852886e38
 
 
 class Mark(Enum):
-    """What may be done with a setting."""
+    """How a setting may be used."""
 
     REQUIRED = auto()
     MAY_CHANGE = auto()
@@ -27,7 +27,7 @@ class Mark(Enum):
 
 REQUIRED = Mark.REQUIRED  # empty by default, and must be given
 MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its checkpoint has
-SECRET = Mark.SECRET  # not for files that others may read
+SECRET = Mark.SECRET  # kept out of files that others may read
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Was:
-    """The name of a setting before it was one of a group, which files, flags and checkpoints know; "" is its own."""
+    """The old flat name of a setting in a group, for files, flags and checkpoints; "" is its name in the group."""
 
     name: str = ""
 
@@ -56,18 +56,18 @@ def at_least(least: float) -> Bound:
 
 
 def notes_of(kind: Any) -> tuple[Any, ...]:
-    """Return what stands beside a type."""
+    """Return the notes beside a type."""
     return get_args(kind)[1:] if get_origin(kind) is Annotated else ()
 
 
 def kind_of(kind: Any) -> Any:
-    """Return a type without what stands beside it."""
+    """Return a type without its notes."""
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 @cache
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
-    """Return the settings of a dataclass by name, as lr; those of its groups with the group's, as correction.low."""
+    """Return the settings of a dataclass by name, such as lr, or correction.low in a group."""
     found: dict[str, Field[Any]] = {}
     for own in fields(cls):
         group = kind_of(own.type)
@@ -84,7 +84,7 @@ def values_of(config: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def build(cls: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
-    """Return the dataclass of values by the names of `leaves`, or by `old_names`; others are its defaults."""
+    """Return the dataclass with values by the names of `leaves` or `old_names`, and its defaults."""
     old, own = old_names(cls), dict[str, Any]()
     shape: Any = cls
     groups = {each.name: kind_of(each.type) for each in fields(shape)}
@@ -102,9 +102,9 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
 
 @cache
 def old_names(cls: Any) -> dict[str, str]:
-    """Return the names of settings in groups by their other names: correction.low by correction_low.
+    """Return the names of settings in groups by their other names, such as correction.low by correction_low.
 
-    A setting with another old name than that, which stands beside its type as `Was`, has both; the old one is last.
+    The name of a `Was` follows that one.
     """
     found: dict[str, str] = {}
     for name, own in leaves(cls).items():
@@ -122,7 +122,7 @@ def flat(config: Any) -> dict[str, object]:
 
 
 def marked(cls: Any, *marks: Mark) -> tuple[str, ...]:
-    """Return the names of a dataclass's settings, as `leaves` has them, that have one of the marks."""
+    """Return the names of settings, as in `leaves`, that have one of the marks."""
     return tuple(name for name, own in leaves(cls).items() if set(marks).intersection(notes_of(own.type)))
 
 
@@ -132,7 +132,7 @@ def flag_of(name: str) -> str:
 
 
 def check_bounds(config: Any, place: str = "") -> None:
-    """Check that numbers of a dataclass are within their bounds, and fit the arithmetic of their types.
+    """Check that numbers of a dataclass are within their bounds and those of their types.
 
     Floats are finite in float32, and integers without a bound have 32 bits. place: what the messages call the
     dataclass, as eval.sets[1]; a setting of the command line is called by its flag.
@@ -154,7 +154,7 @@ def check_bounds(config: Any, place: str = "") -> None:
 
 
 def require(*rules: tuple[object, str]) -> None:
-    """Raises ValueError with the words of the first rule that does not hold."""
+    """Raise ValueError with the message of the first rule that does not hold."""
     for holds, words in rules:
         if not holds:
             raise ValueError(words)
@@ -162,9 +162,9 @@ def require(*rules: tuple[object, str]) -> None:
 
 @contextmanager
 def flag(words: str) -> Iterator[None]:
-    """Puts words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
+    """Put words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
 
-    A message that begins with that name itself, as "model must be ...", becomes "--model must be ...".
+    A message that begins with that name, as "model must be ...", becomes "--model must be ...".
 
     Raises:
         ValueError: in place of either.

@@ -1,4 +1,4 @@
-"""The help of settings, which stands in the comments beside them."""
+"""The help of settings, from the comments beside them."""
 
 import inspect
 import re
@@ -39,10 +39,10 @@ def source_of(cls: type) -> str:
 
 
 def field_notes(source: str, inherited: Mapping[str, Note]) -> dict[str, Note]:
-    """The inherited notes, and those of the fields of a dataclass, from the comments in its source.
+    """Return the inherited notes and those of a dataclass's fields, from the comments in its source.
 
-    The comment beside a field is its help text; one on a line of its own is the title of the fields after it. A field
-    before any title that stands in `inherited` already stays in its group.
+    The comment beside a field is its help; one on a line of its own is the title of the fields after it. An inherited
+    field before any title keeps its own.
     """
     name, group, notes = "", "", dict(inherited)
     for line in textwrap.dedent(source).splitlines():

@@ -1,4 +1,4 @@
-"""The settings that trainers of policies over tokens share. Imports no torch."""
+"""Settings that trainers of token policies share. Imports no torch."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenArgs(RunArgs):
-    """Settings of a run that draws text."""
+    """Settings of a run on text."""
 
     OFFLOAD = "optimizer activations"
     RATES = (1e-6, 3e-6)
@@ -38,12 +38,12 @@ class TokenArgs(RunArgs):
     scorer: TokenScorer = TokenScorer()  # The reward server
 
     # Optimizer
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 3e-6 with LoRA and 1e-6 without
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 3e-6 with LoRA, 1e-6 without)
     tokens_per_batch: Annotated[int, at_least(0)] = 0  # Most tokens of a forward in the update, with padding; 0 is any
 
     @property
     def rules(self) -> "Rules":
-        """What --reward says."""
+        """The rules of --reward, or their default."""
         from omni_reward.rules import SCORER, open_rules
 
         return open_rules(self.reward or (SCORER if self.scorer.url else "exact"), remote=True)
@@ -70,7 +70,7 @@ def check_tokens(args: TokenArgs) -> None:
         (args.engine != "vllm" or all(0.01 <= value <= 2 for value in temperatures),
          f"--temperature, --eval.temperature and those of eval must be from 0.01 to 2 for vllm, got {temperatures}"),
         (args.engine != "vllm" or args.memory.base_dtype == "auto",
-         f"--memory.base-dtype {args.memory.base_dtype} fits the embedded engine alone, got --engine {args.engine}"),
+         f"--memory.base-dtype {args.memory.base_dtype} needs the embedded engine, got --engine {args.engine}"),
     )  # fmt: skip
     with flag("--reward: "):
         asks = SCORER in args.rules.reward.specs.values()

@@ -1,4 +1,4 @@
-"""Settings as TOML: recipes, files, and what a run writes beside its weights. Imports nothing heavy."""
+"""Settings as TOML, in recipes, files and the folders of runs. Imports nothing heavy."""
 
 import json
 import re
@@ -18,7 +18,7 @@ KINDS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 
 def recipes(app: str) -> dict[str, str]:
-    """The recipes of a program by name, as TOML."""
+    """Return the recipes of a program by name, as TOML."""
     folder = files("omni_rl") / "recipes" / app
     if not folder.is_dir():
         return {}
@@ -71,7 +71,7 @@ def from_toml(text: str, cls: type, place: str) -> dict[str, Any]:
 
 
 def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a TOML text by name; those of a table with the table's name, as correction.low."""
+    """Return the values of a TOML text by name, such as correction.low for one of a table."""
     values: dict[str, Any] = {}
     for key, value in tables.items():
         values |= {f"{key}.{name}": own for name, own in value.items()} if isinstance(value, dict) else {key: value}
@@ -79,7 +79,7 @@ def plain(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_tables(wanted: Any, value: object, place: str) -> tuple[object, ...]:
-    """The tables [[key]] as dataclasses of the wanted kind. place: what the messages call them.
+    """Return the tables [[key]] as dataclasses of the wanted kind. place: what the messages call them.
 
     Raises:
         ValueError: the value is no list of tables, or one has an unknown key or a value of another type.
@@ -125,13 +125,13 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the nearest known name, or nothing where none is near."""
+    """Return '; did you mean ...?' with the nearest known name, or "" if none is near."""
     near = get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def from_text(wanted: Any, text: str) -> object:
-    """The word of a command line converted to the wanted type, or unchanged if it does not convert."""
+    """Return a word of the command line in the wanted type, or unchanged if it cannot be converted."""
     kinds = get_args(wanted) or (wanted,)
     if type(None) in kinds and text == "None":
         return None
@@ -142,10 +142,10 @@ def from_text(wanted: Any, text: str) -> object:
 
 
 def fitting(wanted: Any, value: object, place: str) -> object:
-    """`value` if it has the wanted type; an integer also where a float is wanted.
+    """Return a value of the wanted type; an integer may stand for a float.
 
     Raises:
-        ValueError: it has not; the message begins with `place`.
+        ValueError: it has another type; the message begins with `place`.
     """
     if get_origin(wanted) is Literal:
         if value not in get_args(wanted):

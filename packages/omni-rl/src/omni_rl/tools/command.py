@@ -1,4 +1,4 @@
-"""The `omni-rl` command, which hands its process over to the program that a sub-command names.
+"""The `omni-rl` command, which replaces its process with the program of a sub-command.
 
 `omni-rl train nft --preset tiny-signs` is `python apps/train_nft.py --preset tiny-signs`: exit codes, Ctrl-C and the
 terminal are the program's own. Settings of several ranks are checked once, before they start. Imports nothing heavy.
@@ -28,7 +28,7 @@ COMMANDS = {  # sub-command -> what it does, and the words for Python that start
 
 
 def main() -> None:
-    """Start what the command line names. A mistake ends it with one line and exit code 2."""
+    """Start the program that the command line names. A mistake ends it with one line and exit code 2."""
     words = sys.argv[1:] or ["--help"]
     try:
         if words[0] in ("-h", "--help"):
@@ -69,19 +69,19 @@ def check_once(ranks: str, *program: str) -> None:
 
 
 def overview() -> str:
-    """What --help prints."""
+    """Return the help."""
     lines = [f"  {name:<12}{text}" for name, (text, _) in COMMANDS.items()]
     ending = "`omni-rl COMMAND --help` tells its flags; `omni-rl --version` the version."
     return "\n".join(["usage: omni-rl COMMAND [FLAG ...]", "", *lines, "", ending])
 
 
 def trainers() -> dict[str, Path]:
-    """The trainers' files by name, as flowgrpo."""
+    """Return the trainers' files by name, such as flowgrpo."""
     return {path.stem.removeprefix("train_"): path.resolve() for path in sorted(APPS.glob("train_*.py"))}
 
 
 def trainers_overview() -> str:
-    """What `omni-rl train --help` prints."""
+    """Return the help of `omni-rl train`."""
     lines = []
     for name, path in trainers().items():
         about = ast.get_docstring(ast.parse(path.read_text("utf-8"))) or ""
@@ -93,7 +93,7 @@ def trainers_overview() -> str:
 
 
 def python_words(words: Sequence[str]) -> list[str]:
-    """The words for Python that a command line of ours stands for.
+    """Return the arguments of Python for a command line of ours.
 
     Raises:
         ValueError: there is no such sub-command or trainer, or the number of ranks is none.
@@ -108,7 +108,7 @@ def python_words(words: Sequence[str]) -> list[str]:
 
 
 def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
-    """The number of --nproc-per-node, or "" without that flag, and the other words.
+    """Return the number of --nproc-per-node, or "" without that flag, and the other words.
 
     Raises:
         ValueError: it is no whole number from 1 on.
@@ -124,12 +124,12 @@ def split_ranks(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def launcher(ranks: str) -> list[str]:
-    """The words for Python that start torchrun with so many ranks; none where the number is ""."""
+    """Return the arguments of Python that start torchrun with so many ranks; none if the number is ""."""
     return ["-m", "omni_rl.run.ranks", RANKS, ranks] if ranks else []
 
 
 def known(name: str, names: Collection[str], what: str) -> str:
-    """The name itself.
+    """Return the name.
 
     Raises:
         ValueError: it is not among the names; the nearest one is suggested.

@@ -1,4 +1,4 @@
-"""Say what is installed, which devices and engines there are, and how to get what is missing. Asks no network."""
+"""Report what is installed, the devices and engines, and how to get what is missing. Uses no network."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ CLONE = "clone the sources of omni-rl, and start in their folder"
 
 
 class Finding(NamedTuple):
-    """One line of the answer. get: how to get what is missing."""
+    """One line of the report. get: how to get what is missing."""
 
     name: str
     state: Literal["ok", "missing", "note"]
@@ -36,7 +36,7 @@ class Finding(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run the command line: exit code 1 where nothing can train."""
+    """Run the command line, with exit code 1 if nothing can train."""
     parser = argparse.ArgumentParser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv)
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def machine() -> Iterator[Finding]:
-    """Python and the threads; the devices, if torch is whole."""
+    """Report Python, the threads and, if torch is installed, the devices."""
     yield Finding("omni-rl", "ok", f"{__version__}, Python {platform.python_version()} on {platform.platform()}")
     threads = os.environ.get("OMP_NUM_THREADS", "not set, so a rank on a CPU takes one")
     yield Finding("threads", "note", f"{os.cpu_count()} CPUs; OMP_NUM_THREADS {threads}")
@@ -71,7 +71,7 @@ def machine() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """The libraries that trainers need, and those of the extras."""
+    """Report the libraries that trainers need, and those of the extras."""
     for name in (*NEEDED, *EXTRAS):
         purpose, extra = EXTRAS.get(name, ("every trainer needs it", ""))
         if is_installed(name):
@@ -81,13 +81,13 @@ def packages() -> Iterator[Finding]:
 
 
 def is_installed(name: str) -> bool:
-    """Whether a module is there, and no mere folder of its name where the command starts, as wandb leaves one."""
+    """True if a module is installed. A folder of that name in the working folder, as wandb leaves one, is none."""
     spec = find_spec(name)
     return spec is not None and spec.origin is not None
 
 
 def engines() -> Iterator[Finding]:
-    """The engines that --engine may name."""
+    """Report the engines that --engine may name."""
     for name, row in ENGINES.items():
         if all(map(is_installed, (row.library,) if row.library else NEEDED)):
             yield Finding(f"--engine {name}", "ok", "works")
@@ -96,7 +96,7 @@ def engines() -> Iterator[Finding]:
 
 
 def files() -> Iterator[Finding]:
-    """What presets named tiny-... need of the folder that the command starts in."""
+    """Report the files that presets named tiny-... need in the working folder."""
     for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
         yield Finding(folder, "ok", ", ".join(names)) if names else Finding(folder, "missing", f"the {what}", CLONE)
