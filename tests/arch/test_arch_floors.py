@@ -54,6 +54,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_rl/media/videos.py": {"av"},
     "omni_rl/media/write.py": {"av"},
     "omni_rl/report/serve.py": {"starlette", "uvicorn"},
+    "omni_rl/tools/prompts.py": {"requests", "urllib3"},
     "apps/*": {"torch", "numpy", *SIBLINGS},
 }
 MAY_IMPORT_LAZILY = {  # inside a function

@@ -28,6 +28,7 @@ RUN = ["-m", "omni_rl.run.ranks", "--nproc-per-node"]
         ("sample --model m", [str(APPS / "sample.py"), "--model", "m"]),
         ("serve --scorer ocr", ["-m", "omni_reward.server", "--scorer", "ocr"]),
         ("report runs/a", ["-m", "omni_rl.report", "runs/a"]),
+        ("prompts ocr", ["-m", "omni_rl.tools.prompts", "ocr"]),
         ("push runs/a o/n", ["-m", "omni_rl.tools.hub", "runs/a", "o/n"]),
     ],
 )

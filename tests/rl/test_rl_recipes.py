@@ -15,6 +15,7 @@ from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.cli import parse_cli
 from omni_rl.settings.fields import build, change, flat
 from omni_rl.settings.toml import from_toml, plain, recipes
+from omni_rl.tools.prompts import prompt_sets
 from omni_rollout.models import flux2, ltx2, qwen_image, sd3, wan, z_image
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
@@ -60,7 +61,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
     assert sum(bool(re.match(r"# Run here: (yes, on|yes, \d seeds on|no, it needs) ", line)) for line in head) == 1
     values = tomllib.loads(recipes(app)[name])
     if not Path(REPO / values["prompts"]).exists():
-        assert any(line.startswith("# Prompts: bring ") for line in head)
+        assert any(line.startswith(("# Prompts: bring ", "# Prompts: omni-rl prompts ")) for line in head)
     if "Source: chosen here" not in recipes(app)[name]:
         assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
 
@@ -120,15 +121,29 @@ def test_a_trainer_accepts_its_recipe(app: str, name: str, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize(
-    ("more", "ends"), [([], r"; bring \S+ of github.com/\S+ as data/ocr"), (["--prompts", "x.txt"], "")]
+    ("preset", "more", "ends"),
+    [
+        ("qwen-image-ocr-lora", [], "; fetch them: omni-rl prompts ocr"),
+        ("qwen-image-ocr-lora", ["--prompts", "x.txt"], ""),
+        ("qwen-image-edit-2511-pickscore", [], "; bring edits as data/edit"),
+    ],
 )
-def test_who_lacks_the_prompts_of_a_recipe_is_told_where_they_are(tmp_path, monkeypatch, capsys, more, ends):
+def test_who_lacks_the_prompts_of_a_recipe_is_told_how_to_get_them(tmp_path, monkeypatch, capsys, preset, more, ends):
     monkeypatch.chdir(tmp_path)
     module = importlib.import_module("train_flowgrpo")
-    words = ["--preset", "qwen-image-ocr-lora", "--scorer.url", "http://127.0.0.1:8100", *more]
+    words = ["--preset", preset, "--scorer.url", "http://127.0.0.1:8100", *more]
     with pytest.raises(SystemExit):
         parse_cli(module.Args, module.check_args, words, app="train_flowgrpo")
-    assert re.search(rf"--prompts: .*\.txt: No such file or directory{ends}\n$", capsys.readouterr().err)
+    assert re.search(rf"--prompts: .*\.(txt|jsonl): No such file or directory{ends}\n$", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(("app", "name"), REAL)
+def test_the_command_for_the_prompts_of_a_recipe_writes_the_files_that_it_names(app: str, name: str):
+    values, sets = tomllib.loads(recipes(app)[name]), prompt_sets()
+    files = {f"data/{key}/{file}": key for key, row in sets.items() for file in row["files"]}
+    named = [files.get(path) for path in (values["prompts"], values["eval"]["prompts"])]
+    commands = re.findall(r"^# Prompts: omni-rl prompts (\w+)$", recipes(app)[name], re.MULTILINE)
+    assert named == (commands * 2 or [None, None])
 
 
 def test_a_recipe_of_words_names_the_scorer_that_reads_its_images():

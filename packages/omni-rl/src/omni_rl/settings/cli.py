@@ -79,12 +79,14 @@ def parse_cli(
         if "--check" not in argv and not getattr(config, "dry_run", False):
             knock(values_of(config).get("scorer.url", ""))
     except ValueError as exc:
-        text = "".join(presets.get(word, "") for word in argv)  # of the preset, which says what it goes with
-        prompts = re.search(r"^# Prompts: (bring .* as (data/\w+))", text, re.MULTILINE)
+        fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
+        prompts = re.search(r"^# Prompts: ((?:bring .* as data/|omni-rl prompts )(\w+))", text, re.MULTILINE)
+        if prompts and f"got data/{prompts[2]}/" in fault:
+            fault += f"; {prompts[1].replace('omni-rl', 'fetch them: omni-rl')}"
         scorer = re.search(r"^# Scorer: (.*)", text, re.MULTILINE)
-        hints = [prompts[1]] if prompts and f"got {prompts[2]}/" in str(exc) else []
-        hints += [f"start one: {scorer[1]}"] if scorer and " a reward server" in str(exc) else []
-        refuse("; ".join([str(exc), *hints]))
+        if scorer and " a reward server" in fault:
+            fault += f"; start one: {scorer[1]}"
+        refuse(fault)
     if "--check" in argv:
         sys.exit(0)
     return config

@@ -1,0 +1,133 @@
+"""Fetch prompts that recipes name: `omni-rl prompts ocr` writes data/ocr/, and `omni-rl prompts` lists the sets.
+
+Each file is pinned by its commit and its hash. One that is there is not fetched again, a download that stopped goes on
+where it stopped, and no file of other content is replaced. The proxy is that of the environment, as HTTPS_PROXY.
+"""
+
+import argparse
+import hashlib
+import os
+import time
+import tomllib
+from pathlib import Path
+from typing import NotRequired, TypedDict, cast
+from urllib.parse import urljoin, urlsplit
+
+import requests
+import urllib3
+from omni_train.files import read_regular
+from omni_train.prompts.files import load_prompts
+
+from omni_rl.tools.command import known
+
+TABLE = Path(__file__).with_name("prompts.toml")
+WAIT_S, LIMIT_S = 30.0, 600.0  # for a server's next packet, and for a file
+MAX_BYTES = 64 * 2**20  # of a file
+
+
+class PromptFile(TypedDict):
+    """A file of a set: its address at a commit, its hash there, and its number of prompts if that is known."""
+
+    url: str
+    hash: str
+    prompts: NotRequired[int]
+
+
+class PromptSet(TypedDict):
+    """A set of prompts that others published, with its files by the names that they get here."""
+
+    about: str
+    license: str
+    files: dict[str, PromptFile]
+
+
+def prompt_sets() -> dict[str, PromptSet]:
+    """Return the sets by name."""
+    return cast(dict[str, PromptSet], tomllib.loads(TABLE.read_text("utf-8")))
+
+
+def fetch_set(wanted: PromptSet, folder: Path) -> None:
+    """Fetch the files of a set that the folder lacks. Until it is complete, a file has the name NAME.part.
+
+    Raises:
+        ValueError: a file of the user's has the name of one and another hash; or one cannot be fetched, or has another
+            hash than the table says.
+        OSError: one cannot be written.
+    """
+    missing = {name: file for name, file in wanted["files"].items() if not (folder / name).exists()}
+    for name in wanted["files"].keys() - missing.keys():
+        check_hash(folder / name, wanted["files"][name]["hash"], "move it away, or give another --to")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, file in missing.items():
+        part, url = folder / f"{name}.part", file["url"]
+        try:
+            download(url, part)
+        except (requests.RequestException, urllib3.exceptions.HTTPError) as exc:
+            remedy = "The same command goes on where this one stopped; without a network, bring the file yourself"
+            raise ValueError(f"{folder / name} must be a file that can be fetched, got {url}: {exc}. {remedy}") from exc
+        check_hash(part, file["hash"], f"delete it, and fetch {url} again")
+        part.replace(folder / name)
+
+
+def download(url: str, part: Path) -> None:
+    """Append to a file what it lacks of a URL's content, or write all of it where the server sends no ranges.
+
+    Raises:
+        requests.RequestException, urllib3.exceptions.HTTPError: it does not arrive whole, or not in time.
+    """
+    size, deadline = part.stat().st_size if part.exists() else 0, time.monotonic() + LIMIT_S
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={size}-"} if size else {})
+    hooks = {"response": refuse_redirect}
+    with requests.get(url, headers=headers, hooks=hooks, timeout=WAIT_S, stream=True) as response:
+        if size and response.status_code == 416:  # there is no more
+            return
+        response.raise_for_status()
+        with part.open("ab" if response.status_code == 206 else "wb") as file:
+            while piece := response.raw.read1(2**16):
+                file.write(piece)
+                if file.tell() > MAX_BYTES or time.monotonic() > deadline:
+                    raise requests.RequestException(f"more than {MAX_BYTES} bytes or {LIMIT_S} s")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def refuse_redirect(response: requests.Response, **_: object) -> None:
+    """Raise requests.RequestException if the response redirects to another server without TLS."""
+    target = urljoin(response.url, response.headers.get("Location", ""))
+    if urlsplit(target).scheme != "https" and urlsplit(target)[:2] != urlsplit(response.url)[:2]:
+        raise requests.RequestException(f"a redirect must be to https, got {target}")
+
+
+def check_hash(path: Path, wanted: str, remedy: str) -> None:
+    """Raise ValueError unless a file has a SHA-256, or git's id of its content if the hash has 40 digits."""
+    data = read_regular(path, MAX_BYTES)
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False)
+    found = (blob if len(wanted) == 40 else hashlib.sha256(data)).hexdigest()
+    if found != wanted:
+        raise ValueError(f"{path} must have the hash {wanted}, got {found}: {remedy}")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line. Whatever fails ends it with one line and exit code 2."""
+    parser = argparse.ArgumentParser(prog="omni-rl prompts", description=__doc__)
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the set")
+    parser.add_argument("--to", type=Path, metavar="FOLDER", help="where to write it, data/NAME by default")
+    args = parser.parse_args(argv)
+    if args.name is None:
+        for name, row in prompt_sets().items():
+            files = ", ".join(f"{key} {file.get('prompts', '')}".rstrip() for key, file in row["files"].items())
+            print(f"{name:<15}{row['about']}\n{'':<15}{files}; license: {row['license']}")
+        return
+    try:
+        wanted = prompt_sets()[known(args.name, prompt_sets(), "NAME")]
+        folder = args.to or Path("data", args.name)
+        fetch_set(wanted, folder)
+        for name, file in wanted["files"].items():
+            print(f"{folder / name}  {len(load_prompts(folder / name)):,} prompts of {file['url']}")
+        print(f"license: {wanted['license']}")
+    except (OSError, ValueError) as exc:
+        parser.error(str(exc))
+
+
+if __name__ == "__main__":
+    main()
