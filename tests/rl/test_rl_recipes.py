@@ -77,7 +77,7 @@ def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app:
         if key == "scorer":
             assert value in head.lower(), f"the head names no scorer {value}"
         else:
-            assert values.get(key) == value or re.search(rf"\b{key}\b", head), (
+            assert values.get(key) == value or re.search(rf"\b{key.replace('eval_', 'eval.')}\b", head), (
                 f"{key} is {values.get(key)}, published {value}: mend it, or say why in the head"
             )
 
