@@ -213,5 +213,5 @@ def test_an_export_of_bagel_has_the_names_of_the_released_file_and_draws_our_ima
 
 
 def test_models_of_sound_are_refused_by_srpo(here, bright_urls):
-    with pytest.raises(ValueError, match="--model must draw pictures or videos, which the rewards of SRPO see"):
+    with pytest.raises(ValueError, match="--model must generate images or videos, which the rewards of SRPO see"):
         train(train_srpo, settings(train_srpo, SOUND[0], bright_urls))

@@ -169,7 +169,7 @@ def test_what_cannot_be_drawn_with_is_refused_before_a_weight_is_read(tmp_path, 
 
 def test_several_ranks_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="draws in one process, got 2 ranks"):
+    with pytest.raises(ValueError, match="runs in one process, got 2 ranks"):
         sample.check_args(ARGS)
 
 
