@@ -7,7 +7,7 @@ student is corrected where it really goes (DiffusionOPD, arXiv 2605.15055). A te
 each of the student's teaches it to do with few steps what took many (progressive distillation, arXiv 2202.00512, on the
 student's own path). A teacher with guidance teaches it to do without.
 
-    python apps/train_distill.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
+    python apps/train_distill.py --preset tiny-signs
     torchrun --nproc-per-node 8 apps/train_distill.py --model black-forest-labs/FLUX.1-dev --lora.rank 32 \\
         --teachers ocr=runs/ocr/weights,style=runs/style/weights --prompts prompts.jsonl --eval.prompts eval.txt
 

@@ -7,7 +7,7 @@ A pair is two samples of one prompt, of which one is preferred. Both are noised 
 level, and the model is trained to denoise the preferred one better than a reference does, and the other one worse
 (Diffusion-DPO, arXiv 2311.12908). The reference is the policy before training.
 
-    python apps/train_dpo.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
+    python apps/train_dpo.py --preset tiny-signs
     python apps/train_dpo.py --preset tiny-signs-offline --preferences data/pairs/pairs.jsonl
     torchrun --nproc-per-node 4 apps/train_dpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
 
@@ -59,10 +59,9 @@ def check_args(args: Args) -> None:
         shape = args.num_frames, args.height, args.width
         check_preferences(args.preferences, shape, frame_rate=args.frame_rate, media_root=args.media_root)
     require(
-        (args.scorer.url or offline or args.dry_run,
-         "--scorer.url must be the URL of a reward server, or --preferences a file of pairs"),
-        (args.batch_size > 0 == args.batch_size % 2,
-         f"--batch-size must be even and > 0, as a pair is two samples, got {args.batch_size}"),
+        (args.scorer.given or offline or args.dry_run,
+         "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs"),
+        (args.batch_size % 2 == 0, f"--batch-size must be even, as a pair is two samples, got {args.batch_size}"),
         (offline or unit % min(args.batch_size, args.group_size) == 0,
          f"--batch-size and --group-size: one must divide the other, got {args.batch_size} and {args.group_size}"),
         (offline or samples % per_round == 0,

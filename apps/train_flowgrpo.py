@@ -5,7 +5,7 @@
 A group of samples is drawn for each prompt with a few stochastic steps. A scorer grades the samples over HTTP. A sample
 better than its group makes its stochastic steps more likely, a worse one less (Flow-GRPO, arXiv 2505.05470).
 
-    python apps/train_flowgrpo.py --preset tiny-signs --scorer.url http://127.0.0.1:8100
+    python apps/train_flowgrpo.py --preset tiny-signs
     torchrun --nproc-per-node 8 apps/train_flowgrpo.py --preset qwen-image-ocr-lora --scorer.url http://scorer:8100
 
 Differences from the released code of the papers:

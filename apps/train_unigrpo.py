@@ -7,7 +7,7 @@ with a few stochastic steps. A scorer gets the image and the thought; rules may 
 reward and one advantage, by which its tokens and its steps become more likely or less (UniGRPO, arXiv 2603.23500): GRPO
 for the first, Flow-GRPO for the second, each with its own clip range.
 
-    python apps/train_unigrpo.py --preset tiny-colors --scorer.url http://127.0.0.1:8100
+    python apps/train_unigrpo.py --preset tiny-colors
     torchrun --nproc-per-node 8 apps/train_unigrpo.py --preset bagel-pickscore-lora --scorer.url http://scorer:8100
 
 What is decided here, as no code has been released:

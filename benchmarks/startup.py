@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import engines
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 
 REPO = Path(__file__).parents[1]
 FLAGS = [

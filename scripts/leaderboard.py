@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from leaderboard_page import ENTRIES, Entry, Row, blocks, by_algorithm, digest, draw, fill, read_rows
-from omni_reward.testing import Server, serving
+from omni_reward.serving import Server, serving
 from omni_rl.settings.toml import plain, recipes
 from omni_train.files import load_metrics
 

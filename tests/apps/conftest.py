@@ -2,7 +2,7 @@
 
 import pytest
 from omni_reward import Scorer
-from omni_reward.testing import serving, serving_here
+from omni_reward.serving import serving, serving_here
 from trainer_runs import write_eval_prompts
 
 

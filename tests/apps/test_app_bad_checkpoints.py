@@ -10,7 +10,7 @@ import torch
 from apps import app_lives as lives
 from apps.conftest import brightness
 from helpers import CHECKPOINT
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_rollout.models import open_model

@@ -19,7 +19,7 @@ from apps.conftest import brightness
 from helpers import CHECKPOINT
 from omni_reward import Scorer
 from omni_reward.scorers.likeness import load_likeness
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.run.failures import launch
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml

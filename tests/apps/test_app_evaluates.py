@@ -7,7 +7,7 @@ import build_tiny_models
 import pytest
 from helpers import REPO
 from omni_reward import Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.report.data import charts, run_data
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet

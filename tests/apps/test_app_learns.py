@@ -8,7 +8,7 @@ from model_rows import ROWS
 from omni_reward.scorers import load_scorer
 from omni_reward.scorers.color import load_color, named_colors
 from omni_reward.scorers.ocr import load_ocr
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change, values_of
 from trainer_runs import recipe, train
 

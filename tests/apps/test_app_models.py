@@ -14,7 +14,7 @@ import torch
 from helpers import REPO, sampled
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.media.images import read_image
 from omni_rl.settings.fields import change
 from omni_rollout import Prompt

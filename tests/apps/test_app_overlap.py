@@ -2,7 +2,7 @@
 
 import threading
 
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from trainer_runs import recipe, tiny, train, unclocked
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from apps.app_lives import TINY
 from helpers import sampled
-from omni_reward.testing import serving
+from omni_reward.serving import serving
 from omni_rl.run.world import World
 from omni_rl.settings.fields import change
 from trainer_runs import train

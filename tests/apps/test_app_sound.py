@@ -7,7 +7,7 @@ import torch
 from helpers import sampled
 from model_rows import ROWS
 from omni_reward import Score, Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model

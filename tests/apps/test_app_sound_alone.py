@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.media.preferences import read_latent
 from omni_rollout.models import open_model
 from omni_rollout.types import Parts

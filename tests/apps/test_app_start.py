@@ -13,7 +13,8 @@ import pytest
 import torch
 from apps import app_lives as lives
 from helpers import REPO, sampled
-from omni_reward.testing import serving_here
+from omni_reward import RewardClient, RewardConnectError
+from omni_reward.serving import serving_here
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import to_toml
 from omni_train.files import load_metrics
@@ -51,6 +52,28 @@ def test_a_second_trainer_in_a_run_folder_is_refused_with_the_pids_of_the_first(
         Path("go").touch()
     assert first.wait() == [0] * ranks, first.text()
     assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ranks", sampled([1, 2], 1))
+def test_a_run_starts_the_scorer_that_it_names_and_ends_it(here, ranks):
+    (here / "mine.py").write_text("def level(media, prompts, meta):\n    return [1.0] * len(prompts)\n")
+    args = settings("", scorer_name="python:mine.py:level")
+    life = lives.train(here, args, ranks=ranks)
+    assert life.wait() == [0] * ranks, life.text()
+    assert load_metrics("runs/run/metrics.jsonl")[-1]["reward/mean"] == 1.0
+    assert life.text().count("scorer ready at http://127.0.0.1:") == 1
+    url = re.search(r"scorer ready at (\S+)", life.text())[1]
+    with RewardClient(url) as client, pytest.raises(RewardConnectError):
+        client.info()
+
+
+def test_a_scorer_that_does_not_start_is_refused_before_weights_are_loaded(here):
+    (here / "mine.py").write_text("raise OSError('no file of words')\n")
+    life = lives.train(here, settings("", scorer_name="python:mine.py:level"))
+    assert life.wait() == [2], life.text()
+    assert "no file of words" in life.text()
+    assert "--scorer: 'python:mine.py:level' ended with exit code" in life.text()
+    assert "loading" not in life.text()
 
 
 @pytest.mark.parametrize("ranks", sampled([1, 2], 1))

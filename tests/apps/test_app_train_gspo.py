@@ -16,7 +16,7 @@ import torch
 from helpers import REPO, sampled, ulps
 from omni_losses import group_advantages, token_weights
 from omni_reward import Score, Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.flow.scoring import Rollout
 from omni_rl.flow.tokens import TokenBatch, pack
 from omni_rl.run import texts

@@ -10,7 +10,7 @@ import torch
 from helpers import REPO, sampled
 from omni_reward import RewardError, Score
 from omni_reward.rules import open_rules
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.flow.scorers import LocalScorer
 from omni_rl.flow.scoring import collect
 from omni_rl.flow.thinking import ThoughtScorer

@@ -3,7 +3,7 @@
 import numpy as np
 from model_rows import ROWS
 from omni_reward import Scorer
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_rl.media.videos import video_facts
 from PIL import Image
 from trainer_runs import recipe, tiny, train

@@ -59,7 +59,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
 }
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
-    "omni_reward/testing.py": {"uvicorn"},
+    "omni_reward/serving.py": {"uvicorn"},
     "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
     "omni_rollout/models/parts.py": {"huggingface_hub"},
     "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates

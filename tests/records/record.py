@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from PIL import Image
 from safetensors.torch import load_file
 

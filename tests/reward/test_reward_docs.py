@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from omni_reward import RewardClient, Score, Scorer
-from omni_reward.testing import serving
+from omni_reward.serving import serving
 from omni_reward.wire import decode_reply
 from reward.reward_helpers import draw_sign
 

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from omni_reward import RewardClient, Score
 from omni_reward.media import ScoreRequest
-from omni_reward.testing import serving_here
+from omni_reward.serving import serving_here
 from omni_reward.wire import Scorer, decode_request, encode_request
 from omni_rl.flow.sampling import _shown
 from omni_rl.flow.scoring import submit

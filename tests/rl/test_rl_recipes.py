@@ -93,7 +93,7 @@ def test_a_recipe_names_model_and_data_and_the_knob_of_its_model(app: str, name:
     if "duration" in values.get("guidance", ""):  # of sound
         size = {"guidance"}
     assert {"name", "model", "prompts", "eval.prompts", "lr"} | size <= set(plain(values))
-    assert "scorer" not in values
+    assert "url" not in values.get("scorer", {})
     if "qwen" in values["model"].lower():
         assert "guidance_scale" not in values, "Qwen-Image's pipeline calls it true_cfg_scale"
     else:
@@ -148,16 +148,21 @@ def test_the_command_for_the_prompts_of_a_recipe_writes_the_files_that_it_names(
 
 def test_a_recipe_of_words_names_the_scorer_that_reads_its_images():
     """Small signs are read as one line; in the others text is searched for, and the formula is the published one."""
-    signs: dict[str, bool] = {}
+    signs: dict[tuple[str, ...], bool] = {}
     for app, name in ALL:
-        found = re.findall(r"^# Scorer: omni-rl serve --scorer (.*) --port 8100$", recipes(app)[name], re.MULTILINE)
-        if "data/ocr/" in recipes(app)[name] or name.startswith("tiny-signs"):
+        text = recipes(app)[name]
+        found = re.findall(r"^# Scorer: omni-rl serve --scorer (.*) --port 8100$", text, re.MULTILINE)
+        own = tomllib.loads(text).get("scorer", {})
+        if "name" in own:
+            scorer, *options = own["name"].split(" --option ")
+            found.append(shlex.join([scorer, *options]))
+        if "data/ocr/" in text or name.startswith("tiny-signs"):
             [command] = found
-            assert signs.setdefault(command, name.startswith("tiny-signs")) == name.startswith("tiny-signs")
+            words = tuple(word for word in shlex.split(command) if word != "--option")
+            assert signs.setdefault(words, name.startswith("tiny-signs")) == name.startswith("tiny-signs")
     assert set(signs.values()) == {True, False}
-    for command, is_sign in signs.items():
-        scorer, *words = shlex.split(command)
-        options = read_options([word for word in words if word != "--option"])
+    for (scorer, *words), is_sign in signs.items():
+        options = read_options(words)
         kind, formula = ("video", "capped") if scorer.startswith("frames:") else ("image", "contained")
         assert load_scorer(scorer, options=options).media == (kind,)
         own = {key.removeprefix("ocr."): value for key, value in options.items()}
@@ -182,22 +187,15 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
         assert parts <= ({"VQ", "MQ", "TA"} if own == {"videoalign"} else set(reward.specs))
 
 
-@pytest.mark.parametrize(
-    ("preset", "command"),
-    [
-        ("tiny-signs-fast", "--scorer ocr --option reading=line"),
-        ("qwen-image-ocr", "--scorer ocr --option formula=con"),
-    ],
-)
-def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys, preset, command):
+def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(REPO)
     monkeypatch.setenv("RANK", "0")  # as under torchrun
     (tmp_path / "x.txt").write_text('a sign that says "K7"\n' * 128)
     module = importlib.import_module("train_flowgrpo")
     prompts = [word for key in ("--prompts", "--eval.prompts") for word in (key, str(tmp_path / "x.txt"))]
     with pytest.raises(SystemExit):
-        parse_cli(module.Args, module.check_args, ["--preset", preset, *prompts], app="train_flowgrpo")
-    assert f"; start one: omni-rl serve {command}" in capsys.readouterr().err
+        parse_cli(module.Args, module.check_args, ["--preset", "qwen-image-ocr", *prompts], app="train_flowgrpo")
+    assert "; start one: omni-rl serve --scorer ocr --option formula=con" in capsys.readouterr().err
 
 
 def test_the_recipes_at_the_root_are_those_of_the_package():

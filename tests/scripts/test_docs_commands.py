@@ -98,13 +98,6 @@ def check_server(words, place):
     assert {spec.removeprefix("frames:") for spec in named} <= set(SCORERS)
 
 
-def check_beside(words, place):
-    """There is such a scorer, and the trainer beside it can start."""
-    end = words.index("--")
-    check_server(["python", "-m", "omni_reward.server", "--scorer", *words[3:end]], place)
-    check_trainer([*words[end + 1 :], "--scorer.url", place.url], place)
-
-
 def check_trainer(words, place):
     """A dry run on as many ranks; of a model on the hub, and of an engine, only the settings are checked."""
     script = next(word for word in words if word.startswith("apps/"))
@@ -209,7 +202,6 @@ def check_elsewhere(words, place):
 RULES = {  # how a command begins -> what runs it
     r"make \S+": check_make,
     r"python -m omni_reward\.server ": check_server,
-    r"python -m omni_reward\.testing .+ -- ": check_beside,
     r"omni-rl (train|sample|serve|report) ": check_command,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,

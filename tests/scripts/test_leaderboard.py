@@ -8,7 +8,7 @@ import pytest
 from helpers import REPO
 from leaderboard import Job
 from leaderboard_page import ENTRIES, blocks, read_rows
-from omni_reward.testing import Server
+from omni_reward.serving import Server
 from omni_rl.settings.cli import read_settings
 from omni_rl.settings.fields import build, values_of
 from omni_rl.settings.toml import from_toml, recipes

@@ -39,6 +39,7 @@ def build_parser() -> Parser:
     add("--max-connections", type=int, default=512, help="most connections; beyond them requests get a 503")
     add("--shutdown-timeout-s", type=float, default=60, help="seconds to finish the accepted requests after SIGTERM")
     add("--max-waiting", type=int, default=64, help="most requests that wait while one is scored")
+    add("--end-with-stdin", action="store_true", help="end when standard input does")
     return parser
 
 

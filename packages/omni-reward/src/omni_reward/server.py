@@ -11,9 +11,11 @@ import asyncio
 import faulthandler
 import hmac
 import logging
+import os
 import signal
 import socket
 import sys
+import threading
 import traceback
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -287,6 +289,8 @@ def main(argv: list[str] | None = None) -> None:
     logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, lambda *_: sys.exit(0))  # uvicorn finishes first, and then raises the signal again
+    if args.end_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         token = args.token_file.read_text().strip() if args.token_file else None
         wire.check_token(token)
@@ -312,6 +316,12 @@ def main(argv: list[str] | None = None) -> None:
         backlog=128,  # without descriptors, asyncio logs a line for each
     )
     _Server(config, args.url_file, args.shutdown_timeout_s).run(sockets=[sock])
+
+
+def _end_with_stdin() -> None:
+    while os.read(0, 1):  # not through `sys.stdin`, whose lock aborts an interpreter that ends
+        pass
+    signal.raise_signal(signal.SIGTERM)
 
 
 class _Connection(h11.Connection):

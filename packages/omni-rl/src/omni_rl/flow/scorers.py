@@ -1,22 +1,30 @@
 """Scorers: reward servers behind a client, or a function in this process."""
 
+import re
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from omni_reward import RewardClient, RewardError, Score
+from omni_reward.serving import serving
 from omni_rollout import Prompt
-from omni_train.dist import Dist
+from omni_train.dist import Dist, gather_json, same_error
 from omni_train.prompts.files import PromptRecord
 
 from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
 from omni_rl.settings.fields import flag, require
+from omni_rl.settings.groups import ScoredScorer, TokenScorer
+
+ArgsT = TypeVar("ArgsT", bound=RunArgs)
 
 Pending = Future[list[Score]]
 Arrays = Mapping[str, np.ndarray]  # media by their kinds
@@ -82,6 +90,25 @@ class LocalScorer:
 def abstaining(reason: str = "there is no scorer") -> LocalScorer:
     """Return a scorer that gives no sample a score."""
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
+
+
+def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
+    """Return the settings with the URL of a server of the scorer that they name, if they have none of their own.
+
+    The first rank of each machine starts one, which ends with `open_servers`, or with the process. A collective.
+    """
+    asks, own = args.scorer, ("", "")
+    if not isinstance(asks, ScoredScorer | TokenScorer) or not asks.name or asks.url or args.dry_run:
+        return args
+    with same_error(dist):
+        if dist.local_rank == 0:
+            scorer, *options = re.split(r"\s+--option[\s=]+", asks.name)
+            flags, token = [f"--option={option}" for option in options], secrets.token_urlsafe(32)
+            with flag("--scorer: "):
+                server = open_servers.enter_context(serving(scorer, *flags, token=token))
+            own = server.url, str(server.token_file)
+    url, token_file = [each for each in gather_json(dist, own)[: dist.rank + 1] if each[0]][-1]
+    return replace(args, scorer=replace(asks, url=url, token_file=token_file))
 
 
 def connect(

@@ -5,7 +5,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Generic, TypeVar
@@ -57,6 +57,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     sound have separate losses. algorithm and base: for the model card. parts: of scores, which steps log. sleeps: True
     if the engine sleeps during updates. version: of the weights that the engine has. counts: samples that were `drawn`.
     calls: those that have passed the nets. load: of the experts of a mixture of experts in the engine, else None.
+    open_servers: the reward server that this run has started, if any.
     """
 
     args: ArgsT
@@ -83,6 +84,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
     calls: Calls = field(default_factory=Counter)
     load: ExpertLoad | None = None
     flops: FlopTable | None = None
+    open_servers: ExitStack = field(default_factory=ExitStack)
 
     @property
     def dist(self) -> Dist:
@@ -216,6 +218,7 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         for scorer in (self.scorer, self.watch, *(held.scorer for held in self.held_out)):
             if scorer:
                 scorer.close()
+        self.open_servers.close()
         self.engine.close()
         if self.session.lock:
             self.session.lock.release()

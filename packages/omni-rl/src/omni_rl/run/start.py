@@ -6,6 +6,7 @@ A mistake in the settings ends the program with one line and exit code 2, before
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,7 @@ from omni_train.weights.snapshot import Ema, Snapshot
 from torch import Tensor, nn
 
 from omni_rl.flow.evals import HeldOut, Shown, params_of
-from omni_rl.flow.scorers import Scorer
+from omni_rl.flow.scorers import Scorer, with_server
 from omni_rl.run.policy import Policy
 from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
 from omni_rl.run.session import Session
@@ -162,6 +163,8 @@ def start(
     session.check(args, adapt(model.empty_net(), how))
     if args.dry_run:
         world.tell("\n".join([to_toml(without_secrets(args)), *plan_of(args, dist, inputs, needs, session)]))
+    open_servers = ExitStack()
+    args = with_server(args, dist, open_servers)
     with same_error(dist):
         scorer, version, watch = kind.open_scorer(args, world, inputs, needs)
         session.name_scorer(args, version)
@@ -201,6 +204,7 @@ def start(
         algorithm=algorithm,
         base=args.init_weights if args.lora.rank and inputs.files else args.model,
         parts=inputs.parts,
+        open_servers=open_servers,
         sleeps="engine" in offloaded(args) or (args.memory.engine_sleep and not engine.shares_weights),
     )
     run.count_calls(kind.seen)

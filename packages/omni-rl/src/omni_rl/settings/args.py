@@ -330,8 +330,8 @@ def check_scored(args: ScoredArgs, *, num_trained: int | None = 1, needs_scorer:
         ValueError: as `check_media`, or for the URL.
     """
     check_media(args, num_trained=num_trained)
-    is_given = args.scorer.url or args.dry_run or not needs_scorer
-    require((is_given, "--scorer.url must be the URL of a reward server"))
+    is_given = args.scorer.given or args.dry_run or not needs_scorer
+    require((is_given, "--scorer must name a reward, as ocr, or --scorer.url a reward server"))
 
 
 def check_judged(args: JudgedArgs, *, num_trained: int = 1) -> None:

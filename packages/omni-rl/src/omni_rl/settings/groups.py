@@ -80,7 +80,13 @@ class Scorer:
 class TokenScorer(Scorer):
     """Requests of a run on text."""
 
-    url: Annotated[str, SECRET] = ""  # URL of the server that --reward calls scorer, or equal ones with commas
+    name: Annotated[str, Was("scorer"), MAY_CHANGE] = ""  # Scorer to start, which --reward calls scorer
+    url: Annotated[str, SECRET] = ""  # URL of a server to use instead, or equal ones with commas
+
+    @property
+    def given(self) -> bool:
+        """True if there is a scorer."""
+        return bool(self.name or self.url)
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,13 @@ class MediaScorer(Scorer):
 class ScoredScorer(MediaScorer):
     """Requests of a run whose samples a reward server grades."""
 
-    url: Annotated[str, SECRET] = ""  # URL of the reward server, or several of equal ones separated by commas
+    name: Annotated[str, Was("scorer"), MAY_CHANGE] = ""  # Scorer to start, as "ocr --option reading=line"
+    url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead, or of equal ones separated by commas
+
+    @property
+    def given(self) -> bool:
+        """True if there is a scorer."""
+        return bool(self.name or self.url)
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class TokenArgs(RunArgs):
         """The rules of --reward, or their default."""
         from omni_reward.rules import SCORER, open_rules
 
-        return open_rules(self.reward or (SCORER if self.scorer.url else "exact"), remote=True)
+        return open_rules(self.reward or (SCORER if self.scorer.given else "exact"), remote=True)
 
 
 def check_tokens(args: TokenArgs) -> None:
@@ -75,11 +75,8 @@ def check_tokens(args: TokenArgs) -> None:
     with flag("--reward: "):
         asks = SCORER in args.rules.reward.specs.values()
     require(
-        (
-            asks or not args.scorer.url,
-            f"--reward must name {SCORER}, which is what --scorer.url says, got {args.reward}",
-        ),
-        (args.scorer.url or not asks, f"--scorer.url must be given for {SCORER} in --reward"),
+        (asks or not args.scorer.given, f"--reward must name {SCORER}, as --scorer does, got {args.reward}"),
+        (args.scorer.given or not asks, f"--scorer or --scorer.url must be given for {SCORER} in --reward"),
     )
     read_prompts(args)
     check_sets(args.eval.sets, media_root=args.media_root)

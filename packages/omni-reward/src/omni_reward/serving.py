@@ -1,15 +1,6 @@
-"""Reward servers for the duration of a block: in a separate process, or in this one for tests.
-
-    python -m omni_reward.testing ocr -- python train.py ...
-
-starts a server, runs the command with the server's flags appended, and then ends the server. Flags of
-`omni_reward.server` may precede the two dashes.
-"""
+"""Reward servers for the duration of a block: in a separate process, or in this one for tests."""
 
 import os
-import secrets
-import shlex
-import signal
 import subprocess
 import sys
 import threading
@@ -36,14 +27,16 @@ class Server:
     @property
     def flags(self) -> list[str]:
         """The flags of a trainer that name the server."""
-        return ["--scorer-url", self.url, *(("--scorer-token-file", str(self.token_file)) if self.token_file else ())]
+        return ["--scorer.url", self.url, *(("--scorer.token-file", str(self.token_file)) if self.token_file else ())]
 
 
 @contextmanager
 def serving(
     scorer: str, *flags: str, token: str | None = None, python: str = sys.executable, env: Env | None = None
 ) -> Iterator[Server]:
-    """Start a server of a scorer, which ends with the block; Ctrl-C does not reach it.
+    """Start a server of a scorer, which ends with the block, or with this process; Ctrl-C does not reach it.
+
+    One line on stderr says when it ends before.
 
     Args:
         scorer: as in `python -m omni_reward.server --scorer`.
@@ -53,22 +46,34 @@ def serving(
         env: environment variables in addition to this process's.
 
     Raises:
-        RuntimeError: the server ended before it was ready; its message is on stderr.
+        ValueError: the server ended before it was ready; its message is on stderr.
     """
     with TemporaryDirectory() as scratch:  # only its owner can read it
         url_file, token_file = Path(scratch) / "url", Path(scratch) / "token" if token else None
-        command = [python, "-m", "omni_reward.server", "--scorer", scorer, "--url-file", str(url_file), *flags]
+        command = [python, "-m", "omni_reward.server", "--end-with-stdin", "--scorer", scorer]
+        command += ["--url-file", str(url_file), *flags]
         if token_file is not None:
             token_file.write_text(str(token))
             command += ["--token-file", str(token_file)]
-        process = subprocess.Popen(command, env={**os.environ, **(env or {})}, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env={**os.environ, **(env or {})}, start_new_session=True
+        )
+        is_over = threading.Event()
+
+        def watch() -> None:
+            code = process.wait()
+            if not is_over.is_set():
+                print(f"the scorer {scorer!r} has ended with exit code {code}", file=sys.stderr, flush=True)
+
         try:
             while not url_file.exists():
                 if process.poll() is not None:
-                    raise RuntimeError(f"the scorer {scorer!r} ended with exit code {process.returncode} at its start")
+                    raise ValueError(f"{scorer!r} ended with exit code {process.returncode} at its start")
                 time.sleep(0.05)
+            threading.Thread(target=watch, daemon=True).start()
             yield Server(url_file.read_text(), token_file, process)
         finally:
+            is_over.set()
             process.terminate()
             process.wait()
 
@@ -91,21 +96,3 @@ def serving_here(score_fn: ScoreFn, *, name: str = "test", token: str | None = N
     finally:
         server.should_exit = True
         thread.join()
-
-
-def main(argv: list[str]) -> int:
-    """Run a command beside a server, and return its exit code."""
-    end = argv.index("--") if "--" in argv else 0
-    if not 0 < end < len(argv) - 1:
-        raise SystemExit("usage: python -m omni_reward.testing SCORER [FLAG ...] -- COMMAND")
-    with serving(*argv[:end], token=secrets.token_urlsafe(32)) as server:
-        signal.signal(signal.SIGINT, lambda *_: None)  # the command gets it too, and decides
-        typed = shlex.join([sys.orig_argv[0], "-m", "omni_reward.testing", *argv])  # continues a run
-        process = subprocess.Popen([*argv[end + 1 :], *server.flags], env={**os.environ, "OMNI_RL_COMMAND": typed})
-        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-        code = process.wait()
-    return 128 - code if code < 0 else code
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
