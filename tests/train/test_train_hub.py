@@ -55,13 +55,14 @@ def test_settings_come_from_a_model_on_the_hub(download):
         ("scorer.url = 'http://a:1'", "scorer.url"),
         ("[[eval]]\nname = 'a'\nscorer_url = 'http://a:1'", "scorer_url"),
         ("media_root = '/'", "media_root"),
+        ("[scorer]\nname = 'vlm --option url=http://a:1'", ":// in scorer.name"),
     ],
 )
 def test_settings_from_the_hub_do_not_choose_who_gets_samples_and_token(text, name, download):
     from omni_rl.settings.args import ScoredArgs
 
     hub.local_file("hf://owner/name/recipe.toml").write_text(text)
-    with pytest.raises(ValueError, match=rf"recipe\.toml must not name a {name}: give the flag, or .*, got '"):
+    with pytest.raises(ValueError, match=rf"recipe\.toml must not name (a )?{name}: give the flag, or .*, got '"):
         read_settings(ScoredArgs, ["--config", "hf://owner/name/recipe.toml"], {}, "")
 
 

@@ -118,9 +118,10 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
     for row in [*map(vars, values.get("eval.sets", ())), values]:
         for key, value in row.items():
             is_place = key in ("scorer_url", "scorer.url", "scorer.watch_url", "scorer.token_file", "media_root")
-            what = f"a {key}" if is_place else f"python: in {key}"
+            word = "://" if key == "scorer.name" and "://" in value else "python:"
+            what = f"a {key}" if is_place else f"{word} in {key}"
             rule = f"must not name {what}: give the flag, or a copy of the file that you have read"
-            is_fine = not value if is_place else "python:" not in str(value)
+            is_fine = not value if is_place else word not in str(value)
             require((is_fine, f"--config {path} {rule}, got {value!r}"))
 
 
