@@ -5,14 +5,15 @@ A setting is one line: `lr: Annotated[float, between(0, 1)] = 3e-4  # Learning r
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, asdict, dataclass, fields, is_dataclass, replace
 from enum import Enum, auto
 from functools import cache
-from typing import Annotated, Any, TypeVar, get_args, get_origin
+from typing import Annotated, Any, TypeVar, cast, get_args, get_origin
 
 ConfigT = TypeVar("ConfigT")
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 FLOAT32_MAX = 3.4028234663852886e38
 
@@ -65,7 +66,12 @@ def kind_of(kind: Any) -> Any:
     return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-@cache
+def cached(function: FunctionT) -> FunctionT:
+    """Cache the results of a function; mypy does not see that a class can be hashed."""
+    return cast("FunctionT", cache(function))
+
+
+@cached
 def leaves(cls: Any, prefix: str = "") -> dict[str, Field[Any]]:
     """Return the settings of a dataclass by name, such as lr, or correction.low in a group."""
     found: dict[str, Field[Any]] = {}
@@ -100,7 +106,7 @@ def change(config: ConfigT, **values: Any) -> ConfigT:
     return build(type(config), values_of(config) | {old.get(name, name): value for name, value in values.items()})
 
 
-@cache
+@cached
 def old_names(cls: Any) -> dict[str, str]:
     """Return the names of settings in groups by their other names, such as correction.low by correction_low.
 
