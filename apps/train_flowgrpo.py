@@ -203,7 +203,7 @@ def main(args: Args, world: World) -> None:
 def unit_of(run: MediaRun[Args]) -> int:
     """Return how many samples in a row one rank takes: a group shares what precedes its window."""
     args = run.args
-    has_groups = args.group_size % args.batch_size == 0 == args.prompts_per_step % run.dist.world_size
+    has_groups = not args.group_size % args.batch_size and not args.prompts_per_step % run.dist.world_size
     return args.group_size if args.same_start_noise and has_groups else 1
 
 
