@@ -28,6 +28,19 @@ def scores_of(line):
     return {name: value for name, value in line.items() if name.startswith("eval/")}
 
 
+def test_an_evaluation_may_take_fewer_prompts_and_leave_out_the_first(here, bright_url, capfd):
+    args = change(TINY, name="run", scorer_url=bright_url, eval_first=False, eval_num_prompts=2, eval_every=1)
+    lines = train(app, args, report=True)
+    assert ["eval/reward" in line for line in lines] == [False, True, True]
+    assert "held-out, base" not in Path("runs/run/weights/README.md").read_text()
+    assert len(run_data(Path("runs/run"))["prompts"]) == 2
+    with pytest.raises(ValueError, match=r"^--eval.num-prompts must be at most the file's 3, got 4$"):
+        app.check_args(change(args, eval_num_prompts=4))
+    with pytest.raises(SystemExit):
+        train(app, change(args, dry_run=True, name="plan"))
+    assert "evaluations: 2, each of 2 samples, which takes as long as 0.17 rollouts\n" in capfd.readouterr().out
+
+
 def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, capfd):
     with serving_here(lambda media, prompts, meta: [-1.0 for _ in prompts], name="minus") as minus:
         sets = (

@@ -132,7 +132,7 @@ class Loop:
         run, args, done = self.run, self.run.args, step.number + 1
         num_drawn = run.counts["drawn"]  # an evaluation draws more
         flops = run.flops.total(run.calls) if run.flops else {}
-        if done % args.eval.every == 0 or done == args.train_steps:
+        if (done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps):
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._evals)
         run.session.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
@@ -174,7 +174,7 @@ def hold_out(run: AnyRun, done: int, evals: list[Mapping[str, float]]) -> dict[s
 
 def _model_card(run: AnyRun, evals: Sequence[Mapping[str, float]]) -> dict[str, object]:
     """Return the facts of the model card, with the latest held-out scores."""
-    first = {"held-out, base": evals[0]["eval/reward"]} if len(evals) > 1 else {}
+    first = {"held-out, base": evals[0]["eval/reward"]} if run.args.eval.first and len(evals) > 1 else {}
     more = {
         f"held-out, {h.name}": evals[-1][h.metric("reward")]
         for h in run.held_out[1:]

@@ -5,6 +5,7 @@
 A mistake in the settings ends the program with one line and exit code 2, before any weight is loaded.
 """
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -341,6 +342,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         "ranks": f"{num_ranks}, weights {mode}",
         "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
+        "evaluations": _evaluations(args, inputs),
         "learning rate": f"{args.lr:g}"
         + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",
@@ -349,6 +351,19 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         "start": f"{session.begins}, in {session.folder}",
     }
     return [f"plan: {name}: {value}" for name, value in lines.items()]
+
+
+def _evaluations(args: RunArgs, inputs: Inputs[Any, Any]) -> str:
+    """Return how many evaluations a run has, and what one of them takes beside the rollout of a training step."""
+
+    def forwards(samples: int, params: Params | TokenParams) -> int:
+        return samples * (params.num_inference_steps if isinstance(params, Params) else 1)
+
+    count = args.eval.first + math.ceil(args.train_steps / args.eval.every)
+    samples = [len(held.records) * held.samples for held in inputs.held_out]
+    one = sum(forwards(number, held.params) for number, held in zip(samples, inputs.held_out, strict=True))
+    share = one / forwards(args.prompts_per_step * args.group_size, inputs.base_params)
+    return f"{count}, each of {sum(samples)} samples, which takes as long as {share:.2g} rollouts"
 
 
 def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, Any]) -> nn.Module:

@@ -292,12 +292,14 @@ def check_media(args: MediaArgs, *, num_trained: int | None = 1) -> None:
 def read_prompts(
     args: RunArgs, check: RecordCheck | None = None, check_eval: RecordCheck | None = None
 ) -> tuple[PromptSampler, list[PromptRecord]]:
-    """Return the prompts of training and of --eval.prompts, of which each is checked."""
-    per_step, root = args.prompts_per_step, args.media_root
+    """Return the prompts of training, and those of --eval.prompts that are evaluated; each of the files is checked."""
+    per_step, root, count = args.prompts_per_step, args.media_root, args.eval.num_prompts
     with flag("--prompts: "):
         prompts = PromptSampler(args.prompts, prompts_per_step=per_step, seed=args.seed, check=check, media_root=root)
     with flag("--eval.prompts: "):
-        return prompts, load_prompts(args.eval.prompts, check=check_eval, media_root=root)
+        found = load_prompts(args.eval.prompts, check=check_eval, media_root=root)
+    require((count <= len(found), f"--eval.num-prompts must be at most the file's {len(found)}, got {count}"))
+    return prompts, found[: count or None]
 
 
 def check_shapes(args: MediaArgs) -> RecordCheck:

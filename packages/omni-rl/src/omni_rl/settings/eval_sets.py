@@ -51,6 +51,8 @@ class Eval:
 
     prompts: Annotated[str, REQUIRED, MAY_CHANGE] = ""  # File of evaluation prompts
     every: Annotated[int, at_least(1), MAY_CHANGE] = 50  # Training steps between two evaluations
+    first: Annotated[bool, MAY_CHANGE] = True  # Evaluate before the first training step too
+    num_prompts: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Number of prompts, the first ones of the file; 0 is all
     only: Annotated[bool, MAY_CHANGE] = False  # Evaluate the weights on all sets, into eval-STEP, and stop
     samples_per_prompt: Annotated[int, between(1, 65_536), MAY_CHANGE] = 1  # Samples of a prompt, for eval/best@n
     pass_threshold: Annotated[float | None, Was(), MAY_CHANGE] = None  # Least score that passes, for eval/pass@k
