@@ -23,6 +23,7 @@ ALL = [(app, name) for app in APPS for name in recipes(app)]
 REAL = [(app, name) for app, name in ALL if not name.startswith("tiny-")]
 PUBLISHED = tomllib.loads((REPO / "recipes" / "published.toml").read_text("utf-8"))
 FIXED = {"adam_betas": "0.9 0.999", "adam_epsilon": 1e-8, "ema_update_interval": 1}  # no settings here
+CARDS = (16, 24, 32, 40, 48, 64, 80, 96, 141, 192)  # GB of accelerators' memory
 TEXT_TOKENS = {  # part of a model's name -> how long its texts are by default
     "stable-diffusion-3.5": sd3.StableDiffusion3.OPTIONS["max_sequence_length"],
     "Z-Image": z_image.ZImage.OPTIONS["max_sequence_length"], "Qwen-Image": qwen_image.MAX_PROMPT_TOKENS,
@@ -68,7 +69,7 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
 
 @pytest.mark.parametrize(("app", "name"), REAL)
 def test_a_recipe_of_a_real_model_is_the_published_one_or_says_what_differs(app: str, name: str):
-    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name).replace("eval.", "eval_"), values_of(app, name)
+    row, head, values = dict(PUBLISHED[app][name]), head_of(app, name), values_of(app, name)
     source = row.pop("source")
     assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{12}:\S+", source) or "Source: chosen here" in head
     assert row or source == "none"
@@ -185,6 +186,19 @@ def test_a_recipe_of_a_real_model_says_the_command_of_its_scorer(app: str, name:
         assert {key.partition(".")[0] for key in read_options(options.option) if "." in key} <= set(reward.specs)
         parts = set(parse_numbers(getattr(args, "reward_parts", ""), ""))
         assert parts <= ({"VQ", "MQ", "TA"} if own == {"videoalign"} else set(reward.specs))
+
+
+@pytest.mark.parametrize(("app", "name"), REAL)
+def test_a_planned_recipe_names_the_smallest_cards_that_hold_its_step(app: str, name: str):
+    """With 5 % left, which is how near plans are held to measured steps."""
+    head, values = head_of(app, name), values_of(app, name)
+    planned = re.findall(
+        r"# Planned: (\d+) x (\d+) GB, of which a step takes (\d+\.\d)$", recipes(app)[name], re.MULTILINE
+    )
+    assert len(planned) == head.count("Planned:") <= 1
+    for cards, gb, taken in planned:
+        assert int(gb) == min(card for card in CARDS if float(taken) <= 0.95 * card)
+        assert values["prompts_per_step"] * values["group_size"] % int(cards) == 0
 
 
 def test_who_gives_no_scorer_is_told_which_one_the_recipe_goes_with(tmp_path, monkeypatch, capsys):
