@@ -1,8 +1,11 @@
 # Two commands on a fresh machine with Python 3.11 to 3.13: `make demo` and `make test`. Both build .venv when it is missing.
-.PHONY: help demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
+.PHONY: help install demo demo-short leaderboard test test-all test-emulated gpu-check test-vllm-omni install-vllm-omni test-vllm install-vllm check constraints wheels test-wheels site
 
 help: ## List the targets
 	@sed -n 's/^\([a-z-]*\): ## \(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: ## Build .venv, which every other target does too
+	scripts/env true
 
 demo: ## Teach the shipped Qwen-Image-shaped model to spell, on the CPU; ARGS="--train-steps 20" changes settings, ENGINE=vllm-omni the engine
 	UV_NO_DEV=1 scripts/env scripts/demo $(ARGS)

@@ -38,6 +38,7 @@ PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in 
 PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = {  # page -> the test that runs its Python and JSON; or this file does
+    "README.md": "tests/scripts/test_docs_commands.py",
     "docs/contributing.md": "tests/apps/test_app_add_algorithm.py",
     "docs/engines.md": "tests/vllm_engine/test_vllm_omni_docs.py",
     "docs/preferences.md": "tests/apps/test_app_train_dpo.py",
@@ -232,8 +233,9 @@ def test_settings_of_the_docs_are_settings():
         from_toml(text, settings.MediaArgs, "docs")
 
 
-def test_the_reward_of_the_quickstart_is_a_score_function():
-    ((_, code),) = [block for block in blocks("docs/quickstart.md") if block[0] == "python"]
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_reward_of_a_page_is_a_score_function(page):
+    ((_, code),) = [block for block in blocks(page) if block[0] == "python"]
     names = {}
     exec(code, names)
     image = torch.full((2, 4, 4, 3), 51, dtype=torch.uint8).numpy()
