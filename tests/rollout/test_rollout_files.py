@@ -3,13 +3,16 @@
 import io
 import json
 import os
+import re
 import shutil
 
 import build_tiny_models
 import pytest
+import requests
 import torch
 from diffusers import DiffusionPipeline
 from helpers import CHECKPOINT, REPO, sampled
+from huggingface_hub.errors import GatedRepoError
 from omni_rollout import Params, Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.tokens import open_token_model
@@ -445,3 +448,13 @@ def test_a_chat_template_is_bounded_for_every_chat(language):
     ):
         with pytest.raises(ValueError, match=says):
             model.encode(Prompt(text, group=0, index=0, seed=0))
+
+
+def test_a_gated_model_is_refused_with_the_page_of_its_license(monkeypatch):
+    def refuse(path, **how):
+        raise GatedRepoError("403 Client Error. Access is restricted.", response=requests.Response())
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    rule = "Accept its license at https://huggingface.co/owner/gated, then `hf auth login`, or set HF_TOKEN"
+    with pytest.raises(ValueError, match=re.escape(rule)):
+        open_model("owner/gated")

@@ -497,6 +497,7 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
     if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
         raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
 
     try:
         wanted = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -504,6 +505,8 @@ def local_folder(path: str | Path, *patterns: str) -> Path:
     except (OSError, ValueError) as exc:
         fault = " ".join(str(exc).split()).rstrip(".")
         how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
+        if isinstance(exc, GatedRepoError):
+            how = f"Accept its license at https://huggingface.co/{path}, then `hf auth login`, or set HF_TOKEN"
         raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {how}") from exc
 
 
