@@ -117,8 +117,6 @@ class RunArgs:
 class MediaArgs(RunArgs):
     """Settings of a run on images, videos or sound."""
 
-    # Run
-
     # Data
     eval: MediaEval = MediaEval()  # Held-out prompts, and what is done with them
 
