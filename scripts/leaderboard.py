@@ -36,6 +36,7 @@ SEEDS = "0,1,2"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
 OURS = {
     "name",
+    "scorer.name",
     "sharding.mode",
     "model",
     "prompts",
@@ -115,7 +116,8 @@ def make(job: Job, server: Server, running: set[subprocess.Popen[bytes]]) -> Non
         images, steps = 512 if job.trial else IMAGES, 10
         counts = {"num-prompts": images // 8, "group-size": 8, "num-inference-steps": steps, "seed": job.seed}
         words = [word for name, count in counts.items() for word in (f"--{name}", str(count))]
-        run(job, ["scripts/build_preferences.py", "--out", str(job.pairs), *words, *server.flags], running)
+        flags = [word.replace("scorer.", "scorer-") for word in server.flags]
+        run(job, ["scripts/build_preferences.py", "--out", str(job.pairs), *words, *flags], running)
         made = {"images": images, "forwards": images * steps, "seconds": time.monotonic() - start}
         (job.pairs / "made.json").write_text(json.dumps(made))
     run(job, train_command(job, server), running)
@@ -127,7 +129,7 @@ def train_command(job: Job, server: Server) -> list[str]:
     flags += ["--eval.prompts", "data/tiny-signs/test.txt"]
     flags += ["--train-steps", "2", "--eval.every", "2"] if job.trial else []
     flags += ["--preferences", str(job.pairs / "pairs.jsonl")] if job.pairs else []
-    scored = server.flags if job.entry.app != "train_srpo" else [f"--watch{server.flags[0][1:]}", *server.flags[1:]]
+    scored = server.flags if job.entry.app != "train_srpo" else ["--scorer.watch-url", *server.flags[1:]]
     return [f"apps/{job.entry.app}.py", *flags, *scored]
 
 

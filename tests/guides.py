@@ -82,8 +82,7 @@ class Guide:
         """Runs a command of the section, tiny and graded by the scorer at `url`; the log's lines of its two steps."""
         (folder / "tiny.toml").write_text(TINY)
         (folder / "eval.txt").write_text('a blue sign that says "AB"\n')
-        words = [url if word.startswith("http:") else word for word in words]
-        self.python(folder, *words, "--config", "tiny.toml")
+        self.python(folder, *words, "--config", "tiny.toml", "--scorer.url", url)
         log = folder / "runs" / words[words.index("--name") + 1] / "metrics.jsonl"
         steps = [line for line in map(json.loads, log.read_text("utf-8").splitlines()) if "policy/loss" in line]
         assert len(steps) == 2

@@ -22,7 +22,7 @@ from omni_rl.run.policy import Policy
 from omni_rl.run.run import Run, Step
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
-from omni_rl.settings.fields import build, change
+from omni_rl.settings.fields import build, change, leaves
 from omni_rl.settings.toml import from_toml, recipes
 from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.models import open_model
@@ -57,7 +57,8 @@ def tiny(args, **changes):
     small = {"num_inference_steps": 3, "eval_num_inference_steps": 2, "train_steps": 2, "eval_every": 2}
     small |= {"ema_decay": 0.0, "sharding_mode": "auto", "height": 32, "width": 96}
     places = {"model": str(CHECKPOINT), "prompts": str(PROMPTS / "train.txt"), "eval_prompts": "eval.txt"}
-    return change(args, **(places | small | changes))
+    scorer = {"scorer_name": ""} if "scorer.name" in leaves(type(args)) else {}  # a server takes its time to start
+    return change(args, **(places | small | scorer | changes))
 
 
 def drawing(report) -> AbstractContextManager:

@@ -219,14 +219,14 @@ MISTAKES = {
         "--scorer.url x": "--scorer.url must be http(s)://host[:port][/path], got 'x'",
     },
     "train_nft": {
-        "": "--scorer.url must be the URL of a reward server",
+        "--scorer=": "--scorer must name a reward, as ocr, or --scorer.url a reward server",
         "--algo grpo": "--algo must be one of 'nft', 'awm'",
         f"{SCORED} --num-minibatches 3": "--num-minibatches must divide a rank's batches",
         f"{SCORED} --train-low 10": "--train-low and --train-high must bound steps of the rollout (10)",
         f"{SCORED} --train-levels 11": "--train-levels must be from 1 to the 10 trained steps, got 11",
     },
     "train_dpo": {
-        "": "--scorer.url must be the URL of a reward server, or --preferences a file of pairs",
+        "--scorer=": "--scorer must name a reward, --scorer.url a reward server, or --preferences a file of pairs",
         f"{SCORED} --batch-size 5": "--batch-size must be even, as a pair is two samples, got 5",
         f"{SCORED} --batch-size 6": "one must divide the other, got 6 and 8",
         "--preferences README.md": "--prompts: path must end in .txt, .jsonl or .parquet, got README.md",

@@ -19,7 +19,7 @@ from omni_rl.flow.scorers import LocalScorer
 from omni_rl.run.failures import launch
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs
-from omni_rl.settings.fields import change
+from omni_rl.settings.fields import change, leaves, old_names
 from omni_rl.tools import plan
 from omni_rollout import Params
 from omni_rollout.models import open_model
@@ -59,7 +59,8 @@ def settings(case):
     """The trainer of a case, and the settings of a dry run."""
     name, changes = CASES[case]
     app = importlib.import_module(name)
-    known = {key: value for key, value in (SMALL | changes).items() if key in app.Args.__dataclass_fields__}
+    names = leaves(app.Args).keys() | old_names(app.Args).keys()
+    known = {key: value for key, value in (SMALL | changes).items() if key in names}
     return app, tiny(recipe(app, "tiny-signs"), dry_run=True, memory_device_gb=1.0, width=192, height=64, **known)
 
 

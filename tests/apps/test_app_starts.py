@@ -29,7 +29,7 @@ def test_the_reference_is_the_policy_that_training_starts_from(here, bright_url,
     train(app, change(TINY, scorer_url=bright_url, name="first", **trained))
     start = {"scorer_url": bright_url, "init_weights": "runs/first/weights", "train_steps": 1, "eval_every": 1}
     pairs = tiny(recipe(train_dpo, "tiny-signs"), prompts_per_step=2, group_size=4, batch_size=4)
-    assert train(train_dpo, replace(pairs, name="pairs", **start, **trained))[1]["policy/margin"] == 0.0
+    assert train(train_dpo, change(pairs, name="pairs", **start, **trained))[1]["policy/margin"] == 0.0
     assert train(app, change(TINY, name="kl", kl_coef=0.1, **start, **trained))[1]["policy/kl"] == 0.0
 
 

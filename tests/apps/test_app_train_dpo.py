@@ -212,7 +212,7 @@ def test_offline_training_lowers_the_loss_of_a_fixed_set(here, pairs_file, kind)
     args = change(
         recipe(app, "tiny-signs-offline"), model=str(CHECKPOINT), prompts=str(PROMPTS / "train.txt"),
         eval_prompts="eval.txt", prompts_per_step=6, preferences=str(pairs_file), levels_per_pair=4,
-        eval_num_inference_steps=2, train_steps=10, eval_every=10, sharding_mode="auto", **lora,
+        eval_num_inference_steps=2, train_steps=10, eval_every=10, sharding_mode="auto", scorer_name="", **lora,
     )  # fmt: skip
     lines = train(app, args, report=True)
     assert lines[1]["policy/loss"] == pytest.approx(0.6931, abs=1e-3)

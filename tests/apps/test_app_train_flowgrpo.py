@@ -330,5 +330,5 @@ def test_parts_of_the_score_are_normalized_one_by_one():
 def test_a_second_scorer_is_asked_in_evaluations_only(here, bright_url):
     lines = train(bright_url, scorer_watch_url=bright_url)
     assert [line.get("eval/watch") for line in lines] == [line.get("eval/reward") for line in lines]
-    assert "watch_scorer_url" in (here / "runs" / "tiny-signs" / "config.toml").read_text()
+    assert "watch_url" in (here / "runs" / "tiny-signs" / "config.toml").read_text()
     assert bright_url not in (here / "runs" / "tiny-signs" / "config.toml").read_text()

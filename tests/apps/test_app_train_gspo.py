@@ -379,7 +379,7 @@ def test_an_answer_without_an_end_moves_nothing_where_it_is_masked(here):
     ("changes", "words"),
     [
         ({"reward": "scorer"}, "--scorer.url must be given for scorer in --reward"),
-        ({"scorer_url": "http://a:1"}, "--reward must name scorer, which is what --scorer.url says, got regex"),
+        ({"scorer_url": "http://a:1"}, "--reward must name scorer, as --scorer does, got regex"),
         ({"scorer_url": "a:1"}, r"--scorer.url must be http\(s\)://host"),
         ({"model": "bert"}, "--model must be .* bert holds a 'BertModel'"),
         ({"reward": "exact"}, 'line 1: must have the key "answer", which --reward exact requires'),

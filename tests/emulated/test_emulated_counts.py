@@ -10,7 +10,7 @@ from emulated import count_waits, emulated_runs
 from helpers import sampled
 from model_rows import ROWS
 
-NEEDED = {"sampling.py draw": count_waits.BATCHES, "optim.py _norms": 1, "run.py policy_metrics": 1}
+NEEDED = {"sampling.py sample": count_waits.BATCHES, "optim.py _norms": 1, "run.py Run.policy_metrics": 1}
 WAITS = {  # of SRPO all scores are computed on the device; its batches hold texts of unequal lengths
     "flowgrpo": NEEDED | {"run.py Run.check_ratio": 1},
     "nft": NEEDED,

@@ -103,7 +103,7 @@ def test_what_only_prints_prints_once_for_several_ranks(monkeypatch, capfd, word
     monkeypatch.setattr(sys, "argv", ["omni-rl", "train", "nft", "--nproc-per-node", "2", *words.split()])
     with pytest.raises(SystemExit, match=r"^0$"):
         command.main()
-    assert len(re.findall("(?m)^usage|^name = ", capfd.readouterr().out)) == 1
+    assert len(re.findall("(?m)^usage|^model = ", capfd.readouterr().out)) == 1
 
 
 def test_the_program_has_the_process_with_the_signals_of_the_terminal_and_what_the_user_typed(monkeypatch):
