@@ -17,6 +17,15 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def leave_no_garbage():
+    """Collects what a fork would inherit: the end of a process group there waits for threads that a fork lacks."""
+    gc.collect()
+    gc.freeze()
+
+
+os.register_at_fork(before=leave_no_garbage)
+
+
 def pytest_terminal_summary(terminalreporter):
     """Says what was left out and how to run it, so that nobody takes it for passed."""
     terminalreporter.write_line(

@@ -1,10 +1,12 @@
 """Small gathers: rank order, clear errors, and the same code without ranks."""
 
+import gc
 import math
 import os
 import signal
 import threading
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -186,3 +188,26 @@ def test_the_errors_of_a_lost_rank_are_known(run_ranks):
     with pytest.raises(FileNotFoundError, match=r"0\.json"):  # neither rank has written a result
         run_ranks(work)
     assert not is_lost_rank(RuntimeError("out of memory"))
+
+
+def test_a_forked_test_leaves_alone_the_process_groups_of_its_parent(tmp_path):
+    """The end of one waits for threads, which a fork lacks; tests/conftest.py sees to it."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    group = torch.distributed.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
+    group.allreduce([torch.ones(1)]).wait()
+    circle: list[object] = [group]
+    circle.append(circle)
+    gc.disable()
+    try:
+        del group, circle
+        if not (pid := os.fork()):
+            gc.collect()
+            os._exit(7)
+    finally:
+        gc.enable()
+    deadline = time.monotonic() + 30
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
