@@ -73,6 +73,7 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
         signal.signal(number, lambda number, _: os._exit(128 + number))
     if int(os.environ.get("RANK", "0")):
         return 0  # the first rank speaks
+    gc.freeze()  # or each collection looks at all libraries again
     limit, ranks = args.memory.device_gb * GB, num_ranks()
     plan = measure(main, args, ranks, tells=True)
     print(plan.describe(), flush=True)
