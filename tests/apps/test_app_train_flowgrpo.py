@@ -60,10 +60,10 @@ def command_line(folder, name, flags):
     return ["--config", str(config), *flags]
 
 
-def fork(folder, flags, ranks, name):
+def fork(folder, flags, ranks, name, mode="none"):
     """The metrics of the trainer in forked ranks."""
     args = parse_cli(app.Args, app.check_args, command_line(folder, name, flags), app=app.__name__)
-    return train_on_ranks(app, args, ranks=ranks, report=True)
+    return train_on_ranks(app, change(args, **{"sharding.mode": mode}), ranks=ranks, report=True)
 
 
 @pytest.mark.timeout(600)
@@ -71,7 +71,7 @@ def fork(folder, flags, ranks, name):
 def test_one_and_two_ranks_draw_and_score_the_same_and_start_at_ratio_one(here, ocr_flags, mode):
     runs = {
         "single": fork(here, ocr_flags, 1, "single"),
-        "double": fork(here, [*ocr_flags, "--sharding.mode", mode], 2, "double"),
+        "double": fork(here, ocr_flags, 2, "double", mode),
     }
     for name, lines in runs.items():
         assert [line["step"] for line in lines] == [0, 1, 2]
