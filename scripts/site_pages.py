@@ -2,22 +2,35 @@
 
 The documents stay as they are, for whoever reads them in the repository. README.md becomes the home, docs/ the pages at
 the top. What they link to outside of docs/ becomes a page too: a document as it is, a file of code as a listing, a
-folder as its README or the list of its files. Each package gets a page that mkdocstrings fills from docstrings.
+folder as its README or the list of its files. Each package gets a page that lists its modules, and each module one that
+mkdocstrings fills from docstrings.
+
+With REPOSITORY, the address of the sources on the web, the pages link there; without it they keep that of `wheels.py`.
 """
 
+import ast
 import json
+import os
 import posixpath
 import re
 import shutil
 import subprocess
 from pathlib import Path, PurePosixPath
 
-from wheels import LINK, PACKAGES, ROOT
+from wheels import LINK, PACKAGES, ROOT, hosted
 
 PAGES = ROOT / "build" / "pages"
 PROJECT = ("README.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
-UNSEARCHED = "---\nsearch:\n  exclude: true\n---\n"
+STYLE = "docs/site.css"
 LANGUAGES = {".py": "python", ".toml": "toml", ".jsonl": "json"}
+UNSEARCHED = "search:\n  exclude: true\n"
+FRONT_MATTER = (  # how the path of a page begins -> what mkdocs gets to know of it; the first that fits
+    ("index.md", "hide: [navigation]\n"),
+    (("evidence/", "files/"), UNSEARCHED),
+    (("api/", "decisions/", "CHANGELOG", "algorithms/", "packages/"), "search:\n  boost: 0.2\n"),
+    (("install", "quickstart", "choosing", "scorers", "contributing"), "search:\n  boost: 3\n"),
+    ("troubleshooting", "search:\n  boost: 2\n"),
+)
 
 
 def main() -> None:
@@ -31,37 +44,56 @@ def gather(out: Path) -> int:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     files = [name for name in listed if (ROOT / name).is_file()]
     waiting = [*PROJECT, *(f"packages/{name}/README.md" for name in PACKAGES)]
-    waiting += [name for name in files if name.startswith("docs/") and name.endswith(".md")]
+    waiting += [name for name in files if name == STYLE or (name.startswith("docs/") and name.endswith(".md"))]
     done: set[str] = set()
+    pages = {page: text for package in PACKAGES for page, text in api_pages(package, files).items()}
     while waiting:
         name = waiting.pop()
         if name in done:
             continue
         done.add(name)
-        page = out / place(name)
-        page.parent.mkdir(parents=True, exist_ok=True)
-        if name.endswith(".md"):
-            text, linked = moved((ROOT / name).read_text("utf-8"), name)
-            page.write_text(UNSEARCHED * name.startswith("docs/evidence/") + text, "utf-8")
+        if name == STYLE or name.startswith("docs/images/"):
+            (out / place(name)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, out / place(name))
+        elif name.endswith((".md", ".ipynb")):
+            text = (ROOT / name).read_text("utf-8")
+            pages[place(name)], linked = moved(text if name.endswith(".md") else notebook(text), name)
             waiting += linked
-        elif name.endswith(".ipynb"):
-            text, linked = moved(notebook(ROOT / name), name)
-            page.write_text(text, "utf-8")
-            waiting += linked
-        elif name.startswith("docs/images/"):
-            shutil.copy(ROOT / name, page)
         else:
-            page.write_text(listing(name, files), "utf-8")
-    for package in PACKAGES:
-        module, page = package.replace("-", "_"), out / "api" / f"{package}.md"
-        page.parent.mkdir(exist_ok=True)
-        page.write_text(f"# {package}\n\nFrom the docstrings of `{module}`.\n\n::: {module}\n", "utf-8")
-    return len(done) + len(PACKAGES)
+            pages[place(name)] = listing(name, files)
+    repository = os.environ.get("REPOSITORY", "")
+    for name, text in pages.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(front_matter(name) + hosted(text, repository), "utf-8")
+    return len(pages)
 
 
-def notebook(path: Path) -> str:
+def front_matter(page: str) -> str:
+    """Return what precedes the text of a page: how it is searched, and what stays away beside it."""
+    told = next((told for starts, told in FRONT_MATTER if page.startswith(starts)), "")
+    return f"---\n{told}---\n" if told else ""
+
+
+def api_pages(package: str, files: list[str]) -> dict[str, str]:
+    """Return the pages of a package's docstrings by name: one that lists its modules, and one of each module."""
+    source = f"packages/{package}/src/"
+    paths = [name.removeprefix(source) for name in files if name.startswith(source) and name.endswith(".py")]
+    modules = {
+        path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): ROOT / source / path
+        for path in sorted(paths)
+        if not (ROOT / source / path).is_symlink() and not path.endswith("__main__.py")
+    }
+    about = {name: (ast.get_docstring(ast.parse(path.read_text("utf-8"))) or "") for name, path in modules.items()}
+    rows = [f"| [`{name}`]({name}.md) | {text.partition(chr(10))[0]} |\n" for name, text in about.items()]
+    pages = {
+        f"api/{name}.md": f"# {name}\n\nA module of [{package}]({package}.md).\n\n::: {name}\n" for name in modules
+    }
+    return pages | {f"api/{package}.md": f"# {package}\n\n| module | |\n|---|---|\n{''.join(rows)}"}
+
+
+def notebook(text: str) -> str:
     """Return a notebook's cells as one document."""
-    cells = json.loads(path.read_text("utf-8"))["cells"]
+    cells = json.loads(text)["cells"]
     texts = (("".join(cell["source"]), cell["cell_type"]) for cell in cells)
     return "\n\n".join(f"```python\n{text}\n```" if kind == "code" else text for text, kind in texts) + "\n"
 
@@ -72,6 +104,8 @@ def place(name: str) -> str:
         return "index.md"
     if name.startswith("docs/") and PurePosixPath(name).suffix:
         return name.removeprefix("docs/")
+    if name.endswith(".ipynb"):
+        return name.replace(".ipynb", ".md")
     return name if name.endswith(".md") else f"files/{name}.md"
 
 
@@ -98,8 +132,8 @@ def listing(name: str, files: list[str]) -> str:
     if path.is_dir():
         real = path.resolve().relative_to(ROOT).as_posix()
         below = [file.removeprefix(f"{real}/") for file in files if file.startswith(f"{real}/")]
-        return f"{UNSEARCHED}# {name}\n\n" + "".join(f"- `{file}`\n" for file in below)
-    return f"{UNSEARCHED}# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text('utf-8')}````\n"
+        return f"# {name}\n\n" + "".join(f"- `{file}`\n" for file in below)
+    return f"# {name}\n\n````{LANGUAGES.get(path.suffix, 'text')}\n{path.read_text('utf-8')}````\n"
 
 
 if __name__ == "__main__":

@@ -13,9 +13,12 @@ import subprocess
 import tempfile
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("omni-sched", "omni-losses", "omni-reward", "omni-rollout", "omni-train", "omni-rl")
+SHORT = "OWNER/omni-rl"
+ADDRESS = f"https://github.com/{SHORT}"  # of the sources in all pages, for as long as they are on no host
 LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+://|#)([^)\s]+)\)")
 
 
@@ -61,7 +64,8 @@ def stage(package: str, folder: Path, *, repository: str, version: str) -> None:
     shutil.copy(ROOT / "LICENSE", folder)
     readme, project = folder / "README.md", folder / "pyproject.toml"
     place = f"{repository}/blob/v{version}" if repository else ""
-    readme.write_text(standing_alone(readme.read_text("utf-8"), f"packages/{package}", place), "utf-8")
+    text = by_name(hosted(readme.read_text("utf-8"), repository))
+    readme.write_text(standing_alone(text, f"packages/{package}", place), "utf-8")
     metadata = project.read_text("utf-8").replace("\nauthors =", '\nlicense-files = ["LICENSE"]\nauthors =')
     if repository:
         pages = {
@@ -72,6 +76,17 @@ def stage(package: str, folder: Path, *, repository: str, version: str) -> None:
         urls = "".join(f'{name} = "{address}"\n' for name, address in pages.items())
         metadata += f"\n[project.urls]\n{urls}"
     project.write_text(metadata, "utf-8")
+
+
+def hosted(text: str, repository: str) -> str:
+    """Return the text of a page with the real address of the sources, also in Colab's address of a notebook."""
+    colab = f"/github/{urlsplit(repository).path.strip('/')}"
+    return text.replace(ADDRESS, repository).replace(f"/github/{SHORT}", colab) if repository else text
+
+
+def by_name(text: str) -> str:
+    """Return the text of a page with packages to install named as on an index, where it shows folders of the clone."""
+    return text.replace("./packages/*", PACKAGES[-1]).replace("./packages/", "")
 
 
 def standing_alone(text: str, folder: str, place: str) -> str:

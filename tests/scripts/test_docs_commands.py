@@ -85,7 +85,7 @@ def place(tmp_path, monkeypatch, bright_url, capfd):
 
 def check_make(words, place):
     """The target exists."""
-    subprocess.run(["make", "-n", *words[1:]], cwd=REPO, check=True, capture_output=True)
+    subprocess.run(["make", "-n", *words[words.index("make") + 1 :]], cwd=REPO, check=True, capture_output=True)
 
 
 def check_server(words, place):
@@ -161,6 +161,12 @@ def check_loop(words, place):
     check_command([word.rstrip(";").replace(f"${variable}", value) for word in body], place)
 
 
+def check_tool(words, place):
+    """The tool says what is here; nothing is fetched or uploaded."""
+    with pytest.raises(SystemExit, match=r"^0$"):
+        importlib.import_module(python_words(words[1:])[1]).main(words[2:])
+
+
 def check_report(words, place):
     """The page is written, of runs that a test makes; or the server is bound, and asked by its own tests."""
     place.monkeypatch.setattr(LiveServer, "run", lambda self, sockets: None)
@@ -201,9 +207,10 @@ def check_elsewhere(words, place):
 
 
 RULES = {  # how a command begins -> what runs it
-    r"make \S+": check_make,
+    r"(UV_FIND_LINKS=\S+ )?make \S+": check_make,
     r"python -m omni_reward\.server ": check_server,
     r"omni-rl (train|sample|serve|report) ": check_command,
+    r"omni-rl doctor": check_tool,
     r"for \w+ in ": check_loop,
     r"(python|\S+/bin/python|torchrun .*) apps/train_\w+\.py": check_trainer,
     r"python apps/sample\.py": check_sample,

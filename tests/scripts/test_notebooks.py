@@ -6,6 +6,7 @@ import nbformat
 import pytest
 from helpers import REPO
 from nbclient import NotebookClient
+from notebook_image import images
 
 PATH = REPO / "notebooks" / "flowgrpo_by_hand.ipynb"
 
@@ -25,6 +26,7 @@ def test_the_notebook_learns(steps):
     NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(PATH.parent)}}).execute()
     rewards = [float(reward) for reward in re.findall(r"step \d+: reward (\S+)", printed(notebook))]
     assert len(rewards) == steps
+    assert len(images(notebook)) == 2  # which docs/images/notebook.png shows
     before, after = map(float, re.search(r"(\S+) -> (\S+)", printed(notebook)).groups())
     assert after > before + (0.1 if steps > 2 else 0)
 

@@ -81,6 +81,16 @@ def test_metadata_says_what_an_index_shows(built):
         ]
 
 
+def test_a_wheels_readme_installs_packages_by_name_and_says_how_to_have_torch_for_cpus(built):
+    for package, wheel in built.items():
+        text = metadata(wheel).get_payload()
+        installed = [line.split() for line in text.splitlines() if line.startswith("    pip install ")]
+        assert any(word.strip('"').partition("[")[0] == package for line in installed for word in line), package
+        assert "packages/" not in " ".join(word for line in installed for word in line)
+        assert ("wheel for CPUs" in text) == (package != "omni-reward")
+        assert wheels.ADDRESS not in text
+
+
 def test_no_link_of_a_wheels_readme_needs_the_repository_around_it(built, tmp_path):
     (path,) = wheels.build(tmp_path, ("omni-reward",))
     alone, found = zipfile.ZipFile(path), []
