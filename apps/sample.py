@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 from omni_rl.media.images import reference_sizes
 from omni_rl.settings.args import RunArgs, num_ranks, parse_numbers
 from omni_rl.settings.cli import parse_cli, refuse
+from omni_rl.settings.early import check_model
 from omni_rl.settings.eval_sets import check_urls
 from omni_rl.settings.fields import REQUIRED, at_least, between, build, check_bounds, flag, require
 from omni_rl.settings.toml import fitting, plain
@@ -84,6 +85,7 @@ def check_args(args: Args) -> None:
          f"--out-dir must be without the {SAMPLES} of earlier samples, got {args.out_dir}"),
         (num_ranks() == 1, f"sample.py runs in one process, got {num_ranks()} ranks"),
     )  # fmt: skip
+    check_model(args.model)
     check_urls(args.scorer.url, "--scorer.url")
     read_prompts(args, reference_sizes)
 

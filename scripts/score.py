@@ -10,18 +10,6 @@ evaluations that a run logs.
 import argparse
 from pathlib import Path
 
-import numpy as np
-import torch
-from omni_reward import Score
-from omni_reward.scorers.color import load_color
-from omni_reward.scorers.ocr import load_ocr
-from omni_rollout import Params, Prompt
-from omni_rollout.engines.diffusers import DiffusersEngine
-from omni_rollout.models import open_model
-from omni_train.prompts.files import load_prompts
-from omni_train.prompts.sampler import sample_seed
-from omni_train.weights.full import check_weights, load_weights
-
 ROOT = Path(__file__).parents[1]
 BATCH = 32
 
@@ -33,6 +21,21 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, default=ROOT / "data" / "tiny-signs" / "test.txt")
     parser.add_argument("--seed", type=int, default=7)
     args = parser.parse_args()
+    if args.weights and not args.weights.is_dir():
+        parser.error(f"--weights must be a folder that a trainer wrote, got {args.weights}")
+
+    import numpy as np  # only now, as torch takes seconds
+    import torch
+    from omni_reward import Score
+    from omni_reward.scorers.color import load_color
+    from omni_reward.scorers.ocr import load_ocr
+    from omni_rollout import Params, Prompt
+    from omni_rollout.engines.diffusers import DiffusersEngine
+    from omni_rollout.models import open_model
+    from omni_train.prompts.files import load_prompts
+    from omni_train.prompts.sampler import sample_seed
+    from omni_train.weights.full import check_weights, load_weights
+
     try:
         model = open_model(args.model)
         records = load_prompts(args.prompts)

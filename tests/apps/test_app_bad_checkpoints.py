@@ -82,13 +82,13 @@ def shift(tensors):
     return {name: tensor + 0.01 for name, tensor in tensors.items()}
 
 
-ANOTHER_MODEL = r'with other settings: weights_digest was "[0-9a-f]{64}", is "[0-9a-f]{64}"'
+ANOTHER_MODEL = "with other settings: a file of the weights has other contents than at the start"
 CHECKPOINTS = {
     "another lr": (None, "--lr 2e-3", r"of step 1 was made with other settings: lr was 0\.001, is 0\.002\. Continue"),
     "two others": (None, "--seed 1 --group-size 2", "other settings: seed was 0, is 1, group_size was 4, is 2"),
     "other prompts": (
         lambda h: (h / "prompts.txt").write_text('a red sign that says "XY"\n' * 3), "",
-        r'with other settings: prompts_digest was "[0-9a-f]{64}", is "[0-9a-f]{64}"'
+        r"with other settings: prompts\.txt has other contents than at the start"
     ),
     "other weights": (change_weights("transformer", shift), "", ANOTHER_MODEL),
     "another text encoder": (change_weights("text_encoder", shift), "", ANOTHER_MODEL),

@@ -20,7 +20,7 @@ import omni_train.prepare
 import pytest
 import torch
 from apps import app_lives as lives
-from helpers import REPO, sampled
+from helpers import CHECKPOINT, REPO, sampled
 from omni_rl.report.process import ReportProcess
 from omni_rl.settings.fields import change, values_of
 from omni_rl.settings.toml import to_toml
@@ -353,7 +353,7 @@ def test_the_program_prints_a_command_that_continues(enter, bright_url):
     (home / "tiny run.toml").write_text(to_toml(change(settings(bright_url), train_steps=200)))
     command = [sys.executable, str(REPO / "apps/train_flowgrpo.py"), "--config", "tiny run.toml", "--no-lr-decay"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        first = process.stdout.readline()
+        first, second = process.stdout.readline(), process.stdout.readline()
         for line in process.stdout:
             assert "it/s]" not in line  # a bar of another library
             if line.startswith("step=1/"):
@@ -361,7 +361,8 @@ def test_the_program_prints_a_command_that_continues(enter, bright_url):
             if line.startswith("stopped after step"):
                 resume = next(process.stdout).strip()
     assert process.returncode == 0
-    assert first.startswith("runs/run begins: 1 rank on cpu")
+    assert first == f"train_flowgrpo.py: the settings are checked; loading torch, then {CHECKPOINT}\n"
+    assert second.startswith("runs/run begins: 1 rank on cpu")
     assert shlex.split(resume) == command
     life = lives.command(home, [*command[2:], "--train-steps", str(len(lines(home)))])
     assert_ends_well(life)

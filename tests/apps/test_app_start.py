@@ -3,22 +3,27 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from apps import app_lives as lives
-from helpers import REPO, sampled
+from helpers import CHECKPOINT, REPO, sampled
 from omni_reward import RewardClient, RewardConnectError
 from omni_reward.serving import serving_here
-from omni_rl.settings.fields import change
+from omni_rl.settings.early import files_of
+from omni_rl.settings.fields import change, flat
 from omni_rl.settings.toml import to_toml
+from omni_train.checkpoint.index import index_digest
 from omni_train.files import load_metrics
-from trainer_runs import train, train_on_ranks
+from trainer_runs import recipe, train, train_on_ranks
 
 
 def settings(url, **changes):
@@ -125,19 +130,73 @@ def test_a_scorer_may_read_the_meta_of_its_prompts(here):
     assert len(seen) > 2
 
 
-EARLY = {  # flags, and what is said
-    "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt",
-    "--prompts torn.jsonl": "--prompts: torn.jsonl, line 2: not valid JSON",
-    "--name ../run": "--name must name a folder below runs/, got '../run'",
+ANSWERS = {  # of a server that is the hub and no reward server: status, body, and the hub's word for the fault
+    "/api/models/them/gated": (200, b'{"id": "them/gated", "gated": "manual"}', ""),
+    "/api/models/them/gated/auth-check": (403, b"{}", "GatedRepo"),
+    "/api/models/them/none": (404, b"{}", "RepoNotFound"),
 }
 
 
-@pytest.mark.parametrize(
-    "case", sampled([f"{app} {flags}" for app in ("train_flowgrpo", "train_nft", "train_dpo") for flags in EARLY], 2)
-)
-def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case):
+class Web(BaseHTTPRequestHandler):
+    """A server of ANSWERS."""
+
+    def do_GET(self):
+        status, body, code = ANSWERS.get(self.path, (404, b"{}", ""))
+        self.send_response(status)
+        for name, value in {"X-Error-Code": code, "Content-Length": str(len(body))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+
+@pytest.fixture
+def web():
+    """The URL of a `Web`."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Web)
+    Thread(target=server.serve_forever).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+def write_checkpoint(folder):
+    """The index of a checkpoint of runs/old, whose prompts were others."""
+    args = change(recipe(lives.app, "tiny-signs"), name="old", model=str(CHECKPOINT), prompts="lines.txt")
+    config = flat(change(args, eval_prompts="eval.txt")) | files_of(args, CHECKPOINT) | {"prompts_digest": "0" * 64}
+    content = {"step": 3, "config": config, "versions": {}, "world_size": 1, "files": {}, "tensors": {}}
+    home = folder / "runs/old/checkpoints/step-00000003"
+    home.mkdir(parents=True)
+    (home / "checkpoint.json").write_text(json.dumps({"sha256": index_digest(content)} | content))
+
+
+HUB = "--model must be a folder or a hub id that can be fetched, got them/"
+EARLY = {  # flags -> what is said of them
+    "--prompts gone.txt": "--prompts: path must be a file that can be read, got gone.txt",
+    "--prompts torn.jsonl": "--prompts: torn.jsonl, line 2: not valid JSON",
+    "--name ../run": "--name must name a folder below runs/, got '../run'",
+    "--model gone": "--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at gone$",
+    "--model runs": "--model is incomplete: runs/model_index.json is missing$",
+    "--model mute": "--model is incomplete: mute/tokenizer must have the files of its vocabulary, such as ",
+    "--model them/gated": f"{HUB}gated: .*Accept its license at .*/them/gated, then `hf auth login`",
+    "--model them/none": f"{HUB}none: .*Fetch it where there is a network, with `hf download them/none`",
+    "--scorer.url WEB": "--scorer.url must be a reward server that answers: GET WEB/info: 404 ",
+    "--name old --prompts lines.txt --lr 0.5": "the checkpoint of step 3 was made with other settings: "
+    "lr was 0.00012, is 0.5, lines.txt has other contents than at the start. Continue with those, or ",
+}
+OF_MANY = [f"{app} {flags}" for app in ("train_nft", "train_dpo") for flags in EARLY if "old" not in flags]
+
+
+@pytest.mark.parametrize("case", [*(f"train_flowgrpo {flags}" for flags in EARLY), *sampled(OF_MANY, 2)])
+def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case, web, bright_url, monkeypatch):
     trainer, _, flags = case.partition(" ")
     (here / "torn.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b\n')
+    (here / "lines.txt").write_text("a sign\n" * 8)
+    write_checkpoint(here)
+    shutil.copytree(CHECKPOINT, here / "mute", copy_function=os.symlink)
+    for path in (here / "mute/tokenizer").iterdir():
+        if path.name != "tokenizer_config.json":
+            path.unlink()
+    for name, value in {"HF_ENDPOINT": web, "HF_HUB_CACHE": str(here), "HF_HUB_OFFLINE": "0"}.items():
+        monkeypatch.setenv(name, value)
     code = (
         "import runpy, sys\n"
         "try:\n"
@@ -145,14 +204,29 @@ def test_a_cheap_mistake_is_found_before_torch_is_imported(here, case):
         "finally:\n"
         "    print(sorted({'torch', 'diffusers', 'transformers', 'peft'} & sys.modules.keys()))\n"
     )
-    given = ["--preset", "tiny-signs", "--scorer.url", "http://127.0.0.1:9", "--eval.prompts", "eval.txt", "--prompts"]
+    given = {"preset": "tiny-signs", "scorer.url": bright_url, "eval.prompts": "eval.txt", "model": str(CHECKPOINT)}
+    given |= {"prompts": str(lives.TINY.prompts)}
     program = str(REPO / "apps" / f"{trainer}.py")
     words = f"import sys; sys.argv = [{program!r}, *sys.argv[1:]]\n{code}"
-    command = [sys.executable, "-c", words, *given, str(lives.TINY.prompts), *flags.split()]
-    result = subprocess.run(command, capture_output=True, text=True)
+    typed = [f"--{name}={value}" for name, value in given.items()] + flags.replace("WEB", web).split()
+    result = subprocess.run([sys.executable, "-c", words, *typed], capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (2, "[]\n"), result.stderr
-    assert result.stderr.startswith(f"{trainer}.py: error: {EARLY[flags]}")
+    assert re.match(f"{trainer}.py: error: {EARLY[flags]}".replace("WEB", web), result.stderr), result.stderr
     assert result.stderr.count("\n") == 1
+
+
+def test_the_first_line_is_printed_before_torch_is_imported_and_by_the_first_rank(here, bright_url):
+    """A `torch` that ends the program stands in for the real one."""
+    (here / "torch.py").write_text("raise SystemExit(7)")
+    (here / "tiny.toml").write_text(to_toml(settings(bright_url, sharding_mode="ddp")))
+    command = [sys.executable, str(REPO / "apps" / "train_flowgrpo.py"), "--config", "tiny.toml"]
+    said = []
+    for rank in "01":
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "PYTHONPATH": str(here)}
+        result = subprocess.run(command, env=os.environ | ranks, capture_output=True, text=True)
+        assert result.returncode == 7, result.stderr
+        said.append(result.stdout)
+    assert said == [f"train_flowgrpo.py: the settings are checked; loading torch, then {CHECKPOINT}\n", ""]
 
 
 LORA = {"lora_rank": 2, "lora_alpha": 4, "lr": 1e-2}

@@ -38,7 +38,7 @@ def test_weights_that_changed_since_the_run_began_are_noticed(here, bright_url):
     args = change(TINY, scorer_url=bright_url, name="second", init_weights="runs/first/weights", save_every=1, **LORA)
     train(app, change(args, train_steps=1))
     train(app, change(TINY, scorer_url=bright_url, name="first", train_steps=4, **LORA))
-    with pytest.raises(ValueError, match="weights_digest"):
+    with pytest.raises(ValueError, match="a file of the weights has other contents"):
         train(app, args)
 
 

@@ -14,9 +14,12 @@ from typing import Annotated, Literal
 
 import pytest
 from helpers import REPO
+from omni_reward.errors import RewardConnectError, RewardHTTPError, RewardTimeoutError
+from omni_reward.transport import Transport
 from omni_rl.settings import cli
 from omni_rl.settings.args import RunArgs, ScoredArgs
-from omni_rl.settings.cli import hush, knock, parse_cli, read_settings
+from omni_rl.settings.cli import hush, parse_cli, read_settings
+from omni_rl.settings.early import knock
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
@@ -316,15 +319,24 @@ def test_a_scorer_at_whose_address_nothing_listens_is_refused_before_torch(flags
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with suppress(SystemExit):
         parse_cli(ScoredArgs, lambda args: None, ["--scorer-url", url, *flags], app="program")
-    is_refused = f"--scorer.url must be a reward server that answers: {url}: " in capsys.readouterr().err
+    is_refused = f"--scorer.url must be a reward server that answers: GET {url}/info: " in capsys.readouterr().err
     assert is_refused == (not flags)
 
 
-def test_a_scorer_without_a_port_is_looked_for_at_its_scheme_s_and_any_failure_to_reach_it_is_named(monkeypatch):
-    def fail(address: tuple[str, int], timeout: float) -> None:
-        raise OSError(97, f"no way to {address}")  # as on a machine without IPv6
+def test_every_failure_to_reach_a_scorer_is_named_but_a_slow_one_is_asked_later(monkeypatch):
+    asked = []
 
-    monkeypatch.setattr("socket.create_connection", fail)
-    with pytest.raises(ValueError, match=r"no way to \('::1', 443\)"):
-        knock("https://[::1]/scores")
-    knock("https://elsewhere.example")
+    def fail(self, method: str, url: str, deadline: float, body: object = None) -> None:
+        asked.append(url)
+        raise faults.pop()
+
+    faults = [RewardConnectError("no way"), RewardHTTPError("404", status=404), RewardTimeoutError("slow")]
+    monkeypatch.setattr(Transport, "exchange", fail)
+    knock({"scorer.url": "https://[::1]/scores"})
+    with pytest.raises(ValueError, match=r"^--scorer\.url must be a reward server that answers: 404$"):
+        knock({"scorer.url": "http://a"})
+    with pytest.raises(ValueError, match=r"^--scorer\.watch-url must be a reward server that answers: no way$"):
+        knock({"scorer.watch_url": "http://b"})
+    assert asked == ["https://[::1]/scores/info", "http://a/info", "http://b/info"]
+    monkeypatch.setenv("LOCAL_RANK", "1")  # the first rank of a machine asks
+    knock({"scorer.url": "http://a"})

@@ -89,7 +89,7 @@ class Transport:
         except (TimeoutError, requests.RequestException, urllib3.exceptions.HTTPError) as exc:
             if isinstance(exc, TimeoutError) or time.monotonic() >= deadline:
                 raise RewardTimeoutError(f"{where}: no complete reply after {timeout_s:.1f} s") from exc
-            raise RewardConnectError(f"{where}: {exc}") from exc
+            raise RewardConnectError(f"{where}: {_root(exc)}") from exc
         if len(reply) > MAX_REPLY_BYTES:
             raise RewardFormatError(f"{where}: the reply must have at most {MAX_REPLY_BYTES} bytes")
         if response.status_code != 200:
@@ -162,6 +162,13 @@ def check_url(url: str) -> None:
         is_valid = False
     if not is_valid:
         raise ValueError(f"url must be http(s)://host[:port][/path], got {url!r:.200}")
+
+
+def _root(error: BaseException) -> BaseException:
+    """Return the error that began a chain, which requests and urllib3 wrap several times."""
+    while inner := error.__cause__ or error.__context__:
+        error = inner
+    return error
 
 
 def _seconds_in(retry_after: str) -> float:

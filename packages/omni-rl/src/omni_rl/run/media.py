@@ -158,8 +158,6 @@ def check_model(
     args: MediaArgs, world: World, model: Model, trained: Mapping[str, str], params: Params, eval_params: Params
 ) -> None:
     """Raise ValueError unless the model is whole and fits the settings. params, eval_params: what it samples with."""
-    with flag("--model: "):
-        world.check_files(model)
     only = " or ".join(("both", *filter(None, model.nets)))
     require(
         (trained, f"--train-experts must be {only} for this model, got {args.train_experts}"),
@@ -176,6 +174,7 @@ def check_model(
             model.check(each)
     with flag("--model: "):
         model.sigmas(params)
+        world.check_files(model)  # last, as it imports the libraries that make the parts
 
 
 def check_steps(

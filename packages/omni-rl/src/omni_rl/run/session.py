@@ -5,7 +5,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omni_train.checkpoint.store import Checkpoint, check_config
+from omni_train.checkpoint.index import check_config
+from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist
 from omni_train.files import write_atomically
 from omni_train.hub import FETCHED, pinned
@@ -20,7 +21,8 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, flat, marked, old_names
+from omni_rl.settings.early import changeable
+from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
 
 
@@ -57,10 +59,7 @@ class Session:
             ValueError: it is damaged, or of other settings; the same on every rank.
         """
         if self.saved:
-            more = () if args.lr_decay else ("train_steps",)  # a falling rate depends on it
-            may = marked(type(args), MAY_CHANGE, SECRET)
-            old = [was for was, name in old_names(type(args)).items() if name in may]
-            check_config(self.saved, self.config, ignore=(*may, *old, *more, "scorer"))
+            check_config(self.saved, self.config, ignore=changeable(args))
             self.checkpoints.verify(self.saved, net)
 
     def name_scorer(self, args: RunArgs, version: str) -> None:

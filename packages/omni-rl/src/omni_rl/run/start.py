@@ -19,9 +19,7 @@ from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
 from omni_train.dist import Dist, gather_json, same_error, shard_mesh
-from omni_train.files import file_digest, probe_digest
 from omni_train.flops import FlopTable
-from omni_train.hub import local_file, pinned
 from omni_train.kernels import check_attention, check_compiler
 from omni_train.memory.offload import HostAdamW
 from omni_train.memory.quantized import BYTES
@@ -42,6 +40,7 @@ from omni_rl.run.run import EngineT, ModelT, ParamsT, Run, ScorerT
 from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
+from omni_rl.settings.early import files_of
 from omni_rl.settings.fields import flag, flat
 from omni_rl.settings.toml import to_toml
 
@@ -157,7 +156,7 @@ def start(
         inputs = kind.read(args, world, needs)
         if mode == "fsdp2" and args.sharding.unshard == "none":
             kind.check_gathered(args, inputs.model.empty_net())
-        config = flat(without_secrets(args)) | config_of(args, inputs)
+        config = flat(without_secrets(args)) | files_of(args, inputs.model.folder) | inputs.config
     check_alike(dist, flat(args) | config)
     session, how, model = Session(args, dist), inputs.how, inputs.model
     session.config = config
@@ -297,14 +296,6 @@ def open_set_scorers(args: RunArgs, sets: list[HeldOut[Any, Any]], connect: Call
 
 
 # 2. The parts of `start`, in their order
-
-
-def config_of(args: RunArgs, inputs: Inputs[Any, Any]) -> dict[str, object]:
-    """Return what is compared beside the settings when a run goes on: digests of its files."""
-    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
-    weights = probe_digest([*sorted(inputs.model.folder.rglob("*.safetensors")), *start])
-    prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
-    return prompts | {"weights_digest": weights} | inputs.config
 
 
 def check_alike(dist: Dist, settings: dict[str, object]) -> None:

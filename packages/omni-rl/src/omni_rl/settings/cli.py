@@ -7,7 +7,6 @@ TOML file too: recipes/APP/NAME.toml in this package.
 import inspect
 import os
 import re
-import socket
 import sys
 import textwrap
 import warnings
@@ -17,11 +16,12 @@ from dataclasses import field, make_dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar, get_args, get_origin
-from urllib.parse import urlsplit
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
+from omni_rl.settings.args import RunArgs
+from omni_rl.settings.early import check_model, check_unchanged, knock
 from omni_rl.settings.fields import (
     REQUIRED,
     build,
@@ -76,8 +76,11 @@ def parse_cli(
         if not getattr(config, "verbose", False):
             hush()
         check(config)
+        if isinstance(config, RunArgs) and config.model:
+            check_model(config.model, reads_texts=not config.dry_run)
+            check_unchanged(config)
         if "--check" not in argv and not getattr(config, "dry_run", False):
-            knock(values_of(config).get("scorer.url", ""))
+            knock(values_of(config))
     except ValueError as exc:
         fault, text = str(exc), "".join(presets.get(word, "") for word in argv)  # of the preset: what it goes with
         prompts = re.search(r"^# Prompts: ((?:bring .* as data/|omni-rl prompts )(\w+))", text, re.MULTILINE)
@@ -89,6 +92,9 @@ def parse_cli(
         refuse(fault)
     if "--check" in argv:
         sys.exit(0)
+    if os.environ.get("RANK", "0") == "0":
+        model = values_of(config).get("model", "")
+        print(f"{Path(sys.argv[0]).name}: the settings are checked; loading torch, then {model}", flush=True)
     return config
 
 
@@ -182,20 +188,6 @@ def print_help(view: type, presets: Mapping[str, str], description: str) -> None
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def knock(urls: str) -> None:
-    """Raise ValueError if nothing listens at a scorer's URL on this machine. It needs no torch."""
-    for url in filter(None, urls.split(",")):
-        place = urlsplit(url)
-        if place.hostname in ("127.0.0.1", "localhost", "::1"):
-            port = place.port or (443 if place.scheme == "https" else 80)
-            try:
-                socket.create_connection((place.hostname, port), timeout=1).close()
-            except TimeoutError:  # a busy server is asked later
-                pass
-            except OSError as exc:
-                raise ValueError(f"--scorer.url must be a reward server that answers: {url}: {exc}") from exc
 
 
 def hush() -> None:

@@ -64,9 +64,11 @@ def check_once(ranks: str, *program: str) -> None:
         sys.exit(answer.returncode)
     settings = tomllib.loads(answer.stdout)
     if not settings["dry_run"]:
-        from omni_rl.settings.cli import knock
+        from omni_rl.settings.early import knock
+        from omni_rl.settings.toml import plain
 
-        knock(settings.get("scorer", {}).get("url", ""))
+        knock(plain(settings))
+    print(f"omni-rl: the settings are checked; starting {ranks} ranks", flush=True)
 
 
 def overview() -> str:

@@ -14,17 +14,15 @@ All ranks must see the same folder. Nothing is pickled.
 The states of torch's default random generators are not saved: all random numbers of a run come from a seed of the step.
 """
 
-import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,26 +32,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from omni_train.checkpoint import parts
+from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, read_index, saved_steps, step_folder
+from omni_train.checkpoint.index import check_config as check_config
+from omni_train.checkpoint.index import config_differences as config_differences
 from omni_train.checkpoint.saving import NUM_THREADS, Saving
 from omni_train.checkpoint.state import Copies, allocate_optimizer, train_state
 from omni_train.dist import Dist, gather_json, same_error, synchronize
-from omni_train.files import check_file, check_size, parse_int, read_regular, sync_folder, write_file
-
-INDEX_FILE = "checkpoint.json"
-_KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
-Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Saved:
-    """The contents of checkpoint.json. `step` counts finished training steps; `files` and `tensors` are its index."""
-
-    step: int
-    config: dict[str, Any]
-    versions: dict[str, str]
-    world_size: int
-    files: dict[str, dict[str, int | str]]
-    tensors: dict[str, dict[str, Any]]
+from omni_train.files import check_file, check_size, sync_folder, write_file
 
 
 class Checkpoint:
@@ -239,12 +224,11 @@ class Checkpoint:
             )
 
     def _path(self, step: int, suffix: str = "") -> Path:
-        return self.folder / f"step-{step:08}{suffix}"
+        return step_folder(self.folder, step, suffix)
 
     def _steps(self) -> list[int]:
         self._litter()
-        found = [re.fullmatch("step-([0-9]{8,19})", path.name) for path in self.folder.glob("step-*")]
-        return sorted(int(match[1]) for match in found if match)
+        return saved_steps(self.folder)
 
     def _litter(self) -> list[Path]:
         """Return the folders of unfinished checkpoints; raise ValueError for a file or link, which no save leaves."""
@@ -256,7 +240,7 @@ class Checkpoint:
 
     def _open(self, step: int) -> Saved:
         """Return the index of a step; raise ValueError unless all files have the right size."""
-        saved = _read_index(self._path(step))
+        saved = read_index(self._path(step))
         if saved.step != step:
             raise ValueError(f"{INDEX_FILE} is of step {saved.step}: the folder was copied or renamed")
         for name, expected in saved.files.items():
@@ -323,7 +307,7 @@ class Checkpoint:
             except ValueError as exc:
                 raise OSError(f"{temporary}: {exc}; it must be a folder that all ranks share") from exc
         content = asdict(Saved(**(about | index)))
-        write_file(temporary / INDEX_FILE, json.dumps({"sha256": _digest(content)} | content, indent=1).encode())
+        write_file(temporary / INDEX_FILE, json.dumps({"sha256": index_digest(content)} | content, indent=1).encode())
         sync_folder(temporary)
         self._wait_for()
         os.rename(temporary, self._path(about["step"]))
@@ -334,70 +318,7 @@ class Checkpoint:
             shutil.rmtree(litter)
 
 
-def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) -> None:
-    """Raise ValueError, with the settings that differ, unless the checkpoint was made with these, except `ignore`."""
-    if changed := config_differences(saved.config, config, ignore=ignore):
-        changes = ", ".join(f"{key} was {then}, is {now}" for key, (then, now) in changed.items())
-        raise ValueError(
-            f"the checkpoint of step {saved.step} was made with other settings: {changes}. Continue with those, or "
-            "give the run a name of its own"
-        )
-
-
-def config_differences(then: Config, now: Config, *, ignore: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Return the settings that differ, except `ignore`, each with both values as JSON or "absent"."""
-    keys = [key for key in {**then, **now} if key not in ignore]
-    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
-    return {key: (old, new) for key, (old, new) in values.items() if old != new}
-
-
 def _versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {
         name: importlib.metadata.version(name) for name in ("omni-train", "torch", "safetensors")
     }
-
-
-def _read_index(folder: Path) -> Saved:
-    """Return the index of a folder; raise ValueError if there is none, or not the one that was written."""
-    path = folder / INDEX_FILE
-    if not path.is_file():
-        raise ValueError(f"{INDEX_FILE} is missing")
-    try:
-        content = json.loads(read_regular(path), parse_int=parse_int)
-    except (ValueError, RecursionError) as exc:
-        raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
-    if not isinstance(content, dict) or content.pop("sha256", None) != _digest(content):
-        raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
-    if (have := sorted(content)) != (want := sorted(_KINDS)):
-        raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
-    if not _is_index(content):
-        raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
-    named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
-    if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
-        raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
-    if wrong := sorted(named - content["files"].keys()):
-        raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
-    return Saved(**content)
-
-
-def _is_index(content: dict[str, Any]) -> bool:
-    """True if the values are of the kinds that a save writes."""
-    if not all(isinstance(content[name], kind) for name, kind in _KINDS.items()):
-        return False
-    return all(map(_is_file, content["files"].values())) and all(map(_is_tensor, content["tensors"].values()))
-
-
-def _is_file(entry: object) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
-
-
-def _is_tensor(entry: object) -> bool:
-    match entry:
-        case {"dtype": str(), "shape": [*shape], "pieces": [*pieces]}:
-            are_named = all(isinstance(piece, list) and [*map(type, piece)] == [str, int] for piece in pieces)
-            return are_named and all(type(n) is int and n >= 0 for n in [*shape, *(first for _, first in pieces)])
-    return False
-
-
-def _digest(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

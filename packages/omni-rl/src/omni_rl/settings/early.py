@@ -1,0 +1,123 @@
+"""Mistakes that files and servers tell before torch is imported: the model's folder, changed settings, the scorer."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from omni_train.checkpoint.index import check_config, read_index, saved_steps, step_folder
+from omni_train.files import file_digest, probe_digest
+from omni_train.hub import local_file, pinned
+
+from omni_rl.settings.args import RunArgs, without_secrets
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, flag, flag_of, flat, marked, old_names, require
+
+NO_VOCABULARY = {"tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"}
+BYTES = "ByT5Tokenizer"  # whose vocabulary is no file
+
+
+def check_model(place: str, *, reads_texts: bool = True) -> None:
+    """Raise ValueError unless a model is a hub id, or a folder with an index.
+
+    reads_texts: True if the folder's tokenizers must have their vocabularies.
+    """
+    folder = Path(place)
+    if not folder.is_dir():
+        is_id = place.count("/") == 1 and not folder.is_absolute() and not place.startswith(".")
+        require((is_id, f"--model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {place}"))
+        return
+    index = folder / "model_index.json"
+    require((index.is_file() or (folder / "config.json").is_file(), f"--model is incomplete: {index} is missing"))
+    for tokenizer in tokenizers_of(index) if reads_texts and index.is_file() else ():
+        files = sorted({path.name for path in tokenizer.glob("*")} - NO_VOCABULARY)
+        rule = "must have the files of its vocabulary, such as tokenizer.json, or vocab.json and merges.txt"
+        require((files, f"--model is incomplete: {tokenizer} {rule}"))
+
+
+def tokenizers_of(index: Path) -> Iterator[Path]:
+    """Yield the folders of tokenizers that a model_index.json names; none of one that is damaged."""
+    with suppress(ValueError, AttributeError):  # which opening the model reports
+        for part, kind in json.loads(index.read_text("utf-8")).items():
+            if "tokenizer" in part and isinstance(kind, list) and kind[-1] not in (None, BYTES):
+                yield index.parent / part
+
+
+def check_unchanged(args: RunArgs) -> None:
+    """Raise ValueError where settings or files differ from those of the checkpoint from which the run continues."""
+    folder, model = Path("runs") / args.name / "checkpoints", Path(args.model)
+    for step in saved_steps(folder)[-1:]:
+        try:
+            saved = read_index(step_folder(folder, step))
+        except (OSError, ValueError):  # a damaged checkpoint, which opening it reports
+            return
+        now = flat(without_secrets(args)) | files_of(args, model if model.is_dir() else None)
+        check_config(saved, now, ignore=(*changeable(args), *(saved.config.keys() - now.keys())))
+
+
+def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
+    """Return what identifies the files of prompts and weights. model: its folder, None for one that is not fetched."""
+    prompts = {"prompts": pinned(args.prompts), "prompts_digest": file_digest(local_file(args.prompts))}
+    start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
+    weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
+    return prompts | weights
+
+
+def changeable(args: RunArgs) -> tuple[str, ...]:
+    """Return the names, as checkpoints have them, of the settings with which a run may continue otherwise."""
+    may = marked(type(args), MAY_CHANGE, SECRET)
+    old = (was for was, name in old_names(type(args)).items() if name in may)
+    return (*may, *old, *(() if args.lr_decay else ("train_steps",)), "scorer")  # a falling rate depends on the steps
+
+
+def knock(settings: Mapping[str, Any]) -> None:
+    """Ask the servers and the hub that settings name, as `values_of` has them, on the first rank of a machine.
+
+    Raises:
+        ValueError: a scorer's URL is no reward server, or the hub has no such model for this user.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        for name in ("scorer.url", "scorer.watch_url"):
+            ask_scorer(settings, name)
+        ask_hub(settings.get("model", ""))
+
+
+def ask_scorer(settings: Mapping[str, Any], name: str) -> None:
+    """Raise ValueError unless the URLs of a setting are those of reward servers; a busy one is asked later."""
+    from omni_reward import RewardClient, RewardError
+    from omni_reward.errors import RewardTimeoutError
+
+    file, proxy = settings.get("scorer.token_file"), settings.get("scorer.proxy", "none")
+    token = Path(file).read_text().strip() if file else None
+    for url in filter(None, settings.get(name, "").split(",")):
+        try:
+            with flag(f"{flag_of(name)}: "), RewardClient(url, token=token, timeout_s=5.0, proxy=proxy) as client:
+                client.info()
+        except RewardTimeoutError:
+            pass
+        except RewardError as exc:
+            raise ValueError(f"{flag_of(name)} must be a reward server that answers: {exc}") from exc
+
+
+def ask_hub(model: str) -> None:
+    """Raise ValueError for a hub id that is neither in the hub's cache nor can be fetched."""
+    if not model or Path(model).is_dir():
+        return
+    from httpx import HTTPError
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import GatedRepoError
+
+    indexes = ("model_index.json", "config.json")
+    try:
+        if any(isinstance(try_to_load_from_cache(model, name), str) for name in indexes):
+            return
+        if HfApi().model_info(model, timeout=5.0).gated:
+            HfApi().auth_check(model)
+    except (HTTPError, OSError, ValueError) as exc:
+        fault = " ".join(str(exc).split()).rstrip(".")
+        how = f"Fetch it where there is a network, with `hf download {model}`, or give a folder"
+        if isinstance(exc, GatedRepoError):
+            how = f"Accept its license at https://huggingface.co/{model}, then `hf auth login`, or set HF_TOKEN"
+        rule = "--model must be a folder or a hub id that can be fetched"
+        raise ValueError(f"{rule}, got {model}: {fault}. {how}") from exc

@@ -1,0 +1,110 @@
+"""The index of a checkpoint, and the settings in it. Imports no torch."""
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omni_train.files import parse_int, read_regular
+
+INDEX_FILE = "checkpoint.json"
+_KINDS = {"step": int, "config": dict, "versions": dict, "world_size": int, "files": dict, "tensors": dict}
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The contents of checkpoint.json. `step` counts finished training steps; `files` and `tensors` are its index."""
+
+    step: int
+    config: dict[str, Any]
+    versions: dict[str, str]
+    world_size: int
+    files: dict[str, dict[str, int | str]]
+    tensors: dict[str, dict[str, Any]]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints in a folder, in ascending order."""
+    found = [re.fullmatch("step-([0-9]{8,19})", path.name) for path in folder.glob("step-*")]
+    return sorted(int(match[1]) for match in found if match)
+
+
+def step_folder(folder: Path, step: int, suffix: str = "") -> Path:
+    """Return the folder of a checkpoint."""
+    return folder / f"step-{step:08}{suffix}"
+
+
+def check_config(saved: Saved, config: Config, *, ignore: Collection[str] = ()) -> None:
+    """Raise ValueError, with the settings that differ, unless the checkpoint was made with these, except `ignore`."""
+    if changed := config_differences(saved.config, config, ignore=ignore):
+        changes = ", ".join(_change(key, config, *values) for key, values in changed.items())
+        raise ValueError(
+            f"the checkpoint of step {saved.step} was made with other settings: {changes}. Continue with those, or "
+            "give the run a name of its own"
+        )
+
+
+def _change(key: str, config: Config, then: str, now: str) -> str:
+    """Return what has changed; of a digest, the file or the files that have."""
+    name = key.removesuffix("_digest")
+    if name == key or "absent" in (then, now):
+        return f"{key} was {then}, is {now}"
+    return f"{config.get(name, f'a file of the {name}')} has other contents than at the start"
+
+
+def config_differences(then: Config, now: Config, *, ignore: Collection[str] = ()) -> dict[str, tuple[str, str]]:
+    """Return the settings that differ, except `ignore`, each with both values as JSON or "absent"."""
+    keys = [key for key in {**then, **now} if key not in ignore]
+    values = {key: tuple(json.dumps(c[key]) if key in c else "absent" for c in (then, now)) for key in keys}
+    return {key: (old, new) for key, (old, new) in values.items() if old != new}
+
+
+def read_index(folder: Path) -> Saved:
+    """Return the index of a folder; raise ValueError if there is none, or not the one that was written."""
+    path = folder / INDEX_FILE
+    if not path.is_file():
+        raise ValueError(f"{INDEX_FILE} is missing")
+    try:
+        content = json.loads(read_regular(path), parse_int=parse_int)
+    except (ValueError, RecursionError) as exc:
+        raise ValueError(f"{INDEX_FILE} is not valid JSON ({exc})") from exc
+    if not isinstance(content, dict) or content.pop("sha256", None) != index_digest(content):
+        raise ValueError(f"{INDEX_FILE} has another SHA-256 than it says")
+    if (have := sorted(content)) != (want := sorted(_KINDS)):
+        raise ValueError(f"{INDEX_FILE} has the keys {have}, not {want}: another version of omni-train wrote it")
+    if not _is_index(content):
+        raise ValueError(f"{INDEX_FILE} must have values of the kinds that a save writes")
+    named = {file for entry in content["tensors"].values() for file, _ in entry["pieces"]}
+    if wrong := [name for name in named | content["files"].keys() if Path(name).name != name]:
+        raise ValueError(f"{INDEX_FILE} must name files of its own folder, got {wrong[0]!r:.100}")
+    if wrong := sorted(named - content["files"].keys()):
+        raise ValueError(f"{INDEX_FILE} must list every file that holds a tensor, lacks {wrong[0]!r:.100}")
+    return Saved(**content)
+
+
+def _is_index(content: dict[str, Any]) -> bool:
+    """True if the values are of the kinds that a save writes."""
+    if not all(isinstance(content[name], kind) for name, kind in _KINDS.items()):
+        return False
+    return all(map(_is_file, content["files"].values())) and all(map(_is_tensor, content["tensors"].values()))
+
+
+def _is_file(entry: object) -> bool:
+    return isinstance(entry, dict) and isinstance(entry.get("bytes"), int) and isinstance(entry.get("sha256"), str)
+
+
+def _is_tensor(entry: object) -> bool:
+    match entry:
+        case {"dtype": str(), "shape": [*shape], "pieces": [*pieces]}:
+            are_named = all(isinstance(piece, list) and [*map(type, piece)] == [str, int] for piece in pieces)
+            return are_named and all(type(n) is int and n >= 0 for n in [*shape, *(first for _, first in pieces)])
+    return False
+
+
+def index_digest(content: object) -> str:
+    """Return the SHA-256 of an index without its own."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
