@@ -36,6 +36,7 @@ import sample
 
 PAGES = {path.relative_to(REPO).as_posix(): path.read_text("utf-8") for path in [*REPO.glob("docs/**/*.md")]}
 PAGES["README.md"] = (REPO / "README.md").read_text("utf-8")
+SHELL = ("", "sh", "bash")  # languages of blocks of commands
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CODE = {  # page -> the test that runs its Python and JSON; or this file does
     "README.md": "tests/scripts/test_docs_commands.py",
@@ -60,7 +61,7 @@ def commands():
     """The words of every line of every command block; a line that goes on below counts as one."""
     for page in PAGES:
         for language, text in blocks(page):
-            if language in ("", "sh", "bash"):
+            if language in SHELL:
                 yield from (shlex.split(line, comments=True) for line in text.replace("\\\n", " ").splitlines())
 
 
@@ -220,6 +221,13 @@ RULES = {  # how a command begins -> what runs it
     r"docker (build|run) ": check_docker,
     r"(git clone|vllm serve|source) ": check_elsewhere,
 }
+
+
+def test_commands_fit_a_page():
+    lines = [
+        line for page in PAGES for language, text in blocks(page) if language in SHELL for line in text.splitlines()
+    ]
+    assert [line for line in lines if len(line) > 100] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,0 +1,30 @@
+"""The numbers and names of README's first screen are those of the tree."""
+
+import re
+
+from helpers import REPO
+from omni_reward.scorers import SCORERS
+
+TEXT = (REPO / "README.md").read_text("utf-8")
+NUMBERS = {"six": 6, "seven": 7, "twelve": 12}
+
+
+def number(before: str, after: str) -> int:
+    """The number that a word of the text means."""
+    (word,) = re.findall(rf"{before}(\w+){after}", TEXT)
+    return NUMBERS[word.lower()]
+
+
+def test_it_counts_trainers_packages_and_the_files_of_a_step():
+    assert number("", " trainers, each of which") == len([*(REPO / "apps").glob("train_*.py")])
+    assert number("The ", " packages are useful") == len([*REPO.glob("packages/*")])
+    assert number("a training step in ", " files") == len(re.findall(r"^\d+\. \[", TEXT, re.MULTILINE))
+
+
+def test_its_rewards_are_scorers_and_its_algorithms_have_pages():
+    (rewards,) = re.findall(r"\*\*Rewards\*\* \| ([^(]*) \(", TEXT)
+    named = {reward.strip().lower() for reward in rewards.replace("a vision-language model", "vlm").split(",")}
+    assert named <= set(SCORERS)
+    (algorithms,) = re.findall(r"\*\*Algorithms\*\* \| ([^(]*) \(", TEXT)
+    page = (REPO / "docs" / "algorithms.md").read_text("utf-8").lower().replace("-", "")
+    assert [name for name in algorithms.split(", ") if name.lower().replace("-", "") not in page] == []
