@@ -55,6 +55,6 @@ wheels: ## Build a wheel of each package into dist/; ARGS="--repository URL" has
 test-wheels: ## Install each wheel with plain pip in a clean environment, and run its README's examples there
 	UV_NO_DEV=1 scripts/env python scripts/try_wheels.py
 
-site: ## Build the documentation site into build/site, in an environment of its own
+site: ## Build the documentation site into build/site, in an environment of its own; REPOSITORY=URL links to the sources
 	ONLY_GROUP=site scripts/env python scripts/site_pages.py
 	NO_MKDOCS_2_WARNING=1 ONLY_GROUP=site scripts/env mkdocs build
