@@ -71,6 +71,7 @@ MAY_IMPORT_LAZILY = {  # inside a function
     "omni_rl/flow/direct_rewards.py": {"transformers"},
     "omni_rl/run/sinks.py": {"wandb", "trackio"},
     "omni_rl/settings/early.py": {"huggingface_hub", "httpx"},  # the latter is the former's
+    "omni_rl/tools/doctor.py": {"huggingface_hub"},
     "omni_rl/tools/hub.py": {"huggingface_hub"},
 }
 MUST_NOT_IMPORT = {  # places -> modules, where naming the library is too coarse

@@ -10,9 +10,12 @@ import tomllib
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
+import httpx
 import pytest
 from helpers import REPO
+from huggingface_hub.errors import RepositoryNotFoundError
 from omni_rl.tools import command, doctor
 
 APPS = REPO / "apps"
@@ -158,6 +161,46 @@ def test_the_doctor_ends_with_1_where_nothing_can_train(tmp_path: Path, capsys, 
     assert (code, answer["can_train"]) == (1, False)
     assert (by_name["peft"]["state"], by_name["peft"]["get"]) == ("missing", 'pip install "omni-rl"')
     assert by_name["checkpoints"]["state"] == by_name["--engine diffusers"]["state"] == "missing"
+
+
+def test_the_doctor_says_where_the_token_is_from_without_a_network(place: Path, capsys, monkeypatch):
+    monkeypatch.setattr("socket.socket.connect", None)
+    for token, saved, told in (
+        ("", "", "^missing +token of the hub +.*accept .* license .*, then `hf auth login`, or set HF_TOKEN$"),
+        ("hf_a", "", "^ok +token of the hub +HF_TOKEN; gated models need their license accepted, too$"),
+        ("", "hf_b", "^ok +token of the hub +that of `hf auth login`; "),
+    ):
+        (place / "token").write_text(saved)
+        monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(place / "token"))
+        monkeypatch.setenv("HF_TOKEN", token)
+        out = diagnose(capsys)[1]
+        assert re.search(told, out, re.MULTILINE)
+        assert "hf_" not in out
+
+
+def test_the_doctor_asks_the_hub_for_each_model_of_a_recipe_until_it_is_silent(place: Path, capsys, monkeypatch):
+    asked = []
+
+    def answer(self, model: str, timeout: float) -> SimpleNamespace:
+        asked.append(model)
+        request = httpx.Request("GET", "https://hub")
+        if model == "Qwen/Qwen-Image":
+            raise RepositoryNotFoundError("no such model", response=httpx.Response(404, request=request))
+        if model == "Tongyi-MAI/Z-Image":
+            raise httpx.ConnectError("no route")
+        return SimpleNamespace(gated=False)
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", answer)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, name: None)
+    _, told = diagnose(capsys, "--network")
+    assert re.search("^ok +ByteDance-Seed/BAGEL-7B-MoT +is fetched, or can be$", told, re.MULTILINE)
+    assert re.search("^missing +Qwen/Qwen-Image +no such model", told, re.MULTILINE)
+    assert re.search("^missing +Tongyi-MAI/Z-Image +no route", told, re.MULTILINE)
+    assert asked == sorted(asked)
+    assert asked[-1] == "Tongyi-MAI/Z-Image"
+    asked.clear()
+    diagnose(capsys)
+    assert asked == []
 
 
 def test_every_extra_that_the_doctor_advises_is_there():

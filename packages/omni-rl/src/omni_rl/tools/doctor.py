@@ -1,11 +1,13 @@
-"""Report what is installed, the devices and engines, and how to get what is missing. Uses no network."""
+"""Report what is installed, the devices and engines, and how to get what is missing. Without --network asks nobody."""
 
 import argparse
 import json
 import os
 import platform
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import resources
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +15,8 @@ from typing import Literal, NamedTuple
 
 from omni_rl import __version__
 from omni_rl.run.engines import ENGINES
+from omni_rl.settings.early import ask_hub
+from omni_rl.settings.toml import recipes
 
 NEEDED = ("torch", "diffusers", "transformers", "peft")  # by every trainer
 EXTRAS = {  # module -> what it is for, and the extra of omni-rl that brings it
@@ -39,13 +43,14 @@ def main(argv: list[str] | None = None) -> None:
     """Run the command line, with exit code 1 if nothing can train."""
     parser = argparse.ArgumentParser(prog="omni-rl doctor", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--network", action="store_true", help="ask the hub for the models of recipes, too")
     args = parser.parse_args(argv)
-    found = [*machine(), *packages(), *engines(), *files()]
+    found = [*machine(), *packages(), *engines(), *files(), *hub(), *(models() if args.network else ())]
     can_train = not any(finding.state == "missing" for finding in found if finding.name in NEEDED)
     if args.json:
         print(json.dumps({"can_train": can_train, "findings": [finding._asdict() for finding in found]}, indent=1))
     else:
-        lines = [f"{it.state:<9}{it.name:<20}{it.text}{it.get and f': {it.get}'}" for it in found]
+        lines = [f"{it.state:<9}{it.name:<19} {it.text}{it.get and f': {it.get}'}" for it in found]
         ending = "Trainers can run here." if can_train else 'No trainer can run here: pip install "omni-rl"'
         print("\n".join([*lines, "", ending]))
     sys.exit(0 if can_train else 1)
@@ -100,6 +105,36 @@ def files() -> Iterator[Finding]:
     for folder, what in (("checkpoints", "small models"), ("data", "prompts")):
         names = sorted(path.name for path in Path(folder).glob("*/") if path.is_dir())
         yield Finding(folder, "ok", ", ".join(names)) if names else Finding(folder, "missing", f"the {what}", CLONE)
+
+
+def hub() -> Iterator[Finding]:
+    """Report the token with which models are fetched."""
+    if not is_installed("huggingface_hub"):
+        return
+    from huggingface_hub import get_token
+
+    get = "accept the model's license on its page, then `hf auth login`, or set HF_TOKEN"
+    if get_token():
+        text = f"{'HF_TOKEN' if os.environ.get('HF_TOKEN') else 'that of `hf auth login`'}; gated models need"
+        yield Finding("token of the hub", "ok", f"{text} their license accepted, too")
+    else:
+        yield Finding("token of the hub", "missing", "gated models, as SD3.5 and FLUX.1-dev, need one", get)
+
+
+def models() -> Iterator[Finding]:
+    """Report which models of recipes are fetched, or can be; one that cannot ends the report if the hub is silent."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    apps = [path.name for path in (resources.files("omni_rl") / "recipes").iterdir()]
+    found = {tomllib.loads(text)["model"] for app in apps for text in recipes(app).values()}
+    for model in sorted(name for name in found if not name.startswith(("checkpoints/", "models/"))):
+        try:
+            ask_hub(model)
+            yield Finding(model, "ok", "is fetched, or can be")
+        except ValueError as exc:
+            yield Finding(model, "missing", str(exc).partition(f"got {model}: ")[2])
+            if not isinstance(exc.__cause__, HfHubHTTPError):
+                return
 
 
 if __name__ == "__main__":
