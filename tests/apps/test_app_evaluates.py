@@ -9,11 +9,12 @@ from helpers import REPO
 from omni_reward import Scorer
 from omni_reward.serving import serving_here
 from omni_rl.report.data import charts, run_data
+from omni_rl.run.metrics import NUM_EVALS
 from omni_rl.run.world import World
 from omni_rl.settings.eval_sets import MediaEvalSet, TokenEval, TokenEvalSet
 from omni_rl.settings.fields import change
 from omni_train.files import load_metrics
-from trainer_runs import recipe, tiny, train
+from trainer_runs import WORDS, recipe, tiny, train
 
 import train_flowgrpo as app
 import train_gspo
@@ -39,6 +40,27 @@ def test_an_evaluation_may_take_fewer_prompts_and_leave_out_the_first(here, brig
     with pytest.raises(SystemExit):
         train(app, change(args, dry_run=True, name="plan"))
     assert "evaluations: 2, each of 2 samples, which takes as long as 0.17 rollouts\n" in capfd.readouterr().out
+
+
+TOLD = f"ALARM after step {NUM_EVALS}: The held-out score has not risen after {NUM_EVALS} evaluations ("
+
+
+@pytest.mark.parametrize("rise", [0.0, 0.1])
+def test_a_held_out_score_that_does_not_rise_is_told_in_the_terminal_and_in_the_report(here, capfd, rise):
+    """Of a scorer whose evaluation scores rise so much from one to the next, whatever is drawn."""
+    count = iter(range(100))
+
+    def score(media, prompts, meta):
+        if any(word in prompt for prompt in prompts for word in WORDS):  # of the evaluation
+            level = 0.2 + rise * next(count)
+            return [level + 0.05 * i for i in range(len(prompts))]
+        return [float(image.mean()) for image in media["image"]]
+
+    with serving_here(score) as url:
+        lines = train(app, change(TINY, scorer_url=url, name="run", train_steps=NUM_EVALS, eval_every=1), report=True)
+    assert [round(line["eval/reward_stderr"], 4) for line in lines] == [0.0289] * (NUM_EVALS + 1)  # 0.05 / 3 ** 0.5
+    told = [alarm["title"] for alarm in run_data(Path("runs/run"))["alarms"] if "held-out" in alarm["title"]]
+    assert len(told) == capfd.readouterr().err.count(TOLD) == (rise == 0)
 
 
 def test_each_set_has_its_settings_its_scorer_and_its_score(here, bright_url, capfd):

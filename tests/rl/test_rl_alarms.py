@@ -2,9 +2,10 @@
 
 import math
 
+import numpy as np
 import pytest
 from omni_rl.run.alarms import Watch, find_alarms
-from omni_rl.run.metrics import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE
+from omni_rl.run.metrics import MAX_ABSTAINED, MAX_CLIPPED, MAX_GAP, MIN_EFFECTIVE, NUM_EVALS
 
 WINDOW = 5
 HEALTHY = {
@@ -62,6 +63,44 @@ def test_an_alarm_starts_after_a_window_of_steps_is_told_once_and_again_when_it_
         assert WINDOW <= places[0] < WINDOW + window
     (alarm,) = find_alarms(lines)
     assert (alarm.title, alarm.step, alarm.numbers["since"]) == (title, len(lines) - 1, places[0])
+
+
+TITLE = f"The held-out score has not risen after {NUM_EVALS} evaluations"
+
+
+def evaluated(scores, error):
+    return log(*(HEALTHY | {"eval/reward": score, "eval/reward_stderr": error} for score in scores))
+
+
+def simulated(rise, *, count=12, prompts=64, seed=0):
+    """Evaluations of a policy whose true score rises so much from one to the next, as means of noisy prompts."""
+    noise = np.random.default_rng(seed)
+    rows = [noise.normal(0.5 + rise * n, 0.3, prompts) for n in range(count)]
+    return log(*({"eval/reward": row.mean(), "eval/reward_stderr": row.std(ddof=1) / prompts**0.5} for row in rows))
+
+
+def test_a_score_that_cannot_rise_is_told_after_some_evaluations_with_its_numbers():
+    lines = evaluated([0.5] * (NUM_EVALS + 1), 0.01)
+    assert titles(lines[:1]) == titles(lines[:-1]) == []
+    ((place, alarm),) = told(lines)
+    assert (place, alarm.title) == (NUM_EVALS, TITLE)
+    assert alarm.numbers == {"eval/reward_stderr": 0.01, "eval/reward": 0.5}
+    assert titles(evaluated([0.9, 0.5, 0.4, 0.3, 0.2], 0.01)) == [TITLE]
+    (alarm,) = find_alarms(evaluated([0.5, 0.4, 0.4, 0.4, 0.4], 0.01))
+    assert alarm.numbers["eval/reward, from"] == 0.5
+
+
+def test_a_score_that_has_risen_and_stays_there_is_not_told():
+    assert titles(evaluated([0.2, 0.4, 0.6, *[0.9] * 20], 0.01)) == []
+    assert titles(evaluated([0.5, 0.52, 0.52, 0.52, 0.52], 0.01)) == []
+
+
+def test_noise_over_prompts_is_no_rise_and_a_rise_is_seen_in_it():
+    """Of 200 runs each, those that are told."""
+    flat = [titles(simulated(0.0, seed=seed)) for seed in range(200)]
+    rising = [titles(simulated(0.05, seed=seed)) for seed in range(200)]
+    assert sum(found == [TITLE] for found in flat) > 180
+    assert sum(found == [TITLE] for found in rising) < 10
 
 
 def test_one_group_that_differs_is_enough_to_learn_from():

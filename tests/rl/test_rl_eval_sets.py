@@ -115,6 +115,7 @@ def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
         {
             "eval/long/abstained_ratio": 7 / 12,
             "eval/long/reward": 2.5 / 5,
+            "eval/long/reward_stderr": (1 - 1.5 / 4) / 2,  # half the difference of two prompts' means
             "eval/long/best@4": 1.0,
             "eval/long/pass@1": (1 / 4 + 1) / 2,
             "eval/long/pass@2": 1 / 2,  # of the one prompt with so many scores
@@ -124,6 +125,7 @@ def test_the_metrics_of_several_samples_leave_out_those_without_a_score():
     assert list(describe(replace(held, name="", samples=1, threshold=None), rewards)) == [
         "eval/abstained_ratio",
         "eval/reward",
+        "eval/reward_stderr",
     ]
     assert describe(replace(held, samples=1), torch.tensor([nan])) == {"eval/long/abstained_ratio": 1.0}
 
@@ -134,3 +136,15 @@ def test_the_report_shows_the_first_samples_of_every_set():
     assert [row.prompt for row in rows] == ["p0", "b: p0", "p1", "p2"]
     assert len(media) == 4
     assert EvalSet().name == ""
+
+
+def test_the_standard_error_is_the_spread_of_an_evaluation_over_other_prompts():
+    """Samples of one prompt are alike: four of each say hardly more than one."""
+    generator = torch.Generator().manual_seed(0)
+    held = HeldOut("", [], Params(num_inference_steps=2, height=1, width=1), samples=4)
+    prompts = torch.randn(2000, 50, 1, generator=generator)
+    rewards = prompts + 0.1 * torch.randn(2000, 50, 4, generator=generator)
+    found = [describe(held, row.flatten()) for row in rewards]
+    spread = rewards.flatten(1).mean(dim=1).std().item()
+    assert sum(line["eval/reward_stderr"] for line in found) / len(found) == pytest.approx(spread, rel=0.05)
+    assert "eval/reward_stderr" not in describe(held, torch.ones(4))  # one prompt has no spread

@@ -154,6 +154,33 @@ def test_runs_are_compared_on_one_page(show, tmp_path):
     assert card.locator(".label").all_inner_texts() == ["a, step 0", "b, step 0"]
 
 
+BAND = """chart => {
+    const one = chart.querySelector(".band").parentNode;
+    const numbers = (kind) => one.querySelector(kind).getAttribute("d").match(/[\\d.]+/g).map(Number);
+    const [line, band] = [numbers(".line"), numbers(".band")];
+    return [line[1], band[1], band[band.length - 1]];
+}"""  # of the first point, in pixels from above: the line, and the upper and the lower end of its band
+
+
+def test_a_held_out_score_stands_in_a_band_of_its_standard_error_also_in_a_comparison(show, tmp_path):
+    for name, count in (("a", 12), ("b", 8)):
+        lines = metrics(count)
+        for line in lines:
+            line |= {"eval/reward_stderr": 0.02} if "eval/reward" in line else {}
+        write_metrics(tmp_path / name, lines)
+    page = show(write_report(tmp_path / "a"))
+    assert legend(page, "Reward") == "held-out 0.24 \u00b1 0.02 training 0.12"
+    chart = page.locator(".chart", has=page.locator("h3", has_text="Reward"))
+    assert chart.locator(".note").inner_text().endswith("The shade is one standard error over the prompts.")
+    line, upper, lower = chart.evaluate(BAND)
+    assert upper < line < lower
+    assert line - upper == pytest.approx(lower - line, abs=0.2)
+    assert page.locator("summary").count() == 0  # it is no metric of its own
+    page = show(write_comparison([tmp_path / "a", tmp_path / "b"], tmp_path / "both.html"))
+    assert legend(page, "Reward: held-out") == "a 0.24 \u00b1 0.02 b 0.16 \u00b1 0.02 at 8"
+    assert page.locator(".chart", has=page.locator("h3", has_text="Reward")).locator(".band").count() == 2
+
+
 @pytest.fixture
 def live(browser, tmp_path):
     """`live(path)` opens a page of the server of `tmp_path`."""

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omni_rl.report import write_eval, write_report, write_samples, write_versions
 from omni_rl.report.__main__ import main
-from omni_rl.report.data import curve, phases, run_data
+from omni_rl.report.data import curve, phases, run_data, shown_names
 from omni_rl.report.page import embed
 from omni_rl.run.metrics import METRICS
 from rl.report_runs import images, metrics, samples, write_metrics, write_run
@@ -26,6 +26,16 @@ def test_a_short_curve_is_as_logged_without_what_is_not_finite():
     steps = [*named([1.0, math.nan, 0.123456789, math.inf]), {"step": 9.0}]
     assert curve(steps, "m") == {"x": [0.0, 2.0], "y": [1.0, 0.12346]}
     assert curve(steps, "absent") == {"x": [], "y": []}
+
+
+def test_a_held_out_score_has_a_band_of_its_standard_error_and_a_long_curve_that_of_its_range():
+    steps = [{"step": float(i), "eval/reward": 0.5, "eval/reward_stderr": 0.1 * i} for i in range(3)]
+    steps += [{"step": 3.0, "eval/reward": 0.25}, {"step": 4.0, "reward/mean": 0.1}]  # a line of an earlier release
+    bounds = {"low": [0.5, 0.4, 0.3, 0.25], "high": [0.5, 0.6, 0.7, 0.25], "error": [0.0, 0.1, 0.2, 0.0]}
+    assert curve(steps, "eval/reward") == {"x": [0, 1, 2, 3], "y": [0.5, 0.5, 0.5, 0.25]} | bounds
+    assert set(curve(steps, "reward/mean")) == {"x", "y"}
+    assert "error" not in curve(steps, "eval/reward", limit=2)
+    assert shown_names(steps) == ["eval/reward", "reward/mean"]
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=11, max_size=300))

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain, zip_longest
+from statistics import stdev
 from typing import Any, Generic, TypeVar
 
 from omni_rollout import Params
@@ -12,6 +13,7 @@ from omni_train.prompts.files import PromptRecord
 from torch import Tensor
 
 from omni_rl.report import Sample
+from omni_rl.run.metrics import error_of
 from omni_rl.settings.args import parse_numbers
 from omni_rl.settings.eval_sets import EvalSet, MediaEvalSet
 
@@ -54,7 +56,9 @@ def params_of(own: EvalSet, params: ParamsT) -> ParamsT:
 
 
 def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
-    """Return metrics of a set by their names in the log: the mean score, the best of each prompt's samples, pass@k.
+    """Return metrics of a set by their names in the log: the mean score, its standard error, best@n, pass@k.
+
+    The error is over prompts: samples of one prompt are alike.
 
     rewards: [P * samples], prompt by prompt; NaN where there is none.
     """
@@ -62,6 +66,9 @@ def describe(held: HeldOut[Any, Any], rewards: Tensor) -> dict[str, float]:
     if not rewards.isnan().all():
         metrics["reward"] = rewards.nanmean().item()
     groups = [row[~row.isnan()].tolist() for row in rewards.view(-1, held.samples)]
+    means = [_mean(row) for row in groups if row]
+    if len(means) > 1:
+        metrics[error_of("reward")] = stdev(means) / math.sqrt(len(means))
     if held.samples > 1 and any(groups):
         metrics[f"best@{held.samples}"] = _mean([max(row) for row in groups if row])
     if held.threshold is not None:

@@ -106,7 +106,8 @@ function chartFigure(chart) {
     const numbers = alike(rows.map(({ line }, k) => line.y[places[k]]));
     const texts = rows.map(({ line, value }, k) => {
       const step = line.x[places[k]];
-      value.textContent = numbers[k] + (chart.bars || step === at ? "" : ` at ${show(step)}`);
+      const error = line.error ? ` \u00b1 ${show(line.error[places[k]])}` : "";
+      value.textContent = numbers[k] + error + (chart.bars || step === at ? "" : ` at ${show(step)}`);
       return `${line.label} ${value.textContent}`;
     });
     when.textContent = `step ${chart.bars ? stretch(chart, nearest(steps, at)) : show(at)}`;

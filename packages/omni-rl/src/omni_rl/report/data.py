@@ -22,7 +22,7 @@ from omni_train.files import load_metrics, parse_int, read_jsonl, read_regular
 
 from omni_rl.report.folder import step_folders
 from omni_rl.run.alarms import find_alarms
-from omni_rl.run.metrics import CHARTS, METRICS
+from omni_rl.run.metrics import CHARTS, METRICS, error_of
 
 MAX_POINTS = 400  # of a curve; a longer one has mean, minimum and maximum of intervals of steps
 MAX_BARS = 60  # of the seconds per phase
@@ -118,18 +118,22 @@ def run_data(folder: Path, *, num_runs: int = 1, link: str | None = None) -> dic
 def shown_names(steps: Steps) -> list[str]:
     """Return the metrics that are drawn as curves, sorted; a time is drawn only if it has a chart."""
     asked = {row.name for row in METRICS if row.chart} | {"time/step_s"}
-    found = {name for step in steps for name in step} - {"step"}
+    logged = {name for step in steps for name in step} - {"step"}
+    found = logged - set(map(error_of, logged))
     return sorted(name for name in found if name in asked or not name.startswith("time/"))
 
 
 def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[float]]:
-    """Return the points x, y of a metric; above `limit` points, means y of intervals with low and high.
+    """Return the points x, y of a metric, with a band if it has errors; above `limit`, means of intervals with bounds.
 
     An interval is one of `limit` equal parts of the steps, x is its middle. Values that are not finite are left out.
     """
     points = _points(steps, name)
     if len(points) <= limit:
-        return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]}
+        errors = dict(_points(steps, error_of(name)))
+        return {"x": [x for x, _ in points], "y": [_short(y) for _, y in points]} | (
+            band([(y, errors.get(x, 0.0)) for x, y in points]) if errors else {}
+        )
     parts = _intervals(points, limit)
     values = [[y for _, y in part] for part in parts]
     return {
@@ -137,6 +141,15 @@ def curve(steps: Steps, name: str, limit: int = MAX_POINTS) -> dict[str, list[fl
         "y": [_short(sum(ys) / len(ys)) for ys in values],
         "low": [_short(min(ys)) for ys in values],
         "high": [_short(max(ys)) for ys in values],
+    }
+
+
+def band(values: Sequence[tuple[float, float]]) -> dict[str, list[float]]:
+    """Return the standard errors of (value, error), and the bounds one error below and above each value."""
+    return {
+        "error": [_short(error) for _, error in values],
+        "low": [_short(value - error) for value, error in values],
+        "high": [_short(value + error) for value, error in values],
     }
 
 

@@ -107,7 +107,7 @@ function alarms() {
 
 // What a point of a thinned curve is.
 function thinned(curves) {
-  const curve = curves.find((points) => points.low);
+  const curve = curves.find((points) => points.low && !points.error);
   if (!curve) return "";
   const steps = Math.max(2, Math.round((last(curve.x) - curve.x[0]) / (curve.x.length - 1)));
   return ` A point is the mean of about ${steps} steps, the shade their range.`;
@@ -136,7 +136,8 @@ function chartOf(spec) {
   const lines = linesOf(spec);
   if (!lines.length) return null;
   const smoothed = lines.some((line) => line.smooth && line.x.length > LONG);
-  const note = spec.note + (smoothed ? " The strong line is a moving mean." : "") + (spec.section === "reward" ? thinned(lines) : "");
+  const note = spec.note + (smoothed ? " The strong line is a moving mean." : "") + (spec.section === "reward" ? thinned(lines) : "") +
+    (lines.some((line) => line.error) ? " The shade is one standard error over the prompts." : "");
   const title = MANY && lines.metric && Object.keys(spec.lines).length > 1 ? `${spec.title}: ${lines.metric}` : spec.title;
   return chartFigure({ title, note: note.trim(), tall: spec.section === "reward", lines, ...domain() });
 }

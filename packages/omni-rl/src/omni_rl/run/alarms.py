@@ -47,9 +47,9 @@ class Watch:
             names = (name, *rule.others)
             if any(name not in line for name in names):
                 continue
-            rows = self._rows.setdefault(rule.title, deque(maxlen=rule.window))
+            rows = self._rows.setdefault(rule.title, deque(maxlen=None if rule.from_first else rule.window))
             rows.append(line)
-            if len(rows) == rule.window and rule.holds(*([row[name] for row in rows] for name in names)):
+            if len(rows) >= rule.window and rule.holds(*([row[name] for row in rows] for name in names)):
                 found.append((_alarm(rule, names, rows), rule.title not in self._holding))
                 self._holding.add(rule.title)
             else:

@@ -15,6 +15,7 @@ MAX_ABSTAINED = 0.2  # share of samples without a score
 MAX_CLIPPED = 0.3  # share of ratios outside the clip range
 MAX_GAP = 1.0  # |ratio - 1| between sampler and trainer before an update; a rare token's may near it in bfloat16
 MIN_EFFECTIVE = 0.5  # share of samples that would be left if all had the same weight
+NUM_EVALS = 4  # evaluations after the first, in which the held-out score must rise
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Rule:
         holds: the condition. Takes a column of `window` values of the metric, and one of each of `others`.
         look: where to look when it holds.
         window: lines in a row that the condition sees.
+        from_first: True if it sees all lines since the first, as soon as there are so many.
         others: further metrics; a line that lacks one of them does not count.
     """
 
@@ -43,6 +45,7 @@ class Rule:
     holds: Callable[..., bool]
     look: str
     window: int = 5
+    from_first: bool = False
     others: tuple[str, ...] = ()
 
 
@@ -75,6 +78,16 @@ def _rises(values: Sequence[float]) -> bool:
     return all(a < b for a, b in pairwise(values))
 
 
+def _stays(errors: Sequence[float], scores: Sequence[float]) -> bool:
+    """True if the mean of the last three scores is at most a standard error above the first, as noise may be."""
+    return _mean(scores[-3:]) <= scores[0] + errors[0]
+
+
+def error_of(name: str) -> str:
+    """Return the name of the standard error of a held-out score, which charts show as a band."""
+    return f"{name}_stderr"
+
+
 CHARTS = (  # in the order of the page
     Chart("reward", "Reward", "Held-out: fixed prompts and seeds, no injected noise. Training: the samples of a step.",
           smooth=True),
@@ -98,6 +111,11 @@ METRICS = (
                       lambda rewards, watched: _rises(rewards) and _rises(watched[::-1]),
                       "The model may be gaming the reward. Compare the images of these evaluations, raise --kl-coef "
                       "or lower --lr.", window=3, others=("eval/watch",))),
+    Metric(error_of("eval/reward"),
+           alarm=Rule(f"The held-out score has not risen after {NUM_EVALS} evaluations", _stays,
+                      "The mean of the last three is not a standard error above the first. Look at the pictures of "
+                      "evaluations with their scores, at Spread within groups and at KL: if it is near 0, raise --lr.",
+                      window=1 + NUM_EVALS, from_first=True, others=("eval/reward",))),
     Metric("reward/mean", "Reward", "training", column=1),
     Metric("policy/kl", "KL", "to the reference"),
     Metric("policy/kl_max", merge="max"),
