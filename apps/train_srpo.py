@@ -98,7 +98,6 @@ from omni_rl.run.media import MEDIA
 from omni_rl.run.run import MediaRun, Step
 from omni_rl.run.world import World
 from omni_rollout import Trajectory
-from omni_rollout.models import open_model
 from omni_rollout.types import to_device
 from omni_sched import INITIAL_NOISE, add_noise, step_noise
 from omni_train.dist import Dist
@@ -125,7 +124,7 @@ def rewards_of(reward: Reward, pixels: Tensor, texts: Sequence[str]) -> Tensor:
 def main(args: Args, world: World) -> None:
     """Train, or continue, the run of that name; evaluated weights are in runs/NAME/weights."""
     load_reward = cache(partial(REWARDS[args.reward], args.reward_model))
-    run = MEDIA.start(args, world, "srpo", scorer=partial(open_scorer, args, load_reward))
+    run = MEDIA.start(args, world, "srpo", scorer=partial(open_scorer, load_reward))
     with Loop(run) as steps:
         for step in steps:
             with run.phase("rollout"):
@@ -143,10 +142,9 @@ def grade_as_one(run: MediaRun[Args], step: Step, rollout: Rollout[Trajectory]) 
     return rollout.batches
 
 
-def open_scorer(args: Args, load_reward: Callable[[torch.device], Reward], dist: Dist) -> LocalScorer:
-    """Return the reward as a scorer of finished samples."""
-    kinds = open_model(args.model).MEDIA
-    require((kinds != ("audio",), "--model must generate images or videos, which the rewards of SRPO see, got sound"))
+def open_scorer(load_reward: Callable[[torch.device], Reward], dist: Dist, kinds: Sequence[str]) -> LocalScorer:
+    """Return the reward as a scorer of finished samples of these kinds."""
+    require((kinds[0] != "audio", "--model must generate images or videos, which the rewards of SRPO see, got sound"))
     return LocalScorer(partial(grade, load_reward(dist.device), dist), kinds)
 
 

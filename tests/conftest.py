@@ -9,6 +9,7 @@ from helpers import TEST_SEED
 
 for name in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
     os.environ.setdefault(name, "")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # the threads of a pool would be missing in forked ranks
 
 

@@ -7,7 +7,6 @@ import re
 import socket
 from dataclasses import replace
 
-import huggingface_hub
 import pytest
 from helpers import sampled
 from omni_rl.run.media import params_of
@@ -15,24 +14,17 @@ from omni_rl.run.world import World
 from omni_rl.settings.fields import change
 from omni_rl.settings.toml import recipes
 from omni_rollout.models import open_model
+from omni_rollout.models.hub import released_models
+from omni_rollout.models.tokens import open_token_model
 from omni_train.lora import add_lora
 from PIL import Image
-from released_models import RELEASES
+from released_models import RELEASES, TOKENS
 from trainer_runs import place, recipe
 
 APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_distill")
 ALL = [f"{app} {name}" for app in APPS for name, text in recipes(app).items() if "# Run here: no" in text]
-BAGEL = "train_flowgrpo bagel-pickscore-lora"
-PLANNED = sampled([case for case in ALL if " bagel-" not in case], 1)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hub(tmp_path_factory):
-    """In place of the hub, folders of configurations."""
-    folder = tmp_path_factory.mktemp("hub")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: RELEASES[name].write(folder / name))
-        yield
+GSPO = [f"train_gspo {name}" for name in ("qwen25-dapo", "qwen3-omni-lora")]
+PLANNED = sampled(ALL, 1)
 
 
 def recipe_of(case):
@@ -44,18 +36,25 @@ def recipe_of(case):
 
 @pytest.mark.parametrize("name", sampled(RELEASES, 2))
 def test_a_released_model_has_the_size_that_is_said_and_its_adapters_their_layers(name):
-    model, release = open_model(name), RELEASES[name]
+    model, release = open_model(released_models()[name]), RELEASES[name]
     net = model.empty_net()
     assert sum(p.numel() for p in net.parameters()) / 1e9 == pytest.approx(release.billions, rel=0.11)
     add_lora(net, model.LORA_TARGETS, rank=2, alpha=2, seed=0)
     assert sum(hasattr(module, "lora_A") for module in net.modules()) == release.lora_layers
 
 
+@pytest.mark.parametrize("name", TOKENS)
+def test_a_released_language_model_has_the_size_that_is_said(name):
+    model = open_token_model(released_models()[name])
+    model.check_files()
+    assert sum(p.numel() for p in model.empty_net().parameters()) / 1e9 == pytest.approx(TOKENS[name], rel=0.01)
+
+
 @pytest.mark.parametrize("case", ALL)
 def test_a_recipe_asks_of_its_model_what_it_has(case):
     """Sizes, knobs, references, and a schedule, of training and evaluation."""
     _, args = recipe_of(case)
-    model, release = open_model(args.model), RELEASES[args.model]
+    model, release = open_model(released_models()[args.model]), RELEASES[args.model]
     base = params_of(args)
     for params in (base, replace(base, num_inference_steps=args.eval.num_inference_steps)):
         model.check(params)
@@ -74,24 +73,18 @@ def test_a_recipe_asks_of_its_model_what_it_has(case):
     assert args.prompts.endswith(".jsonl") or not model.IMAGES.start, "references are columns of a .jsonl file"
 
 
-def test_every_released_model_has_a_recipe():
+def test_every_model_of_a_recipe_has_its_configuration_in_the_package():
     assert {recipe_of(case)[1].model for case in ALL} == set(RELEASES)
-
-
-def test_a_dry_run_of_bagel_asks_for_the_file_of_its_vae_which_is_its_configuration(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    module, args = recipe_of(BAGEL)
-    (tmp_path / "prompts.txt").write_text("a sign\n" * args.prompts_per_step)
-    files = {"prompts": "prompts.txt", "eval_prompts": "prompts.txt"}
-    with pytest.raises(ValueError, match=r"ae\.safetensors is missing"):
-        module.main(change(args, **files, sharding_mode="none", dry_run=True), World(place()))
+    assert {recipe_of(case)[1].model for case in GSPO} == set(TOKENS)
+    assert released_models().keys() == RELEASES.keys() | TOKENS.keys()
 
 
 @pytest.mark.parametrize("case", PLANNED)
 def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys):
     module, args = recipe_of(case)
-    release, references = RELEASES[args.model], ["reference.png"] * open_model(args.model).IMAGES.start
+    model, release = open_model(released_models()[args.model]), RELEASES[args.model]
     Image.new("RGB", (64, 64)).save(tmp_path / "reference.png")
+    references = ["reference.png"] * model.IMAGES.start
     lines = [json.dumps({"prompt": f"a sign, {i}", "images": references}) for i in range(args.prompts_per_step)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
@@ -108,6 +101,7 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
         module.main(args, World.join(args))
     assert ended.value.code == 0
     plan = dict(re.findall(r"^plan: (.+?): (.+)$", capsys.readouterr().out, re.MULTILINE))
+    assert plan["configuration"].endswith(f"as {args.model} cannot be fetched: HF_HUB_OFFLINE is set")
     assert plan["samples per step"].startswith(f"{args.prompts_per_step * args.group_size}, ")
     weights, trained = map(float, re.findall(r"[\d.]+", plan["weights of the net"]))
     frozen_mb = float(plan["memory per rank"].partition(" MB frozen weights")[0])
@@ -121,3 +115,9 @@ def test_a_dry_run_plans_the_released_model(case, tmp_path, monkeypatch, capsys)
     else:
         assert weights == trained
         assert weights / 1e3 == pytest.approx(release.billions, rel=0.11)
+
+
+def test_a_run_that_is_no_dry_run_takes_no_configuration_of_the_package():
+    module, args = recipe_of(ALL[0])
+    with pytest.raises(ValueError, match=f"--model must be .* can be fetched, got {args.model}: HF_HUB_OFFLINE is set"):
+        module.main(change(args, dry_run=False, sharding_mode="none"), World(place()))

@@ -60,7 +60,8 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
 MAY_IMPORT_LAZILY = {  # inside a function
     "omni_reward/rules.py": {"math_verify"},
     "omni_reward/serving.py": {"uvicorn"},
-    "omni_rollout/models/diffusers_model.py": {"accelerate", "huggingface_hub"},  # which diffusers brings
+    "omni_rollout/models/diffusers_model.py": {"accelerate"},  # which diffusers brings
+    "omni_rollout/models/hub.py": {"huggingface_hub"},
     "omni_rollout/models/parts.py": {"huggingface_hub"},
     "omni_rollout/models/tokens/transformers_model.py": {"jinja2"},  # which renders transformers' templates
     "omni_rollout/models/wan.py": {"ftfy"},

@@ -454,6 +454,7 @@ def test_a_gated_model_is_refused_with_the_page_of_its_license(monkeypatch):
     def refuse(path, **how):
         raise GatedRepoError("403 Client Error. Access is restricted.", response=requests.Response())
 
+    monkeypatch.setattr("omni_rollout.models.hub.hub_fault", lambda: "")
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     rule = "Accept its license at https://huggingface.co/owner/gated, then `hf auth login`, or set HF_TOKEN"
     with pytest.raises(ValueError, match=re.escape(rule)):

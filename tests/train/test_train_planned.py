@@ -91,6 +91,15 @@ def test_the_host_reads_what_it_has_sent(device):
     assert sigmas[1].item() == READ  # no longer known
 
 
+def test_shapes_that_follow_from_known_numbers_are_known(device):
+    counts = torch.tensor([2, 0, 3]).to(PLANNED)
+    places = counts.repeat_interleave(counts)
+    assert (places.device, places.tolist()) == (PLANNED, [2, 2, 3, 3, 3])
+    values, inverse = torch.unique_consecutive(places, return_inverse=True)
+    assert (values.tolist(), inverse.tolist()) == ([2, 3], [0, 0, 1, 1, 1])
+    assert torch.tensor([counts.max() - 1, counts.sum()], device=PLANNED).tolist() == [2, 5]
+
+
 def test_what_is_read_otherwise_is_made_up(device):
     image = torch.rand(4, 4, device=PLANNED)
     assert image.sum().item() == READ

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as torch_dist
 import torch.distributed.fsdp._fully_shard._fully_shard as fsdp
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -172,8 +172,14 @@ class PlannedDevice(Meter):
             # torch's own fakes leave so small a tensor where it was, and copy what the host has
             kwargs = {"dtype": kwargs.get("dtype", args[0].dtype), "device": PLANNED}
             func, args = _ATEN.empty.memory_format, (args[0].shape,)
-        with self.fake:
-            out = func(*args, **kwargs)
+        try:
+            with self.fake:
+                out = func(*args, **kwargs)
+        except DynamicOutputShapeException:  # the shape follows from values
+            if known is None:
+                raise
+            with self.fake:
+                out = tree_map_only(Tensor, lambda t: torch.empty_like(t, device=PLANNED), known)
         if known is None and func._schema.is_mutable and hasattr(args[0], "known"):
             del args[0].known
         if known is not None:
@@ -212,6 +218,8 @@ class _Makers(TorchFunctionMode):
         device = kwargs.get("device") if func in (torch.tensor, torch.as_tensor) else None
         if device is None or torch.device(device) != PLANNED:
             return func(*args, **kwargs)
+        if isinstance(args[0], tuple | list):
+            args = tree_map_only(FakeTensor, lambda t: _values(t).tolist(), args)
         return func(*args, **{**kwargs, "device": None}).to(PLANNED)
 
 

@@ -32,6 +32,7 @@ from omni_rl.run.start import (
     Kind,
     Needs,
     beside,
+    model_place,
     open_set_scorers,
     preparation,
     read_sets,
@@ -66,7 +67,7 @@ def read(args: MediaArgs, world: World, needs: Needs) -> Inputs[Model, Params]:
             begins with the flag.
     """
     with flag("--model: "):
-        model = open_model(args.model)
+        model = open_model(model_place(args))
     params = params_of(args)
     eval_params = replace(params, num_inference_steps=args.eval.num_inference_steps)
     return read_all(args, world, needs, model, params, eval_params)
@@ -258,7 +259,7 @@ def open_scorer(
     version, url = "", args.scorer.url if isinstance(args, ScoredArgs) else ""
     parts = list(parse_numbers(args.reward_parts, "--reward-parts")) if isinstance(args, JudgedArgs) else []
     if needs.scorer:
-        scorer = needs.scorer(world.dist)
+        scorer = needs.scorer(world.dist, kinds)
     elif url or args.dry_run:  # of a plan
         scorer, version = ask(url, canary=canary, parts=parts)
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from omni_rollout import Params
+from omni_rollout.models.hub import hub_fault, local_folder, released_models
 from omni_rollout.tokens import TokenParams
 from omni_rollout.types import WeightedEngine
 from omni_train import lora
@@ -44,6 +45,7 @@ from omni_rl.settings.early import files_of
 from omni_rl.settings.fields import flag, flat
 from omni_rl.settings.toml import to_toml
 
+SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
 OwnArgsT = TypeVar("OwnArgsT", bound=RunArgs)
 AnyParamsT = TypeVar("AnyParamsT", bound=Params | TokenParams)
 
@@ -62,7 +64,7 @@ class Needs:
     reference: bool = False
     steps: tuple[int, int] | None = None
     routes: bool = False
-    scorer: Callable[[Dist], Scorer] | None = None
+    scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None
     teachers: Mapping[str, str] = field(default_factory=dict)
     teaching: Callable[[Params], Params] | None = None
 
@@ -128,7 +130,7 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
         reference: bool = False,
         steps: tuple[int, int] | None = None,
         routes: bool = False,
-        scorer: Callable[[Dist], Scorer] | None = None,
+        scorer: Callable[[Dist, Sequence[str]], Scorer] | None = None,
         teachers: Mapping[str, str] = MappingProxyType({}),
         teaching: Callable[[Params], Params] | None = None,
     ) -> Run[OwnArgsT, ModelT, EngineT, ParamsT, ScorerT]:
@@ -217,6 +219,17 @@ def start(
 
 
 # 1. What the kinds share in reading
+
+
+def model_place(args: RunArgs) -> str | Path:
+    """Return --model; for a dry run that cannot fetch it, the folder in omni-rollout with its configuration, if any."""
+    folder = released_models().get(args.model)
+    if folder and args.dry_run:
+        try:
+            local_folder(args.model)
+        except ValueError:
+            return folder
+    return args.model
 
 
 def preparation(
@@ -328,8 +341,10 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         )
     )
     samples = args.prompts_per_step * args.group_size
+    is_shipped = inputs.model.folder == released_models().get(args.model)
     lines = {
         "model": inputs.about,
+        **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
         "ranks": f"{num_ranks}, weights {mode}",
         "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),

@@ -23,7 +23,7 @@ from omni_rl.flow.scorers import Scorer, TextScorer
 from omni_rl.flow.tokens import RuleScorer, evaluate_set, prompts_of
 from omni_rl.media.prompts import media_files
 from omni_rl.run.run import TokenRun
-from omni_rl.run.start import Inputs, Kind, Needs, beside, open_set_scorers, preparation, read_sets
+from omni_rl.run.start import Inputs, Kind, Needs, beside, model_place, open_set_scorers, preparation, read_sets
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, read_prompts, sharding
 from omni_rl.settings.fields import flag, require
@@ -40,7 +40,7 @@ def read(args: TokenArgs, world: World, needs: Needs) -> Inputs[TokenModel, Toke
     """
     dist = world.dist
     with flag("--model: "):
-        model = open_token_model(args.model)
+        model = open_token_model(model_place(args))
         model.dtype = getattr(torch, args.dtype)
         world.check_files(model)
 

@@ -22,7 +22,7 @@ from omni_rl.flow.thinking import FLAG, ThoughtScorer
 from omni_rl.run import media
 from omni_rl.run.media import decoding, params_of, read_all
 from omni_rl.run.run import first_input
-from omni_rl.run.start import Inputs, Kind, Needs
+from omni_rl.run.start import Inputs, Kind, Needs, model_place
 from omni_rl.run.texts import check_gathered
 from omni_rl.run.world import World
 from omni_rl.settings.args import sharding
@@ -37,7 +37,7 @@ def read(args: ThinkingArgs, world: World, needs: Needs) -> Inputs[ThinkingModel
         ValueError: as `omni_rl.run.media.read`.
     """
     with flag("--model: "):
-        model = open_thinking_model(args.model)
+        model = open_thinking_model(model_place(args))
 
     def check(record: PromptRecord) -> None:
         rule = 'must not have the key "thought", under which scorers get the model\'s own'

@@ -7,9 +7,9 @@ from omni_rollout.files import read_json
 from omni_rollout.model import Model
 from omni_rollout.models.bagel import Bagel
 from omni_rollout.models.bagel_think import ThinkingBagel
-from omni_rollout.models.diffusers_model import local_folder
 from omni_rollout.models.flux import Flux1, Flux1Kontext
 from omni_rollout.models.flux2 import Flux2, Flux2Klein
+from omni_rollout.models.hub import local_folder
 from omni_rollout.models.hunyuan_image import HunyuanImage
 from omni_rollout.models.hunyuan_video import HunyuanVideo15, HunyuanVideo15ImageToVideo
 from omni_rollout.models.ltx2 import LTX2

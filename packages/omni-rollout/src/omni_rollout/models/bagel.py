@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from omni_rollout.files import read_json, safetensors_shapes
 from omni_rollout.models.bagel_guidance import CHANNEL, GLOBAL, TEXT_CHANNEL, guide
 from omni_rollout.models.bagel_sequence import MAX_TOKENS_PER_SIDE
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, local_folder, pixels
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, check_size, pixels
+from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 
@@ -217,18 +218,23 @@ class Bagel(ImageModel):
             cls, config = self._class(part), self.config[part]
             known = inspect.signature(cls.__init__).parameters
             return cls(**{name: config[name] for name in known if name in config})  # the files have more
-        shapes = safetensors_shapes(self.weight_files("vae"))  # only the weights tell its widths
-        widths = [shapes[f"encoder.down.{i}.block.0.conv2.weight"][0] for i in range(BLOCKS)]
-        layers = sum(name.startswith("encoder.down.0.block.") and name.endswith(".conv2.weight") for name in shapes)
         return self._class("vae")(
-            block_out_channels=widths,
-            layers_per_block=layers,
+            **self._vae_sizes(),
             down_block_types=("DownEncoderBlock2D",) * BLOCKS,
             up_block_types=("UpDecoderBlock2D",) * BLOCKS,
             use_quant_conv=False,
             use_post_quant_conv=False,
             **self.config["vae"],
         )
+
+    def _vae_sizes(self) -> dict[str, Any]:
+        """Return the widths and layers of the VAE, which only its weights tell; a file, if there are none."""
+        if (file := self.folder / "ae.json").is_file():
+            return read_json(file)
+        shapes = safetensors_shapes(self.weight_files("vae"))
+        widths = [shapes[f"encoder.down.{i}.block.0.conv2.weight"][0] for i in range(BLOCKS)]
+        layers = sum(name.startswith("encoder.down.0.block.") and name.endswith(".conv2.weight") for name in shapes)
+        return {"block_out_channels": widths, "layers_per_block": layers}
 
 
 def _velocity(

@@ -16,7 +16,8 @@ from omni_sched import exponential_shift_sigmas, linear_sigmas, resolution_mu, s
 from torch import Tensor, nn
 
 from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_shapes
-from omni_rollout.models.parts import made_of, open_processor, open_tokenizer
+from omni_rollout.models.hub import local_folder
+from omni_rollout.models.parts import RELEASED, made_of, open_processor, open_tokenizer
 from omni_rollout.offload import arrive, leave, places_of
 from omni_rollout.types import Cond, Media, Params, Parts, Prompt, Rates, to_device
 
@@ -242,7 +243,7 @@ class DiffusersModel:
 
         A hub id needs only configurations, as `load` checks its other files; so does a model that reads no weights.
         """
-        is_whole = Path(self.path).is_dir() and self.reads_weights
+        is_whole = Path(self.path).is_dir() and self.reads_weights and RELEASED not in self.folder.parents
         for part in self.parts:
             if part == "scheduler":
                 continue
@@ -319,8 +320,12 @@ class DiffusersModel:
         if not issubclass(cls, nn.Module):
             return (open_tokenizer if "tokenizer" in part else open_processor)(cls, self.folder / part)
         if not self.reads_weights:
+            from transformers.initialization import no_init_weights
+
             with made_of(self.config_file(part), cls.__name__), _default_dtype(dtype), torch.device(device):
-                return nn.Module.to(self._make(part), device, dtype).requires_grad_(False).eval()
+                with no_init_weights():
+                    module = self._make(part)
+                return nn.Module.to(module, device, dtype).requires_grad_(False).eval()
         folder = self.weight_files(part)[0].parent  # raises if there are none: the library would look for other formats
         module, missing = self._read(part, dtype)
         if missing:  # the library has initialized them at random
@@ -483,31 +488,6 @@ def _bring_inputs(
         return to_device(value, device) if isinstance(value, Tensor) else value
 
     return tuple(map(bring, args)), {name: bring(value) for name, value in kwargs.items()}
-
-
-def local_folder(path: str | Path, *patterns: str) -> Path:
-    """Return the folder of a checkpoint; for a hub id, fetch its configuration, or the files of `patterns`, first.
-
-    Raises:
-        ValueError: there is no such folder or hub id.
-    """
-    folder = Path(path)
-    if folder.is_dir():
-        return folder
-    if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
-        raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError
-
-    try:
-        wanted = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"]))
-    except (OSError, ValueError) as exc:
-        fault = " ".join(str(exc).split()).rstrip(".")
-        how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
-        if isinstance(exc, GatedRepoError):
-            how = f"Accept its license at https://huggingface.co/{path}, then `hf auth login`, or set HF_TOKEN"
-        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {how}") from exc
 
 
 def check_size(params: Params, unit: int, *, most: int | None = None) -> None:

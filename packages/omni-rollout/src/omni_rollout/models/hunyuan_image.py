@@ -19,7 +19,8 @@ from omni_sched import shift_sigmas
 from torch import Tensor, nn
 
 from omni_rollout.files import read_json, safetensors_files
-from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, local_folder, where_needed
+from omni_rollout.models.diffusers_model import PIXELS_PER_TOKEN, ImageModel, both, where_needed
+from omni_rollout.models.hub import local_folder
 from omni_rollout.models.parts import open_tokenizer
 from omni_rollout.types import Cond, Params, Parts, Prompt, to_device
 

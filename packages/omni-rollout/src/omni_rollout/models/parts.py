@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+RELEASED = Path(__file__).parents[1] / "released"  # configurations without weights and vocabularies
 # The errors of a library's class that is made from values that it does not check.
 UNUSABLE = (TypeError, ValueError, LookupError, NameError, AttributeError, ArithmeticError, RuntimeError)
 
@@ -44,9 +45,15 @@ def open_processor(kind: Any, folder: Path) -> Any:
 def open_tokenizer(kind: Any, folder: Path) -> Any:
     """Return a tokenizer with a vocabulary; without the files transformers would return one without tokens.
 
+    For a configuration in RELEASED, which has no vocabulary, return a tokenizer of words.
+
     Raises:
         ValueError: as `open_processor`, or no vocabulary is found.
     """
+    if RELEASED in folder.parents and getattr(kind, "vocab_files_names", True):  # a tokenizer of bytes needs none
+        from omni_rollout.models.words import WordTokenizer
+
+        return open_processor(WordTokenizer, folder)
     tokenizer = open_processor(kind, folder)
     ids = tokenizer("a", add_special_tokens=False).input_ids
     if not ids or set(ids) & set(tokenizer.all_special_ids):

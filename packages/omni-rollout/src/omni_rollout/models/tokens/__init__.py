@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from omni_rollout.files import read_json
-from omni_rollout.models.diffusers_model import local_folder
+from omni_rollout.models.hub import local_folder
 from omni_rollout.models.tokens.qwen2_5_vl import Qwen25VL
 from omni_rollout.models.tokens.qwen3_omni import Qwen3Omni
 from omni_rollout.models.tokens.qwen_text import QwenText

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from omni_rollout.files import check_counts, read_json, safetensors_files, safetensors_slices
-from omni_rollout.models.diffusers_model import local_folder
-from omni_rollout.models.parts import UNUSABLE, made_of, one_line, open_tokenizer
+from omni_rollout.models.hub import local_folder
+from omni_rollout.models.parts import RELEASED, UNUSABLE, made_of, one_line, open_tokenizer
 from omni_rollout.types import Cond, Prompt
 
 PARTS = {
@@ -84,7 +84,8 @@ class TransformersModel:
         `load_net` checks the weights of a hub id.
         """
         with _quiet():
-            net: Any = self._read(torch.float32, values=False) if Path(self.path).is_dir() else self.empty_net()
+            is_whole = Path(self.path).is_dir() and RELEASED not in self.folder.parents
+            net: Any = self._read(torch.float32, values=False) if is_whole else self.empty_net()
         size, highest = net.get_input_embeddings().num_embeddings, max(self.tokenizer.get_vocab().values())
         if (token := max(highest, *self.suppressed, *self.ends)) >= size:
             raise ValueError(f"model is damaged: {self.folder} has tokens up to {token}, its vocab_size is {size}")

@@ -1,0 +1,69 @@
+"""Checkpoints by name: a folder, or a hub id; for plans also the configurations of released models in this package."""
+
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+from threading import Thread
+
+from omni_rollout.models.parts import RELEASED, one_line
+
+PROBE_S = 3.0  # longest wait for the hub's answer
+
+
+def released_models() -> dict[str, Path]:
+    """Return the folders in this package with the configurations of released models, by hub id."""
+    return {f"{folder.parent.name}/{folder.name}": folder for folder in sorted(RELEASED.glob("*/*/"))}
+
+
+def local_folder(path: str | Path, *patterns: str) -> Path:
+    """Return the folder of a checkpoint; for a hub id, fetch its configuration, or the files of `patterns`, first.
+
+    If the hub cannot be reached, the files of its cache are taken.
+
+    Raises:
+        ValueError: there is no such folder or hub id.
+    """
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.is_absolute() or str(path).count("/") != 1 or str(path).startswith("."):
+        raise ValueError(f"model must be a folder or a hub id such as Qwen/Qwen-Image, found nothing at {path}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError
+
+    wanted, fault = list(patterns) or ["*.json", "*.txt", "*.model", "*.jinja"], hub_fault()
+    try:
+        found = snapshot_download(
+            str(path), allow_patterns=wanted, ignore_patterns=["*.fp16*"], local_files_only=bool(fault)
+        )
+        return Path(found)
+    except (OSError, ValueError) as exc:
+        fault = fault or " ".join(str(exc).split()).rstrip(".")
+        how = f"Fetch it where there is a network, with `hf download {path}`, or give a folder"
+        if isinstance(exc, GatedRepoError):
+            how = f"Accept its license at https://huggingface.co/{path}, then `hf auth login`, or set HF_TOKEN"
+        raise ValueError(f"model must be a folder or a hub id that can be fetched, got {path}: {fault}. {how}") from exc
+
+
+@cache
+def hub_fault() -> str:
+    """Return why the hub cannot be reached, or nothing if it answers; it is asked once, for at most PROBE_S."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    answer: Future[object] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S))
+        except Exception as exc:  # of any HTTP client that the library has
+            answer.set_exception(exc)
+
+    Thread(target=ask, daemon=True).start()  # as the lookup of a host's name has no timeout
+    try:
+        fault = answer.exception(timeout=PROBE_S)
+    except TimeoutError:
+        return f"{constants.ENDPOINT} does not answer within {PROBE_S:g} s"
+    return f"{constants.ENDPOINT} cannot be reached, {one_line(fault)}" if fault else ""
