@@ -25,7 +25,7 @@ MAY_IMPORT = {  # places -> libraries and siblings, whichever way a line names t
     "omni_reward/server.py": {"starlette", "uvicorn", "h11"},
     "omni_reward/scorers/ocr.py": {"rapidocr"},
     "omni_reward/scorers/text.py": {"rapidfuzz"},
-    "omni_reward/scorers/neural.py": {"torch", "transformers"},
+    "omni_reward/scorers/neural.py": {"torch", "transformers", "huggingface_hub"},
     "omni_reward/scorers/heads.py": {"torch"},
     "omni_reward/scorers/clip.py": {"torch", "transformers"},
     "omni_reward/scorers/aesthetic.py": {"torch"},

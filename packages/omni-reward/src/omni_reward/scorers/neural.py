@@ -6,13 +6,19 @@ by a local folder, or a repository of the hub, which transformers downloads and 
 Letters: N samples, H height, W width.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.utils import get_session
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils import cached_file
@@ -22,6 +28,7 @@ from omni_reward.scorers.pixels import MAX_ASPECT
 from omni_reward.wire import Score, Scorer
 
 BATCH_SIZE = 16
+PROBE_S = 3.0  # longest wait for the hub's answer
 Weights = Mapping[str, Tensor]
 Rate = Callable[[np.ndarray, list[str]], Tensor]
 RateAny = Callable[[np.ndarray, list[str], Meta], Tensor]
@@ -107,10 +114,10 @@ def load_model(
     Raises:
         ValueError: the model does not exist, has no safetensors, or its weights are not of this class.
     """
-    source = name if weights is None else None
     given = {"config": config, "state_dict": weights, "dtype": dtype, "use_safetensors": True}
     try:
-        with _readable(name):
+        with _readable(name) as place:
+            source = place if weights is None else None
             model, info = kind.from_pretrained(source, **given, output_loading_info=True, trust_remote_code=False)
     except RuntimeError as exc:
         raise ValueError(f"{name} must hold the weights of a {kind.__name__}: {exc}") from exc
@@ -125,8 +132,8 @@ def load_part(kind: Any, name: str) -> Any:
     Raises:
         ValueError: the model does not exist, or needs remote code.
     """
-    with _readable(name):
-        return kind.from_pretrained(name, trust_remote_code=False)
+    with _readable(name) as place:
+        return kind.from_pretrained(place, trust_remote_code=False)
 
 
 def find_file(name: str, file: str) -> Path:
@@ -135,8 +142,8 @@ def find_file(name: str, file: str) -> Path:
     Raises:
         ValueError: the file does not exist.
     """
-    with _readable(name):
-        return Path(str(cached_file(name, file)))
+    with _readable(name) as place:
+        return Path(str(cached_file(place, file)))
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -166,15 +173,44 @@ def short_name(name: str) -> str:
 
 
 @contextmanager
-def _readable(name: str) -> Iterator[None]:
+def _readable(name: str) -> Iterator[str]:
+    """Report an error of the `with` block, which reads a model at the yielded place: its name, or its folder.
+
+    Of a hub that cannot be reached it is the folder in its cache.
+    """
+    is_id = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name) and not Path(name).is_dir()
+    fault = hub_fault() if is_id else ""
     try:
-        yield
+        yield snapshot_download(name, allow_patterns="config.json", local_files_only=True) if fault else name
     except OSError as exc:
         rule = "a model must be a folder, or a repository of the hub that can be downloaded or is cached"
-        raise ValueError(f"{rule}, got {name!r}: {_first_line(exc)}") from exc
+        raise ValueError(f"{rule}, got {name!r}: {fault or _first_line(exc)}") from exc
     except ValueError as exc:  # transformers asks for remote code, which is never run
         raise ValueError(f"a model must load without remote code, got {name!r}: {_first_line(exc)}") from exc
 
 
-def _first_line(exc: Exception) -> str:
+@cache
+def hub_fault() -> str:
+    """Return why the hub cannot be reached, or nothing if it answers; it is asked once, for at most PROBE_S."""
+    if constants.is_offline_mode():
+        return "HF_HUB_OFFLINE is set"
+    answer: Future[int] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S).status_code)
+        except Exception as exc:  # of any HTTP client that the library has
+            answer.set_exception(exc)
+
+    Thread(target=ask, daemon=True).start()  # as the lookup of a host's name has no timeout
+    try:
+        fault = answer.exception(timeout=PROBE_S)
+    except TimeoutError:
+        return f"{constants.ENDPOINT} does not answer within {PROBE_S:g} s"
+    if fault:
+        return f"{constants.ENDPOINT} cannot be reached, {type(fault).__name__}: {_first_line(fault)}"
+    return f"{constants.ENDPOINT} answers with status {answer.result()}" if answer.result() >= 500 else ""
+
+
+def _first_line(exc: BaseException) -> str:
     return str(exc).strip().partition("\n")[0]

@@ -112,7 +112,7 @@ def ask_hub(model: str) -> None:
     try:
         if any(isinstance(try_to_load_from_cache(model, name), str) for name in indexes):
             return
-        if HfApi().model_info(model, timeout=5.0).gated:
+        if HfApi().model_info(model, timeout=3.0).gated:
             HfApi().auth_check(model)
     except (HTTPError, OSError, ValueError) as exc:
         fault = " ".join(str(exc).split()).rstrip(".")

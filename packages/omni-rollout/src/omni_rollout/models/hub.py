@@ -53,11 +53,11 @@ def hub_fault() -> str:
 
     if constants.is_offline_mode():
         return "HF_HUB_OFFLINE is set"
-    answer: Future[object] = Future()
+    answer: Future[int] = Future()
 
     def ask() -> None:
         try:
-            answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S))
+            answer.set_result(get_session().head(constants.ENDPOINT, timeout=PROBE_S).status_code)
         except Exception as exc:  # of any HTTP client that the library has
             answer.set_exception(exc)
 
@@ -66,4 +66,6 @@ def hub_fault() -> str:
         fault = answer.exception(timeout=PROBE_S)
     except TimeoutError:
         return f"{constants.ENDPOINT} does not answer within {PROBE_S:g} s"
-    return f"{constants.ENDPOINT} cannot be reached, {one_line(fault)}" if fault else ""
+    if fault:
+        return f"{constants.ENDPOINT} cannot be reached, {one_line(fault)}"
+    return f"{constants.ENDPOINT} answers with status {answer.result()}" if answer.result() >= 500 else ""
