@@ -171,8 +171,6 @@ ALGOS = {
     "grpo-guard": Algo(sde_step, "random", guarded, moments=True, equal_steps=True),
     "flow-dppo": Algo(sde_step, "random", trust_region, moments=True),
 }
-# Largest |ratio - 1| of trainer and engine before the first update, where engine or batches are not the trainer's own:
-RATIO_TOLERANCE = {"float32": 1e-5, "bfloat16": 4e-3}
 
 # 3. A training step: rollout, score, advantages, update
 
@@ -209,12 +207,13 @@ def unit_of(run: MediaRun[Args]) -> int:
 
 def old_log_probs(run: MediaRun[Args], batches: Sequence[TrainBatch]) -> tuple[str, float]:
     """Return the source of the old log-probs, and the largest |ratio - 1| that it allows before the first update."""
-    args, is_exact = run.args, run.engine.is_exact and batches[0].is_as_sampled  # the same arithmetic on both sides
+    args = run.args  # exact: the same arithmetic on both sides
+    is_exact = run.engine.is_exact and batches[0].is_as_sampled and run.gate == "exact"
     source, tolerance = args.old_log_prob, args.ratio_tolerance
     if source == "auto":
         source = "rollout" if is_exact else "recompute"
     if tolerance is None:
-        tolerance = 0.0 if is_exact else RATIO_TOLERANCE[args.dtype]
+        tolerance = 0.0 if is_exact else run.rounding
     return source, tolerance
 
 
@@ -261,12 +260,17 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
                 loss = out.loss + args.kl_coef * kl
                 # Gradients are summed over batches, kept steps and ranks; this makes the sum a mean.
                 run.policy.backward(loss / (size * num_kept * dist.world_size), of=size * num_kept)
-                gap = (now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
+                gap = gap_to_rollout(batch, k, now).abs().max().expm1()
                 seen.append(metrics | out.metrics | {"loss": loss.detach(), "kl": kl.detach(), "rollout_gap": gap})
         if first == 0:
-            deviation = run.check_ratio([m["rollout_gap"] for m in seen], tolerance, step.number)
+            is_set = args.ratio_tolerance == 0 or args.old_log_prob == "rollout"
+            gaps, gap_of = [m["rollout_gap"] for m in seen], None if is_set else partial(replayed_gap, run, batches)
+            deviation = run.check_ratio(gaps, tolerance, step, gap_of=gap_of, limit=run.rounding)
+            if deviation is None:
+                return update(run, step, batches)
+            step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results) | {"policy/first_ratio_max_dev": deviation}
+    return run.policy_metrics(seen, results)
 
 
 def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) -> list[list[OldStep] | None]:
@@ -275,11 +279,24 @@ def old_policy(run: MediaRun[Args], batches: Sequence[TrainBatch], source: str) 
     if source == "rollout":
         return [[rollout_step(batch.trajectory, k) for k in range(batch.trajectory.num_kept)] for batch in batches]
     skip = len(batches) // run.args.num_minibatches if source == "recompute" else 0
-    with torch.no_grad():
-        return [None] * skip + [
+    return (
+        [None] * skip
+        + [  # with gradients, for which a device may have other kernels
             [as_old(algo, replay(run.model, run.policy.net, b.trajectory, k)) for k in range(b.trajectory.num_kept)]
             for b in batches[skip:]
         ]
+    )
+
+
+def gap_to_rollout(batch: TrainBatch, k: int, now: Transition) -> Tensor:
+    """Return the log-prob [B] of the k-th kept step minus the engine's."""
+    return now.log_prob.detach() - batch.trajectory.rollout_log_prob[:, k]
+
+
+def replayed_gap(run: MediaRun[Args], batches: Sequence[TrainBatch], forward: int) -> Tensor:
+    """Return that of a forward of the update, computed again."""
+    batch, k = batches[forward // batches[0].trajectory.num_kept], forward % batches[0].trajectory.num_kept
+    return gap_to_rollout(batch, k, replay(run.model, run.policy.net, batch.trajectory, k))
 
 
 def rollout_step(trajectory: Trajectory, k: int) -> OldStep:

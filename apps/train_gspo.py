@@ -220,12 +220,12 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
     if not minibatches:
         return {}
     loss_of = partial(ALGOS[args.algo].loss, clip_low=args.clip_low, clip_high=args.clip_high)
+    old = [[old_scores(run, batch) for batch in batches] for batches in minibatches]
     with torch.no_grad():
-        old = [[score(run, batch) for batch in batches] for batches in minibatches]
         references = [[reference(run, batch) for batch in batches] for batches in minibatches]
     scored = zip(chain(*minibatches), chain(*old), strict=True)
     gaps = [farthest(batch, before.log_prob, batch.trajectory.rollout_log_prob) for batch, before in scored]
-    gap = run.check_ratio(gaps, args.ratio_tolerance or 0.0, step.number)
+    gap = run.check_ratio(gaps, args.ratio_tolerance or 0.0, step) or 0.0
     seen: list[dict[str, Tensor]] = []
     moves: list[Tensor] = []
     results = []
@@ -244,10 +244,14 @@ def update(run: TokenRun[Args], step: Step, minibatches: list[list[TokenBatch]])
             seen[-1]["loss"] = loss.detach() * scale
             moves.append(farthest(batch, now.detach(), before.log_prob))
         if number == 0:
-            deviation = run.check_ratio(moves, 0.0, step.number)
+            limit, gap_of = args.ratio_tolerance or 0.0, partial(repeated_gap, run, batches, befores)
+            allowed = 0.0 if run.gate == "exact" else limit
+            deviation = run.check_ratio(moves, allowed, step, gap_of=gap_of, limit=limit)
+            if deviation is None:
+                return update(run, step, minibatches)
+            step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    firsts = {"policy/first_ratio_max_dev": deviation, "policy/rollout_gap": gap}
-    return run.policy_metrics(seen, results) | firsts
+    return run.policy_metrics(seen, results) | {"policy/rollout_gap": gap}
 
 
 def correct(args: Args, batch: TokenBatch, old: Tensor, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -279,6 +283,19 @@ def farthest(batch: TokenBatch, log_prob: Tensor, other: Tensor) -> Tensor:
 def score(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
     """Return the log-probs of the batch's tokens under the weights being trained."""
     return score_tokens(run.model, run.policy.net, batch.trajectory)
+
+
+def old_scores(run: TokenRun[Args], batch: TokenBatch) -> TokenScores:
+    """Return the same before the update; where kernels differ with gradients, log-probs by those."""
+    with torch.no_grad():
+        scores = score(run, batch)
+    return scores if run.gate == "exact" else replace(scores, log_prob=score(run, batch).log_prob.detach())
+
+
+def repeated_gap(run: TokenRun[Args], batches: list[TokenBatch], old: list[TokenScores], forward: int) -> Tensor:
+    """Return the log-probs of a forward of the update, computed again, minus the old ones, of tokens in a row."""
+    off = score(run, batches[forward]).log_prob - old[forward].log_prob
+    return off[batches[forward].trajectory.mask.to(off.device)]
 
 
 def reference(run: TokenRun[Args], batch: TokenBatch) -> Tensor | None:

@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
 from omni_rl.settings.args import JudgedArgs, check_judged
@@ -220,12 +221,22 @@ def predict(run: MediaRun[Args], net: torch.nn.Module, at: Noised) -> Tensor:
     return run.model.predict_velocity(net, at.x_t, at.sigma, drawn.cond, drawn.params)
 
 
-@torch.no_grad()
 def sampler_velocities(run: MediaRun[Args], points: list[Noised], num_first: int) -> list[Tensor | None]:
     """Return velocities of the sampling policy at each point; None where it equals the trained one."""
     skip = num_first if run.args.sample_with == "policy" else 0
-    with sampling_policy(run):
-        return [None] * skip + [predict(run, run.policy.net, at) for at in points[skip:]]
+    with sampling_policy(run), torch.set_grad_enabled(run.gate != "exact"):
+        return [None] * skip + [predict(run, run.policy.net, at).detach() for at in points[skip:]]
+
+
+def starts_as_old(args: Args, step: Step) -> bool:
+    """Return True if the trained policy equals the old one when the step begins."""
+    return step.number == 0 or (args.old_schedule == "copy" and args.old_every == 1)
+
+
+def repeated_gap(run: MediaRun[Args], points: list[Noised], sampler: list[Tensor | None], forward: int) -> Tensor:
+    """Return the velocity [B, ...] of a forward of the update, computed again, minus the sampling policy's."""
+    velocity, old = predict(run, run.policy.net, points[forward]), sampler[forward]
+    return torch.zeros_like(velocity) if old is None else velocity - old
 
 
 @torch.no_grad()
@@ -263,6 +274,11 @@ def update(run: MediaRun[Args], step: Step, batches: Sequence[TrainBatch]) -> di
             # Gradients are summed over batches, noise levels and ranks; this makes the sum a mean.
             run.policy.backward(loss / (size * dist.world_size), of=size)
             seen.append(metrics | {"loss": loss.detach()})
+        if first == 0 and "ratio_max_dev" in seen[0] and starts_as_old(args, step):
+            gaps, gap_of = [m["ratio_max_dev"] for m in seen], partial(repeated_gap, run, points, sampler)
+            limit = 0.0 if run.gate == "exact" else run.rounding
+            if run.check_ratio(gaps, limit, step, gap_of=gap_of, limit=run.rounding) is None:
+                return update(run, step, batches)
         results.append(run.optimizer_step(step))
     return run.policy_metrics(seen, results)
 

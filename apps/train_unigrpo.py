@@ -21,7 +21,8 @@ What is decided here, as no code has been released:
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Literal
 
 from omni_rl.settings.cli import parse_cli
@@ -99,17 +100,20 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
     """Take an optimizer step on each minibatch of this rank's batches; metrics, as means."""
     args, dist = run.args, run.dist
     size, num_kept = len(batches) // args.num_minibatches, batches[0].trajectory.num_kept
-    with torch.no_grad():
-        old = [score(run, run.policy.net, batch.trajectory) for batch in batches]
-    gap = run.check_ratio(gaps(batches, old), tolerance(args), step.number)
+    old = [old_scores(run, batch) for batch in batches]
+    steps = [[old_step(run, batch, k) for k in range(num_kept)] for batch in batches]
+    gap = run.check_ratio(gaps(batches, old), tolerance(args), step) or 0.0
+    if run.gate != "exact":
+        run.check_ratio(step_gaps(batches, steps), run.rounding, step)
     seen, results = list[dict[str, Tensor]](), []
     moves = list[Tensor]()
     for first in range(0, len(batches), size):
-        for batch, before in zip(batches[first : first + size], old[first : first + size], strict=True):
+        for i in range(first, first + size):
+            batch, before = batches[i], old[i]
             # Gradients are summed over batches, kept steps and ranks; the divisors make the sum a mean.
             total, parts = size * dist.world_size, []
             for k in range(num_kept):
-                parts.append(step_loss(run, batch, k))
+                parts.append(step_loss(run, batch, k, steps[i][k]))
                 run.policy.backward(parts[-1].loss / (total * num_kept), of=size * (num_kept + 1))
             thought = thought_loss(run, batch, before)
             run.policy.backward(args.thought_weight * thought.loss / total, of=size * (num_kept + 1))
@@ -120,19 +124,50 @@ def update(run: ThinkingRun[Args], step: Step, batches: Sequence[TrainBatch]) ->
             seen.append({f"thought_{name}": value for name, value in thought.metrics.items()} | {"loss": loss})
             moves += [part.metrics["ratio_max_dev"] for part in (*parts, thought)]
         if first == 0:
-            deviation = run.check_ratio(moves, 0.0, step.number)
+            gap_of = partial(repeated_gap, run, batches, old)
+            allowed = 0.0 if run.gate == "exact" else tolerance(args)
+            deviation = run.check_ratio(moves, allowed, step, gap_of=gap_of, limit=tolerance(args))
+            if deviation is None:
+                return update(run, step, batches)
+            step.metrics["policy/first_ratio_max_dev"] = deviation
         results.append(run.optimizer_step(step))
-    return run.policy_metrics(seen, results) | {
-        "policy/first_ratio_max_dev": deviation,
-        "policy/thought_rollout_gap": gap,
-    }
+    return run.policy_metrics(seen, results) | {"policy/thought_rollout_gap": gap}
 
 
-def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> LossOutput:
+def old_scores(run: ThinkingRun[Args], batch: TrainBatch) -> TokenScores:
+    """Return the thoughts' scores before the update; where kernels differ with gradients, log-probs by those."""
+    with torch.no_grad():
+        scores = score(run, run.policy.net, batch.trajectory)
+    if run.gate == "exact":
+        return scores
+    return replace(scores, log_prob=score(run, run.policy.net, batch.trajectory).log_prob.detach())
+
+
+def old_step(run: ThinkingRun[Args], batch: TrainBatch, k: int) -> Tensor:
+    """Return the log-prob [B] of the k-th kept step before the update: the engine's, or that with gradients."""
+    if run.gate == "exact":
+        return batch.trajectory.rollout_log_prob[:, k]
+    return retake(run, run.policy.net, batch.trajectory, k)[1].log_prob.detach()
+
+
+def repeated_gap(
+    run: ThinkingRun[Args], batches: Sequence[TrainBatch], old: Sequence[TokenScores], forward: int
+) -> Tensor:
+    """Return the log-probs of a forward of the update, computed again, minus the old ones: of a step, or of tokens."""
+    num_kept = batches[0].trajectory.num_kept
+    i, k = divmod(forward, num_kept + 1)
+    drawn = batches[i].trajectory
+    if k < num_kept:
+        return retake(run, run.policy.net, drawn, k)[1].log_prob - drawn.rollout_log_prob[:, k]
+    off = score(run, run.policy.net, drawn).log_prob - old[i].log_prob
+    return off[thoughts_of(drawn).mask.to(off.device)]
+
+
+def step_loss(run: ThinkingRun[Args], batch: TrainBatch, k: int, old: Tensor) -> LossOutput:
     """Return the loss of the k-th kept step: Flow-GRPO's, and the squared distance to the velocity before training."""
     args, drawn = run.args, batch.trajectory
     velocity, now = retake(run, run.policy.net, drawn, k)
-    out = grpo_loss(now.log_prob, drawn.rollout_log_prob[:, k], batch.advantages, clip_range=args.clip_range)
+    out = grpo_loss(now.log_prob, old, batch.advantages, clip_range=args.clip_range)
     if not args.velocity_coef:
         return out
     with torch.no_grad(), run.policy.reference() as net:
@@ -186,6 +221,15 @@ def gaps(batches: Sequence[TrainBatch], old: Sequence[TokenScores]) -> list[Tens
         off = before.log_prob.cpu() - thoughts.rollout_log_prob
         found.append(off[thoughts.mask].abs().max().expm1())
     return found
+
+
+def step_gaps(batches: Sequence[TrainBatch], old: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the same of each kept step."""
+    return [
+        (before - batch.trajectory.rollout_log_prob[:, k]).abs().max().expm1()
+        for batch, steps in zip(batches, old, strict=True)
+        for k, before in enumerate(steps)
+    ]
 
 
 def tolerance(args: Args) -> float:

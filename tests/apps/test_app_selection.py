@@ -237,7 +237,8 @@ def test_an_update_takes_a_share_of_the_steps_where_there_are_fewer_batches_than
     advantages = torch.linspace(-1, 1, 16)
     halves = select(run.dist, batches, advantages, None, num_minibatches=2)
     assert [half.trajectory.sde_steps[0].tolist() for half in halves] == [[0], [1]]
-    metrics = app.update(run, Step(0), halves)
+    step = Step(0)
+    metrics = app.update(run, step, halves) | step.metrics
     assert metrics["policy/first_ratio_max_dev"] == metrics["policy/ratio_max_dev"] == 0.0
     for k, ours in enumerate(kept):
         for part in run.policy.params:

@@ -8,23 +8,23 @@ import pytest
 import torch
 from helpers import REPO
 from omni_rl.run.metrics import EXTREMES
-from omni_rl.run.run import Run
+from omni_rl.run.run import Run, Step
 from omni_rl.run.world import World
 from omni_train.dist import Dist
 from omni_train.optim import StepResult
 
 ALONE = Dist(rank=0, world_size=1, local_rank=0, device=torch.device("cpu"), mesh=None)
-HERE = SimpleNamespace(dist=ALONE, world=World(ALONE))
+HERE = SimpleNamespace(dist=ALONE, world=World(ALONE), session=SimpleNamespace(first_step=0))
 
 
 def test_within_the_tolerance_it_returns_the_worst():
-    assert Run.check_ratio(HERE, [torch.tensor(0.0), torch.tensor(0.5)], tolerance=0.5, step=0) == 0.5
+    assert Run.check_ratio(HERE, [torch.tensor(0.0), torch.tensor(0.5)], tolerance=0.5, step=Step(0)) == 0.5
 
 
 @pytest.mark.parametrize("bad", [1e-7, math.nan, math.inf])
 def test_any_deviation_beyond_it_names_the_forward(bad):
     with pytest.raises(RuntimeError, match=r"step 3: .* in 1 of 2 forwards, first in forward 1 of rank 0"):
-        Run.check_ratio(HERE, [torch.tensor(0.0), torch.tensor(bad)], tolerance=0.0, step=3)
+        Run.check_ratio(HERE, [torch.tensor(0.0), torch.tensor(bad)], tolerance=0.0, step=Step(3))
 
 
 def test_metrics_of_an_update_are_means_and_extremes_of_its_forwards():

@@ -107,7 +107,12 @@ def advice(error: BaseException) -> str:
         return "The kernels of --attention do not take these inputs, such as a mask or float32: try --attention auto."
     if isinstance(error, OSError):
         return "The machine refused: look at the free space and the rights of the disk that holds runs/."
-    if isinstance(error, FloatingPointError) or "ratio must be 1" in text or "finite" in text:
+    if "ratio must be 1" in text:
+        return (
+            "The message names the causes. --old-log-prob recompute with --ratio-tolerance goes on with the trainer's "
+            "own log-probs; --attention math and no --compile take kernels that repeat themselves."
+        )
+    if isinstance(error, FloatingPointError) or "finite" in text:
         return "The weights or the log-probabilities went wrong: lower --lr, or look at what the message names."
     return "This is not a mistake in the settings: the traceback above tells where it happened."
 

@@ -122,6 +122,14 @@ METRICS = (
     Metric("policy/approx_kl", "KL", "of the update"),
     Metric("policy/ratio_max_dev", "Ratio deviation", "all updates", merge="max"),
     Metric("policy/first_ratio_max_dev", "Ratio deviation", "before the first", column=4),
+    Metric("policy/gap_by_gradients",
+           alarm=Rule("Kernels with and without gradients differ", lambda gaps: gaps[0] > 0,
+                      "The ratio before the first update was off by this much. Old log-probs are computed with "
+                      "gradients from now on, so that training goes on; --attention math may be exact.", window=1)),
+    Metric("policy/gap_noisy",
+           alarm=Rule("Kernels do not repeat themselves", lambda gaps: gaps[0] > 0,
+                      "The ratio before the first update was off by this much. Old log-probs are the update's own "
+                      "from now on; --attention math, or no --compile, may be exact.", window=1)),
     Metric("policy/thought_ratio_max_dev", merge="max"),
     Metric("policy/clip_fraction", "Clip fraction", "all",
            alarm=Rule("Many ratios are clipped", lambda shares: _mean(shares) > MAX_CLIPPED,

@@ -60,6 +60,7 @@ class Session:
         """
         if self.saved:
             check_config(self.saved, self.config, ignore=changeable(args))
+            self.config |= {name: value for name, value in self.saved.config.items() if name == "gate"}
             self.checkpoints.verify(self.saved, net)
 
     def name_scorer(self, args: RunArgs, version: str) -> None:

@@ -68,7 +68,13 @@ def changeable(args: RunArgs) -> tuple[str, ...]:
     """Return the names, as checkpoints have them, of the settings with which a run may continue otherwise."""
     may = marked(type(args), MAY_CHANGE, SECRET)
     old = (was for was, name in old_names(type(args)).items() if name in may)
-    return (*may, *old, *(() if args.lr_decay else ("train_steps",)), "scorer")  # a falling rate depends on the steps
+    return (
+        *may,
+        *old,
+        *(() if args.lr_decay else ("train_steps",)),
+        "scorer",
+        "gate",
+    )  # a falling rate depends on the steps
 
 
 def knock(settings: Mapping[str, Any]) -> None:

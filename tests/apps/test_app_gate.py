@@ -1,0 +1,165 @@
+"""A ratio that is not 1 before the first update: devices whose kernels differ with gradients, or do not repeat."""
+
+import json
+from pathlib import Path
+
+import build_tiny_models
+import pytest
+import torch
+from helpers import REPO, sampled
+from omni_rl.settings.eval_sets import ThoughtEval, TokenEval
+from omni_rl.settings.fields import change
+from omni_rollout.models import bagel_sequence
+from torch.nn import functional
+from trainer_runs import recipe, tiny, train, train_on_ranks, write_eval_prompts
+
+import train_flowgrpo
+import train_gspo
+import train_nft
+import train_unigrpo
+
+ATTENTION = functional.scaled_dot_product_attention
+SMALL = {"prompts_per_step": 2, "group_size": 4, "batch_size": 2, "eval_every": 9, "eval_first": False, "lr": 1e-3}
+GSPO = train_gspo.Args(
+    prompts="train.jsonl", eval=TokenEval("eval.jsonl", every=2), prompts_per_step=2, group_size=4, batch_size=4,
+    max_new_tokens=5, train_steps=2, lr=1e-3, reward="regex", num_minibatches=2,
+)  # fmt: skip
+UNIGRPO = train_unigrpo.Args(
+    prompts="train.jsonl", eval=ThoughtEval("eval.jsonl", every=2, num_inference_steps=2), prompts_per_step=2,
+    group_size=4, batch_size=2, height=32, width=48, num_inference_steps=3, max_thought_tokens=4, train_steps=2,
+    lr=1e-3, thought_reward="0.5*regex", num_minibatches=2,
+)  # fmt: skip
+TRAINERS = ["flowgrpo", "awm", "gspo", "unigrpo"]
+
+
+def by_gradients(*args, **kwargs):
+    """Attention as by a device that has another kernel where a gradient is wanted."""
+    out = ATTENTION(*args, **kwargs)
+    return out * (1 + 2**-20) if torch.is_grad_enabled() else out
+
+
+def noisy(*args, **kwargs):
+    """Attention as by a device that adds in any order."""
+    out = ATTENTION(*args, **kwargs)
+    return out * (1 + 2**-17 * torch.randn_like(out))
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch, bright_url):
+    """`settings(name, **changes)`: a trainer and its settings, in a working folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    write_eval_prompts(tmp_path)
+    for name, count in (("train", 8), ("eval", 2)):
+        lines = [{"prompt": f"say {i}", "pattern": "[a-mA-M]"} for i in range(count)]
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    def of(trainer, /, **changes):
+        if trainer in ("gspo", "unigrpo"):
+            app, args, kind = (train_gspo, GSPO, "qwen3") if trainer == "gspo" else (train_unigrpo, UNIGRPO, "bagel")
+            model = build_tiny_models.tiny_checkpoint(kind, REPO / ".pytest_cache" / "tiny-models")
+            places = {"model": str(model)} | ({"scorer_url": bright_url} if trainer == "unigrpo" else {})
+            return app, change(args, **(places | changes))
+        app, preset = (train_flowgrpo, "tiny-signs") if trainer == "flowgrpo" else (train_nft, "tiny-signs-awm")
+        own = (
+            {"algo": "flowgrpo", "window_low": 0, "window_high": 2, "clip_range": 1e-4, "lr_decay": False}
+            if trainer == "flowgrpo"
+            else {}
+        )
+        own |= {"train_levels": 2} if trainer == "awm" else {}
+        args = tiny(recipe(app, preset), num_minibatches=2, scorer_url=bright_url, **(SMALL | own))
+        return app, change(args, **changes)
+
+    return of
+
+
+def give_attention(monkeypatch, attention):
+    for place in (functional, bagel_sequence):
+        monkeypatch.setattr(place, "scaled_dot_product_attention", attention)
+
+
+def then_changed(sample, *, by):
+    """The function, after which the weights are others."""
+
+    def changed(run, *args, **options):
+        result = sample(run, *args, **options)
+        with torch.no_grad():
+            for param in run.policy.params:
+                param.mul_(1 + by)
+        return result
+
+    return changed
+
+
+def run_on(ranks, app, args):
+    return train(app, args) if ranks == 1 else train_on_ranks(app, args, ranks=ranks)
+
+
+def gates(name="run"):
+    """The class that each checkpoint of a run names."""
+    places = sorted(Path(f"runs/{name}/checkpoints").glob("step-*/checkpoint.json"))
+    return [json.loads(place.read_text())["config"].get("gate") for place in places]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_run_goes_on_where_kernels_differ_with_gradients(settings, monkeypatch, name, ranks):
+    app, args = settings(name, name="run", save_every=1)
+    give_attention(monkeypatch, by_gradients)
+    first, second = run_on(ranks, app, args)[-2:]
+    assert 0 < first["policy/gap_by_gradients"] < 1e-4
+    assert "policy/gap_by_gradients" not in second
+    assert first["policy/grad_norm"] > 0 < second["policy/grad_norm"]
+    assert gates()[-2:] == ["by-gradients"] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_run_goes_on_where_kernels_do_not_repeat_themselves(settings, monkeypatch, name, ranks):
+    app, args = settings(name, name="run", save_every=1)
+    give_attention(monkeypatch, noisy)
+    first, second = run_on(ranks, app, args)[-2:]
+    assert 0 < first["policy/gap_noisy"] < 1e-4
+    assert first["policy/grad_norm"] > 0 < second["policy/grad_norm"]
+    assert gates()[-2:] == ["noisy"] * 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", TRAINERS)
+def test_weights_that_changed_behind_the_engine_stop_a_run(settings, monkeypatch, name, ranks):
+    app, args = settings(name, name="run")
+    drawn = "sample_round" if name == "gspo" else "sample"
+    monkeypatch.setattr(app, drawn, then_changed(getattr(app, drawn), by=1e-2))
+    with pytest.raises(Exception, match=r"before the first update the ratio must be 1"):
+        run_on(ranks, app, args)
+
+
+def test_a_change_as_small_as_rounding_stops_a_run_whose_kernels_repeat_themselves(settings, monkeypatch):
+    app, args = settings("flowgrpo", name="run")
+    monkeypatch.setattr(app, "sample", then_changed(app.sample, by=2e-6))
+    with pytest.raises(RuntimeError, match=r"the ratio must be 1 within 0.0, but is off by \d(\.\d+)?e-0[67]:"):
+        train(app, args)
+
+
+def test_a_run_that_goes_on_keeps_its_class(settings, monkeypatch):
+    app, args = settings("flowgrpo", name="run", save_every=1)
+    with monkeypatch.context() as patched:
+        give_attention(patched, by_gradients)
+        train(app, change(args, train_steps=1))
+    line = train(app, args)[-1]
+    assert "policy/gap_by_gradients" not in line
+    assert gates()[-1] == "by-gradients"
+
+
+def test_a_tolerance_given_by_hand_is_kept(settings, monkeypatch):
+    app, args = settings("flowgrpo", ratio_tolerance=0.0)
+    give_attention(monkeypatch, by_gradients)
+    with pytest.raises(RuntimeError, match=r"the ratio must be 1 within 0.0"):
+        train(app, args)
+
+
+@pytest.mark.parametrize("name", sampled(TRAINERS, 2))
+def test_an_exact_run_is_not_touched(settings, name):
+    app, args = settings(name, name="run")
+    lines = train(app, args)
+    assert not any("policy/gap_by_gradients" in line or "policy/gap_noisy" in line for line in lines)
+    assert set(gates()) == {None}
