@@ -257,6 +257,28 @@ def test_a_plan_keeps_the_encoder_on_the_host():
     assert with_it.peaks["encode"] < without.peaks["encode"] - freed / 2  # a block at a time
 
 
+def test_a_plan_counts_the_scorer_that_the_run_starts(capsys):
+    """PickScore's 986 million weights in float32, from load to save; none of a scorer on the CPU or of another's."""
+    app, args = settings("all weights")
+    bare = plan.measure(app.main, args, 1)
+    code, lines = run(app, change(args, memory_device_gb=1e3, scorer_name="pickscore"), capsys)
+    scored = plan.measure(app.main, change(args, scorer_name="pickscore"), 1)
+    assert code == 0
+    assert "of these the scorer's, GB: 4.21 (weights 3.94, a batch 0.262)" in lines
+    assert scored.scorer["weights"] == pytest.approx(4 * 986_109_441, rel=1e-5)
+    for phase in ("load", "rollout", "update", "save"):
+        assert scored.peaks[phase] - bare.peaks[phase] == pytest.approx(scored.scorer.total(), rel=1e-3)
+    for own in ("pickscore --option device=cpu", "jpeg"):
+        assert plan.scorer_bytes(change(args, scorer_name=own), 1).total() == 0
+    assert not plan.scorer_bytes(change(args, scorer_name="pickscore", scorer_url="http://a:1"), 1)
+
+
+def test_a_plan_refuses_a_scorer_that_would_not_start():
+    app, args = settings("all weights")
+    with pytest.raises(ValueError, match="--scorer: dtype must be one of"):
+        plan.measure(app.main, change(args, scorer_name="pickscore --option dtype=int4"), 1)
+
+
 def test_a_plan_reads_references_below_the_media_root(tmp_path):
     (tmp_path / "media").mkdir()
     Image.new("RGB", (8, 8)).save(tmp_path / "media" / "a.png")

@@ -9,11 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import omni_rl.run.run
 import torch
 from build_tiny_models import tiny_checkpoint
 from emulated.npu import Event, load, watch
 from model_rows import ROWS
+from omni_reward.combine import score_in_batches
+from omni_reward.scorers import load_scorer, neural
 from omni_rollout import Prompt
 from omni_rollout.models import open_model
 from omni_rollout.models.hunyuan_image_moe import Mixture
@@ -180,3 +183,14 @@ def check(folder: Path, parts: list[str]) -> int:
 
     gc.freeze()  # a collection looks at what parts have made, and at no library
     return gpu_check.main(["--small", "--folder", str(folder), "--only", *parts], launch=gpu_check.run_part)
+
+
+def scorer_peak(name: str, options: dict[str, str]) -> int:
+    """The most bytes of a scorer on the accelerator, which it takes unasked, when it scores more than a batch."""
+    library = load()
+    scorer = load_scorer(name, options=options)
+    images = np.zeros((neural.BATCH_SIZE + 1, 32, 32, 3), np.uint8)
+    score_in_batches(
+        scorer, {"image": images}, ["a sign that says more than fits"] * len(images), [{}] * 17, [()] * 17, 0.0
+    )
+    return int(library.emulated_peak())

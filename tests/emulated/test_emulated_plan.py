@@ -5,10 +5,13 @@ import json
 from dataclasses import replace
 
 import pytest
+from build_tiny_scorers import write_clip
 from emulated import emulated_runs as runs
 from emulated.npu import build, load
 from helpers import sampled
 from omni_rl.settings import fields
+from omni_rl.settings.args import ScoredArgs
+from omni_rl.settings.groups import ScoredScorer
 from omni_rl.tools import plan
 from records import record
 
@@ -34,6 +37,17 @@ def test_a_plan_tells_the_peak_of_a_run(tmp_path, monkeypatch, fresh, name):
     monkeypatch.chdir(folder)
     planned = plan.measure(app.main, fields.build(app.Args, settings | {"dry_run": True, "memory_device_gb": 1.0}), 1)
     assert planned.peak / 2**20 == pytest.approx(max(line.get("perf/peak_memory_mb", 0) for line in lines), rel=0.05)
+
+
+@pytest.mark.parametrize("scorer", ["pickscore", "0.5*pickscore + 0.5*clip"])
+def test_a_plan_tells_the_peak_of_a_scorer(tmp_path, alone, scorer):
+    build()
+    write_clip(tmp_path / "clip")
+    names = ["pickscore.", "clip."] if "+" in scorer else [""]
+    options = {f"{name}{key}": str(tmp_path / "clip") for name in names for key in ("model", "tokenizer")}
+    asked = " --option ".join([scorer, *(f"{key}={value}" for key, value in options.items())])
+    planned = plan.scorer_bytes(ScoredArgs(scorer=ScoredScorer(name=asked)), 1)
+    assert planned.total() == pytest.approx(alone(runs.scorer_peak, scorer, options), rel=0.01)
 
 
 @pytest.mark.slow

@@ -1,8 +1,10 @@
 """Scorers by name, each to be served as it is or as part of a reward (omni_reward/terms.py)."""
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from omni_reward.combine import combine
 from omni_reward.scorers.frames import PREFIX as FRAMES
@@ -10,8 +12,11 @@ from omni_reward.scorers.frames import over_frames
 from omni_reward.scorers.rules import PREFIX as RULES
 from omni_reward.scorers.rules import load_rules
 from omni_reward.scorers.user import PREFIX, load_user
-from omni_reward.terms import parse
+from omni_reward.terms import Reward, parse
 from omni_reward.wire import ScoreFn, Scorer
+
+if TYPE_CHECKING:
+    from omni_reward.scorers.neural import Empty
 
 SCORERS = (
     "aesthetic", "clap", "clip", "color", "flow", "hpsv3", "imagebind", "imagereward", "jpeg", "likeness", "ocr",
@@ -84,16 +89,75 @@ def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | Non
     if name.startswith(RULES):  # patterns may contain any character
         return Scorer.of(_call(name, partial(load_rules, name.removeprefix(RULES)), options or {}))
     reward = parse(name)
-    if reward.is_plain:
-        [spec] = reward.specs.values()
-        return _load(spec, threads, options or {})
+    own = _own_options(reward, options or {})
+    loaded = {name: _load(spec, threads, own[name]) for name, spec in reward.specs.items()}
+    return next(iter(loaded.values())) if reward.is_plain else combine(reward, loaded)
+
+
+def find_empty(name: str) -> "Callable[..., Empty] | None":
+    """Return the `empty_...` function of a scorer with a network; None for others.
+
+    Raises:
+        ImportError: it needs a library that is not installed.
+    """
+    empty: Callable[..., Empty] | None = None
+    match name:
+        case "aesthetic":
+            from omni_reward.scorers.aesthetic import empty_aesthetic as empty
+        case "clap":
+            from omni_reward.scorers.clap import empty_clap as empty
+        case "clip":
+            from omni_reward.scorers.clip import empty_clip as empty
+        case "hpsv3":
+            from omni_reward.scorers.hpsv3 import empty_hpsv3 as empty
+        case "imagebind":
+            from omni_reward.scorers.imagebind import empty_imagebind as empty
+        case "imagereward":
+            from omni_reward.scorers.imagereward import empty_imagereward as empty
+        case "pickscore":
+            from omni_reward.scorers.clip import empty_pickscore as empty
+        case "videoalign":
+            from omni_reward.scorers.videoalign import empty_videoalign as empty
+    return empty
+
+
+def empty_networks(name: str, device: str, options: Mapping[str, str], num_devices: int = 1) -> "dict[str, Empty]":
+    """Return the networks that scorers have on the first accelerators, without values, by the scorer's name.
+
+    Left out are scorers whose option `device` is a CPU or an accelerator behind the first `num_devices`.
+
+    Args:
+        name, options: as in `load_scorer`.
+        device: on which the networks are allocated.
+
+    Raises:
+        ValueError, ImportError: as `load_scorer`.
+    """
+    if name.startswith(RULES):
+        return {}
+    reward = parse(name)
+    own = _own_options(reward, options)
+    found: dict[str, Empty] = {}
+    for key, spec in reward.specs.items():
+        where = re.fullmatch(r"(?!cpu)\w*?(?::(\d+))?", own[key].get("device", ""))
+        empty = find_empty(spec.removeprefix(FRAMES))
+        if empty and where and int(where[1] or 0) < num_devices:
+            known = inspect.getfullargspec(empty).kwonlyargs
+            found[key] = empty(device, **{option: text for option, text in own[key].items() if option in known})
+    return found
+
+
+def _own_options(reward: Reward, options: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Return the options of each scorer of a reward."""
     own: dict[str, dict[str, str]] = {name: {} for name in reward.specs}
-    for key, value in (options or {}).items():
+    if reward.is_plain:
+        return {name: dict(options) for name in own}
+    for key, value in options.items():
         scorer, _, option = key.partition(".")
         if scorer not in own or not option:
             raise ValueError(f"an option of a combination must be SCORER.OPTION of {sorted(own)}, got {key!r}")
         own[scorer][option] = value
-    return combine(reward, {name: _load(spec, threads, own[name]) for name, spec in reward.specs.items()})
+    return own
 
 
 def _load(spec: str, threads: int, options: Mapping[str, str]) -> Scorer:

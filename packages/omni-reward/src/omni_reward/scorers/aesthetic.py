@@ -15,9 +15,14 @@ import numpy as np
 from torch import Tensor
 
 from omni_reward.scorers import neural
-from omni_reward.scorers.clip import CLIP, load_embedder
+from omni_reward.scorers.clip import CLIP, empty_clip, load_embedder
 from omni_reward.scorers.heads import build_head
 from omni_reward.wire import Scorer
+
+
+def empty_aesthetic(device: str, *, model: str = CLIP, dtype: str = "float32") -> neural.Empty:
+    """Return the network of `load_aesthetic` without values and its small head; the rest as in `empty_clip`."""
+    return empty_clip(device, model=model, dtype=dtype)
 
 
 def load_aesthetic(

@@ -9,7 +9,7 @@ Letters: N samples, S points in time, C channels.
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, ClapFeatureExtractor, ClapModel
+from transformers import AutoTokenizer, ClapConfig, ClapFeatureExtractor, ClapModel
 
 from omni_reward.media import Arrays, Meta
 from omni_reward.scorers import neural
@@ -18,6 +18,27 @@ from omni_reward.wire import Score, Scorer
 
 HERTZ = 48_000
 CLAP = "laion/clap-htsat-unfused"
+FRAMES = 1001  # of 10 s of sound
+PUBLISHED: dict[str, dict[str, Any]] = {CLAP: {}}  # whose values are those of the class, with 153 million weights
+
+
+def empty_clap(device: str, *, model: str = CLAP, dtype: str = "float32") -> neural.Empty:
+    """Return the network of `load_clap` without values.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model's configuration cannot be read.
+    """
+    config = neural.load_config(ClapConfig, model, PUBLISHED)
+    network = neural.empty_model(ClapModel, config, dtype, device)
+    length = config.text_config.max_position_embeddings - 2
+
+    def call() -> None:
+        heard = torch.zeros(neural.BATCH_SIZE, 1, FRAMES, config.audio_config.num_mel_bins).to(device, network.dtype)
+        tokens = torch.ones(neural.BATCH_SIZE, length, dtype=torch.int64).to(device)
+        network.get_audio_features(input_features=heard)
+        network.get_text_features(tokens, tokens)
+
+    return neural.Empty(network, call)
 
 
 def load_clap(*, model: str = CLAP, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:

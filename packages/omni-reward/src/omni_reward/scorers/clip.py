@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
-from transformers import AutoTokenizer, CLIPModel
+from transformers import AutoTokenizer, CLIPConfig, CLIPModel
 
 from omni_reward.scorers import neural
 from omni_reward.scorers.pixels import square_pixels
@@ -26,6 +26,27 @@ from omni_reward.wire import Scorer
 CLIP = "openai/clip-vit-large-patch14"
 PICKSCORE = "yuvalkirstain/PickScore_v1"
 PICKSCORE_TOKENIZER = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+PUBLISHED: dict[str, dict[str, Any]] = {  # ViT-L/14 and ViT-H/14, with 428 and 986 million weights
+    CLIP: {
+        "projection_dim": 768,
+        "text_config": {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12},
+        "vision_config": {
+            "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_hidden_layers": 24,
+            "patch_size": 14,
+        },
+    },
+    PICKSCORE: {
+        "projection_dim": 1024,
+        "text_config": {
+            "hidden_act": "gelu", "hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+        },
+        "vision_config": {
+            "hidden_act": "gelu", "hidden_size": 1280, "intermediate_size": 5120, "num_attention_heads": 16,
+            "num_hidden_layers": 32, "patch_size": 14,
+        },
+    },
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +85,30 @@ def load_embedder(model: str, tokenizer: str | None, *, device: str | None, dtyp
     where = neural.pick_device(device, threads=threads)
     loaded = neural.load_model(CLIPModel, model, neural.pick_dtype(dtype), where)
     return Embedder(loaded, neural.load_part(AutoTokenizer, tokenizer) if tokenizer else None)
+
+
+def empty_clip(device: str, *, model: str = CLIP, dtype: str = "float32") -> neural.Empty:
+    """Return the network of `load_clip` without values.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the model's configuration cannot be read.
+    """
+    config = neural.load_config(CLIPConfig, model, PUBLISHED)
+    network = neural.empty_model(CLIPModel, config, dtype, device)
+    side, length = config.vision_config.image_size, config.text_config.max_position_embeddings
+
+    def call() -> None:
+        pixels = torch.zeros(neural.BATCH_SIZE, 3, side, side)
+        tokens = torch.ones(neural.BATCH_SIZE, length, dtype=torch.int64).to(device)
+        network.get_image_features(pixel_values=pixels.to(device, network.dtype))
+        network.get_text_features(input_ids=tokens, attention_mask=tokens)
+
+    return neural.Empty(network, call)
+
+
+def empty_pickscore(device: str, *, model: str = PICKSCORE, dtype: str = "float32") -> neural.Empty:
+    """Return the network of `load_pickscore` without values; the rest as in `empty_clip`."""
+    return empty_clip(device, model=model, dtype=dtype)
 
 
 def load_clip(

@@ -14,14 +14,24 @@ from torch import Tensor
 
 from omni_reward.scorers import neural
 from omni_reward.scorers.heads import build_head
-from omni_reward.scorers.pixels import FRAMES, SIDE, fit_size
-from omni_reward.scorers.qwen2_vl import load_judge
+from omni_reward.scorers.pixels import FRAMES, PATCH, SIDE, fit_size
+from omni_reward.scorers.qwen2_vl import empty_judge, load_judge
 from omni_reward.wire import Scorer
 
 HPSV3 = "MizzenAI/HPSv3"
 BASE = "Qwen/Qwen2-VL-7B-Instruct"
 REWARD_TOKEN = "<|Reward|>"
 NUM_PIXELS = 256 * SIDE**2  # approximately, after both sides are rounded
+
+
+def empty_hpsv3(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
+    """Return the network of `load_hpsv3` without values.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+    """
+    side = round(NUM_PIXELS**0.5) // PATCH
+    return empty_judge(device, base, dtype, (1, side, side))
 
 
 def load_hpsv3(

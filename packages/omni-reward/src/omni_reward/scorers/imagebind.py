@@ -27,6 +27,27 @@ SIDE = 224
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 
 
+def empty_imagebind(device: str, *, dtype: str = "float32") -> neural.Empty:
+    """Return the network of `load_imagebind` without values.
+
+    Raises:
+        ValueError: scorers do not support the dtype.
+    """
+    from imagebind.models import imagebind_model
+
+    kind = neural.pick_dtype(dtype)
+    with torch.device("meta"):
+        network = imagebind_model.imagebind_huge(pretrained=False)
+    network = network.to(kind).to_empty(device=device).eval().requires_grad_(False)
+
+    def call() -> None:
+        seen = torch.zeros(neural.BATCH_SIZE, 15, 3, 2, SIDE, SIDE)
+        heard = torch.zeros(neural.BATCH_SIZE, 3, 1, 128, 204)
+        network({"vision": seen.to(device, kind), "audio": heard.to(device, kind)})
+
+    return neural.Empty(network, call)
+
+
 def load_imagebind(*, weights: str, device: str | None = None, dtype: str = "float32", threads: int = 1) -> Scorer:
     """Load the scorer of `video` [N, T, H, W, 3], uint8, RGB, with `audio` [N, S, C], float32.
 

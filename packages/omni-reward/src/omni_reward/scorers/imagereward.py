@@ -15,12 +15,13 @@ Letters: N samples, H height, W width, T tokens.
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoTokenizer, BlipTextConfig, BlipVisionConfig, BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
@@ -33,6 +34,14 @@ IMAGEREWARD = "zai-org/ImageReward"
 TOKENIZER = "google-bert/bert-base-uncased"
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the head's output over the training set
 MAX_TOKENS = 35
+VISION: dict[str, Any] = {  # ViT-L/16; with the text encoder 446 million weights
+    "hidden_size": 1024, "image_size": 224, "intermediate_size": 4096, "num_attention_heads": 16,
+    "num_hidden_layers": 24, "patch_size": 16,
+}  # fmt: skip
+TEXT: dict[str, Any] = {
+    "encoder_hidden_size": 1024, "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12,
+    "num_hidden_layers": 12, "vocab_size": 30_524,
+}  # fmt: skip
 HEAD_WIDTH = 64  # of an attention head in both sizes of BLIP's vision tower; not in the weights
 
 _VISION_NAMES = (  # of BLIP's code -> of transformers, in this order
@@ -49,6 +58,26 @@ _TEXT_SETTINGS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("max_position_embeddings", "hidden_act", "layer_norm_eps", "pad_token_id"),
 )
+
+
+def empty_imagereward(device: str, *, dtype: str = "float32") -> neural.Empty:
+    """Return the published networks of `load_imagereward` without values.
+
+    Raises:
+        ValueError: scorers do not support the dtype.
+    """
+    vision = neural.empty_model(BlipVisionModel, BlipVisionConfig(**VISION), dtype, device)
+    reader = BlipTextConfig(**TEXT, is_decoder=True)
+    text = neural.empty_model(partial(BlipTextModel, add_pooling_layer=False), reader, dtype, device)
+    side = vision.config.image_size
+
+    def call() -> None:
+        pixels = torch.zeros(neural.BATCH_SIZE, 3, side, side).to(device, vision.dtype)
+        tokens = torch.ones(neural.BATCH_SIZE, MAX_TOKENS, dtype=torch.int64).to(device)
+        seen = vision(pixel_values=pixels).last_hidden_state
+        text(input_ids=tokens, attention_mask=tokens, encoder_hidden_states=seen)
+
+    return neural.Empty(nn.ModuleList([vision, text]), call)
 
 
 def load_imagereward(

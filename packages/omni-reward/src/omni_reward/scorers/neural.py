@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.utils import get_session
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from omni_reward.media import Arrays, Meta
@@ -124,6 +124,36 @@ def load_model(
     if missing := sorted(info["missing_keys"]):  # transformers would initialize them randomly
         raise ValueError(f"{name} must hold all weights of a {kind.__name__}, but not {missing[:3]}")
     return model.to(device).eval().requires_grad_(False)
+
+
+class Empty(NamedTuple):
+    """A scorer's network, whose weights have no values, for those who count the memory of a device.
+
+    call: runs it on as many samples as the scorer takes at once.
+    """
+
+    network: nn.Module
+    call: Callable[[], object]
+
+
+def empty_model(kind: Any, config: Any, dtype: str, device: str) -> Any:
+    """Return a network of a class of transformers on a device, without values.
+
+    Raises:
+        ValueError: scorers do not support the dtype.
+    """
+    with torch.device("meta"):
+        model = kind(config)
+    return model.to(pick_dtype(dtype)).to_empty(device=device).eval().requires_grad_(False)
+
+
+def load_config(kind: Any, name: str, published: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Return a model's configuration, without its files if it is among the published ones.
+
+    Raises:
+        ValueError: the model does not exist.
+    """
+    return kind(**published[name]) if name in published else load_part(kind, name)
 
 
 def load_part(kind: Any, name: str) -> Any:

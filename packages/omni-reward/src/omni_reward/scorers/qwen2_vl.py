@@ -27,6 +27,19 @@ CHAT = (  # Qwen2-VL's format of a chat
     "<|im_start|>user\n<|vision_start|>{sample}<|vision_end|>{text}<|im_end|>\n<|im_start|>assistant\n"
 )
 MAX_PROMPT_CHARS = 8000
+TEXT_TOKENS = 512  # of a prompt in its instruction, as a guess
+TEXT_2B = {"hidden_size": 1536, "intermediate_size": 8960, "num_attention_heads": 12, "num_hidden_layers": 28}
+TEXT_2B |= {"num_key_value_heads": 2, "vocab_size": 151_936}
+TEXT_7B = {"hidden_size": 3584, "intermediate_size": 18_944, "num_attention_heads": 28, "num_hidden_layers": 28}
+TEXT_7B |= {"num_key_value_heads": 4, "vocab_size": 152_064}
+ROPE = {"mrope_section": [16, 24, 24], "rope_theta": 1e6, "rope_type": "default"}
+PUBLISHED: dict[str, dict[str, Any]] = {  # without their heads of words 2.2 and 7.7 billion weights
+    f"Qwen/Qwen2-VL-{size}-Instruct": {
+        "text_config": text | {"rope_parameters": ROPE},
+        "vision_config": {"hidden_size": text["hidden_size"]},
+    }
+    for size, text in (("2B", TEXT_2B), ("7B", TEXT_7B))
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,28 @@ class Judge:
         states = self.network.language_model(inputs_embeds=words, attention_mask=tokens.attention_mask)
         is_mark = torch.isin(ids, torch.tensor(self.marks, device=device))
         return states.last_hidden_state[is_mark].float().view(len(clips), len(self.marks), -1)
+
+
+def empty_judge(device: str, base: str, dtype: str, grid: tuple[int, int, int]) -> neural.Empty:
+    """Return the network of `load_judge` without values.
+
+    grid: patches of a sample along time, height and width.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+    """
+    config = neural.load_config(Qwen2VLConfig, base, PUBLISHED)
+    network = neural.empty_model(Qwen2VLModel, config, dtype, device)
+    count, area = neural.BATCH_SIZE, grid[1] * grid[2]
+
+    def call() -> None:
+        patches = torch.zeros(count * grid[0] * area, 3 * FRAMES * PATCH**2).to(device)
+        ends = torch.arange(count * grid[0] + 1, dtype=torch.int32).to(device) * area
+        network.get_image_features(patches, torch.tensor([grid] * count).to(device), cu_seqlens=ends)
+        ids = torch.ones(count, grid[0] * area // MERGE**2 + TEXT_TOKENS, dtype=torch.int64).to(device)
+        network.language_model(inputs_embeds=network.get_input_embeddings()(ids), attention_mask=ids)
+
+    return neural.Empty(network, call)
 
 
 def load_judge(

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from omni_reward.media import Meta
 from omni_reward.scorers import neural
-from omni_reward.scorers.pixels import SIDE, fit_size
-from omni_reward.scorers.qwen2_vl import load_judge
+from omni_reward.scorers.pixels import FRAMES, PATCH, SIDE, fit_size
+from omni_reward.scorers.qwen2_vl import empty_judge, load_judge
 from omni_reward.wire import Scorer
 
 VIDEOALIGN = "KwaiVGI/VideoReward"
@@ -28,6 +28,17 @@ BASE = "Qwen/Qwen2-VL-2B-Instruct"
 PARTS = ("VQ", "MQ", "TA")
 LEAST_FRAMES = 4
 LEAST_PIXELS = 128 * SIDE**2  # of a frame
+MOST_PIXELS = 256 * SIDE**2  # the same, as the published model's settings have it
+
+
+def empty_videoalign(device: str, *, base: str = BASE, dtype: str = "bfloat16") -> neural.Empty:
+    """Return the network of `load_videoalign` without values, for videos of 5 s at two frames per second.
+
+    Raises:
+        ValueError: an argument breaks its rule, or the configuration of `base` cannot be read.
+    """
+    side = round(MOST_PIXELS**0.5) // PATCH
+    return empty_judge(device, base, dtype, (10 // FRAMES, side, side))
 
 
 def load_videoalign(

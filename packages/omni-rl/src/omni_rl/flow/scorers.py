@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -21,7 +20,7 @@ from omni_train.prompts.files import PromptRecord
 
 from omni_rl.media.images import read_image
 from omni_rl.settings.args import RunArgs
-from omni_rl.settings.fields import flag, require
+from omni_rl.settings.fields import change, flag, require
 from omni_rl.settings.groups import ScoredScorer, TokenScorer
 
 ArgsT = TypeVar("ArgsT", bound=RunArgs)
@@ -92,23 +91,30 @@ def abstaining(reason: str = "there is no scorer") -> LocalScorer:
     return LocalScorer(lambda media, texts: [Score(None, abstained=reason)] * len(texts), ())
 
 
+def scorer_to_start(args: RunArgs) -> tuple[str, list[str]]:
+    """Return the scorer of which the run starts a server, and its options; "" if it starts none."""
+    asks = args.scorer
+    text = asks.name if isinstance(asks, ScoredScorer | TokenScorer) and not asks.url else ""
+    scorer, *options = re.split(r"\s+--option[\s=]+", text)
+    return scorer, options
+
+
 def with_server(args: ArgsT, dist: Dist, open_servers: ExitStack) -> ArgsT:
     """Return the settings with the URL of a server of the scorer that they name, if they have none of their own.
 
     The first rank of each machine starts one, which ends with `open_servers`, or with the process. A collective.
     """
-    asks, own = args.scorer, ("", "")
-    if not isinstance(asks, ScoredScorer | TokenScorer) or not asks.name or asks.url or args.dry_run:
+    (scorer, options), own = scorer_to_start(args), ("", "")
+    if not scorer or args.dry_run:
         return args
     with same_error(dist):
         if dist.local_rank == 0:
-            scorer, *options = re.split(r"\s+--option[\s=]+", asks.name)
             flags, token = [f"--option={option}" for option in options], secrets.token_urlsafe(32)
             with flag("--scorer: "):
                 server = open_servers.enter_context(serving(scorer, *flags, token=token))
             own = server.url, str(server.token_file)
     url, token_file = [each for each in gather_json(dist, own)[: dist.rank + 1] if each[0]][-1]
-    return replace(args, scorer=replace(asks, url=url, token_file=token_file))
+    return change(args, **{"scorer.url": url, "scorer.token_file": token_file})
 
 
 def connect(

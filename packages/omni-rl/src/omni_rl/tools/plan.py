@@ -25,6 +25,8 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import torch
 from omni_reward import Score
+from omni_reward.cli import read_options
+from omni_reward.scorers import empty_networks
 from omni_rollout import Model, Params
 from omni_rollout.model import wrap
 from omni_rollout.types import Cond
@@ -39,12 +41,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from omni_rl.flow.scorers import LocalScorer
+from omni_rl.flow.scorers import LocalScorer, scorer_to_start
 from omni_rl.media.images import reference_sizes
 from omni_rl.run.run import Step
 from omni_rl.run.world import World
 from omni_rl.settings.args import MediaArgs, RunArgs, num_batches, num_ranks, sharding
-from omni_rl.settings.fields import change, flag_of, values_of
+from omni_rl.settings.fields import change, flag, flag_of, values_of
 
 ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
@@ -142,7 +144,9 @@ def measure(
     """
     counts = _prompt_counts(args, ranks)
     bare = change(args, memory_text_cache="", memory_text_cache_mb=0.0, attention="auto", compile=False)
+    scorer = scorer_bytes(args, ranks)
     with planned_ranks(ranks) as dist, PlannedDevice() as device:
+        device.add(sum(scorer.values()))
         plan = PlannedWorld(dist, args, device, counts, tells, remembers)
         try:
             with device.phase("load"):
@@ -162,7 +166,27 @@ def measure(
         flops=line(few.flops, more.flops),
         forwards=line(few.forwards, more.forwards),
         tokens=line(few.tokens, more.tokens),
+        scorer=scorer,
     )
+
+
+def scorer_bytes(args: RunArgs, ranks: int) -> Counter[str]:
+    """Return what the scorer that a run starts takes of the first rank's device, in bytes, by what they are for.
+
+    Its architecture is the published one, or that of its files, and its batch is as large as its largest.
+
+    Raises:
+        ValueError: the run could not start the scorer.
+    """
+    name, options = scorer_to_start(args)
+    if not name:
+        return Counter()
+    with flag("--scorer: "), PlannedDevice() as device, torch.no_grad():
+        networks = empty_networks(name, str(PLANNED), read_options(options), ranks)
+        weights = device.live
+        for network in networks.values():
+            network.call()
+    return Counter({"weights": weights, "a batch": max(device.peaks.values(), default=0) - weights})
 
 
 def _prompt_counts(args: MediaArgs, ranks: int) -> list[int]:
@@ -187,6 +211,7 @@ class Figures:
     """What two steps take. peaks: the most bytes in each phase. flops: of each phase. forwards, tokens: of the net.
 
     unshard: the phases in which sharded weights are gathered once. offloads: the parts that --memory.offload may name.
+    scorer: the bytes of each peak that the scorer takes, by what they are for.
     """
 
     peaks: Counter[str]
@@ -195,6 +220,7 @@ class Figures:
     tokens: Counter[str]
     unshard: tuple[str, ...]
     offloads: Sequence[str]
+    scorer: Counter[str] = field(default_factory=Counter)
 
     @property
     def peak(self) -> int:
@@ -204,6 +230,7 @@ class Figures:
     def describe(self) -> str:
         """Memory, forwards and operations of each phase, a line each."""
         memory = ", ".join(f"{name} {self.peaks[name] / GB:.3g}" for name in ordered(self.peaks))
+        scorer = ", ".join(f"{name} {count / GB:.3g}" for name, count in self.scorer.items())
         flops = {name: count for name, count in self.flops.items() if count}
         work = ", ".join(f"{name} {flops[name] / 2e12:.4g}" for name in ordered(flops))  # of one of the two steps
         through = ", ".join(
@@ -212,6 +239,7 @@ class Figures:
         )
         lines = [
             f"most memory per rank, GB: {memory}",
+            *([f"of these the scorer's, GB: {self.scorer.total() / GB:.3g} ({scorer})"] if scorer else []),
             f"forwards of a sample per rank and step, and their tokens: {through}",
             f"operations per rank and step, TFLOP: {work}",
             *([f"sharded weights are gathered once in {' and '.join(self.unshard)}"] if self.unshard else []),

@@ -1,0 +1,118 @@
+"""Networks of scorers without values: their sizes are the published ones, and those of the files that loaders read."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from build_tiny_scorers import write_all
+from helpers import REPO, sampled
+from omni_reward.scorers import SCORERS, empty_networks, find_empty, load_scorer, neural
+from omni_train.planned import PLANNED, PlannedDevice
+
+META = "meta"
+MILLIONS = {  # weights, as their papers and pages say; Qwen2-VL's without the head of words, which is not loaded
+    "aesthetic": 428, "clap": 154, "clip": 428, "hpsv3": 8291 - 545, "imagereward": 446, "pickscore": 986,
+    "videoalign": 2209,
+}  # fmt: skip
+
+
+def size(name: str, **options: str) -> int:
+    """The number of weights of a scorer's networks."""
+    networks = empty_networks(name, META, options).values()
+    return sum(weight.numel() for each in networks for weight in each.network.parameters())
+
+
+@pytest.mark.parametrize("name", MILLIONS)
+def test_a_scorer_is_as_large_as_published(name: str) -> None:
+    assert size(name) / 1e6 == pytest.approx(MILLIONS[name], rel=0.005)
+
+
+def test_the_networks_are_those_of_the_scorers_that_the_page_lists() -> None:
+    names = {name for name in SCORERS if name != "imagebind" and find_empty(name)}
+    assert names == MILLIONS.keys()
+    page = (REPO / "docs" / "scorers.md").read_text("utf-8").partition("## The ones with networks")[2]
+    assert set(re.findall(r"`(\w+)`", page.partition("need PyTorch")[0])) == {*MILLIONS, "imagebind"}
+
+
+@pytest.mark.parametrize("name", sampled(MILLIONS, 1))
+def test_the_page_says_what_a_scorer_takes(name: str) -> None:
+    with PlannedDevice() as device, torch.no_grad():
+        [network] = empty_networks(name, str(PLANNED), {}).values()
+        network.call()
+    page = (REPO / "docs" / "scorers.md").read_text("utf-8")
+    [told] = re.findall(rf"`{name}` (\d+\.\d)[ ,;]", page)
+    assert float(told) == round(max(device.peaks.values()) / 1e9, 1)
+
+
+@pytest.mark.parametrize("name", ["clap", "clip", "hpsv3", "pickscore", "videoalign"])
+def test_a_folder_s_configuration_makes_the_network_of_its_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted where the loader puts the network that it has read."""
+    write_all(tmp_path)
+    loaded: list[torch.nn.Module] = []
+    load = neural.load_model
+
+    def noted(*args: object, **more: object) -> object:
+        loaded.append(load(*args, **more))
+        return loaded[-1]
+
+    monkeypatch.setattr(neural, "load_model", noted)
+    folder = {"pickscore": "clip"}.get(name, name)
+    options = {"model": str(tmp_path / folder)}
+    if name in ("hpsv3", "videoalign"):
+        text = {"hpsv3": "instruction.txt", "videoalign": "instruction-of-videoalign.txt"}[name]
+        options |= {"base": str(tmp_path / "qwen2-vl"), "instruction": str(tmp_path / text)}
+    elif name != "clap":
+        options |= {"tokenizer": options["model"]}
+    load_scorer(name, options=options)
+    [network] = empty_networks(name, META, options).values()
+    shapes = {key: weight.shape for key, weight in network.network.named_parameters()}
+    words = {key for key in shapes if key.endswith("embed_tokens.weight")}  # which a reward model adds to
+    assert shapes.keys() == {key for key, _ in loaded[0].named_parameters()}
+    assert all(weight.shape == shapes[key] for key, weight in loaded[0].named_parameters() if key not in words)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "num_devices", "counted"),
+    [
+        ("ocr", {}, 1, []),
+        ("rules:number", {}, 1, []),
+        ("python:mine.py:score", {}, 1, []),
+        ("frames:pickscore", {}, 1, ["pickscore"]),
+        ("pickscore", {"device": "cpu"}, 1, []),
+        ("pickscore", {"device": "cuda"}, 1, ["pickscore"]),
+        ("pickscore", {"device": "cuda:1"}, 1, []),
+        ("pickscore", {"device": "cuda:1"}, 2, ["pickscore"]),
+        ("0.5*clip + ocr if pickscore >= 20 else 0", {}, 1, ["clip", "pickscore"]),
+        ("0.5*clip + ocr if pickscore >= 20 else 0", {"clip.device": "cpu"}, 1, ["pickscore"]),
+        ("pickscore", {"device": "cpu:0"}, 1, []),
+    ],
+)
+def test_scorers_that_share_no_accelerator_with_the_trainer_are_left_out(
+    name: str, options: dict[str, str], num_devices: int, counted: list[str]
+) -> None:
+    assert list(empty_networks(name, META, options, num_devices)) == counted
+
+
+def test_fewer_bits_and_several_scorers_add_up() -> None:
+    def taken(name: str, **options: str) -> int:
+        networks = empty_networks(name, META, options).values()
+        return sum(weight.nbytes for each in networks for weight in each.network.parameters())
+
+    assert taken("pickscore", dtype="bfloat16") * 2 == taken("pickscore")
+    assert taken("pickscore + clip") == taken("pickscore") + taken("clip")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("pickscore", {"dtype": "int4"}, "dtype must be one of"),
+        ("clip", {"model": "/nowhere"}, "a model must be a folder, or a repository of the hub"),
+        ("pickscore + clip", {"dtype": "bfloat16"}, "an option of a combination must be SCORER.OPTION"),
+    ],
+)
+def test_what_no_server_would_take_is_refused(name: str, options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        empty_networks(name, META, options)
