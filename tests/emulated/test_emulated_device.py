@@ -177,3 +177,24 @@ def test_a_machine_without_a_compiler_is_told_what_to_install(monkeypatch, tmp_p
     with pytest.raises(RuntimeError, match="install g"):
         npu.build()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_models_weights_are_checked_on_the_device_and_each_is_read_there_once():
+    text = on_npu(f"""
+from torch.overrides import TorchFunctionMode
+from omni_rollout.models import open_model
+
+class Reads(TorchFunctionMode):
+    seen = {{"cpu": 0, "npu": 0}}
+
+    def __torch_function__(self, called, types, args=(), kwargs=None):
+        if called in (torch.Tensor.sum, torch.Tensor.isfinite) and args[0].numel() > 1:
+            self.seen[args[0].device.type] += args[0].nbytes
+        return called(*args, **(kwargs or {{}}))
+
+model = open_model({str(REPO / "checkpoints" / "tiny-signs-qwen-image")!r})
+with Reads() as reads:
+    net = model.load(device="npu", dtype=torch.bfloat16).net
+print(reads.seen["cpu"], reads.seen["npu"] >= sum(p.nbytes for p in net.parameters()) > 0)
+""")
+    assert text.splitlines()[-1] == "0 True"
