@@ -182,5 +182,5 @@ def undocumented(lines):
     documented += documented.replace("KIND", "denoising") + documented.replace("KIND", "inversion")
     names = {name for line in lines for name in line} - {"step"}
     times = {name for name in names if name.startswith("time/")}
-    phases = {name.removeprefix("time/").removesuffix("_s").removesuffix("_ms_per_image") for name in times}
+    phases = {name.removeprefix("time/").removesuffix("_s").removesuffix("_ms_per_sample") for name in times}
     return (phases - PHASES) | {name for name in names - times if f"`{name}`" not in documented}

@@ -41,7 +41,7 @@ SETTINGS = {
     "--true-cfg-scale 0.5": "--true-cfg-scale must be >= 1, got 0.5",
     "--guidance-scale 2": "--guidance.scale must be 1 for a QwenImagePipeline, whose guidance is true_cfg_scale, got 2",
     "--algo flowgrpo-cps --noise-level 1.2": "--noise-level must be <= 1 for flowgrpo-cps",
-    "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
+    "--reward-parts sharp=1": "--reward-parts must name parts of the scores, got 'sharp'; this scorer has no parts",
     "--window-low 2": r"--window-low must be < --window-high, and that < --num-inference-steps \(3\), got 2 and 2",
     "--window-size 3": "--window-size must be from 1 to the window's 2 steps, got 3",
     "--algo mixgrpo": "--window-size must be set for mixgrpo",
@@ -106,7 +106,7 @@ ON_TWO_RANKS = {
     "--eval.prompts gone.txt": r"--eval.prompts: path must be a file that can be read, got gone\.txt",
     "--model gone": "error: --model must be a folder or a hub id .*, found nothing at gone",
     "--height 100": "rank 0: --height must be a positive multiple of 16 pixels, such as 96, got 100",
-    "--reward-parts sharp=1": r"--reward-parts must name parts of the scores, \[\], got 'sharp'",
+    "--reward-parts sharp=1": "--reward-parts must name parts of the scores, got 'sharp'; this scorer has no parts",
 }
 
 
@@ -164,7 +164,7 @@ def test_a_model_folder(folder, model, change):
 
 
 PROMPTS = {  # name of the file -> its bytes, and what is said of it
-    "few.txt": (b"a cat\n", r"--prompts: prompts_per_step must be between 1 and .* few\.txt \(1\), got 2"),
+    "few.txt": (b"a cat\n", r"--prompts-per-step must be between 1 and .* few\.txt \(1\), got 2"),
     "torn.jsonl": (b'{"prompt": "a"}\n\n{"prompt": "b\n', r"--prompts: torn\.jsonl, line 3: not valid JSON"),
     "keys.jsonl": (
         b'{"prompt": "a"}\n{"text": "b"}',

@@ -161,6 +161,21 @@ def test_what_breaks_is_told_once_and_the_same_command_continues(folder, bright_
     assert [line["step"] for line in load_metrics("runs/run/metrics.jsonl")] == list(range(STEPS + 1))
 
 
+def test_a_dry_run_that_breaks_or_is_interrupted_tells_no_checkpoint_to_continue_from(folder, bright_url):
+    for error, code in ((OverflowError("too big"), 1), (KeyboardInterrupt(), 130)):
+
+        def before(rank, error=error):
+            def fail(*given):
+                raise error
+
+            omni_rl.run.media.open_model = fail
+
+        life = lives.train(folder, settings(bright_url, dry_run=True), before=before)
+        assert life.wait() == [code], life.text()
+        assert ("phase start: OverflowError: too big" in life.text()) == (code == 1)
+        assert "continues" not in life.text()
+
+
 @pytest.mark.timeout(200)
 def test_under_torchrun_a_rank_that_hangs_ends_the_run_and_nothing_is_left_of_it(folder, bright_url):
     (folder / "tiny.toml").write_text(to_toml(settings(bright_url, hang_timeout_s=5.0)))

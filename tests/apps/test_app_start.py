@@ -179,6 +179,9 @@ EARLY = {  # flags -> what is said of them
     "--model them/gated": f"{HUB}gated: .*Accept its license at .*/them/gated, then `hf auth login`",
     "--model them/none": f"{HUB}none: .*Fetch it where there is a network, with `hf download them/none`",
     "--scorer.url WEB": "--scorer.url must be a reward server that answers: GET WEB/info: 404 ",
+    "--scorer 0.5*orc+0.5*color": r"--scorer must be one of \['aesthetic', .*, got 'orc'; did you mean 'ocr'\?$",
+    "--name old --prompts lines.txt --train-steps 9": "--train-steps must be 320, as --lr-decay ends with the last "
+    "step: to train longer, give the run another --name and its weights as --init-weights runs/old/weights, got 9$",
     "--name old --prompts lines.txt --lr 0.5": "the checkpoint of step 3 was made with other settings: "
     "lr was 0.00012, is 0.5, lines.txt has other contents than at the start. Continue with those, or ",
 }

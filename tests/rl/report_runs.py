@@ -24,7 +24,7 @@ def metrics(num_steps: int, *, eval_every: int = 4) -> list[dict]:
         line: dict[str, float] = {"step": step, "time/step_s": 2.0}
         if step:
             line |= {"reward/mean": step / 100, "policy/grad_norm": 1 / step, "policy/clip_fraction": 0.0}
-            line |= {"time/rollout_s": 1.0, "time/update_s": 0.5, "perf/images_per_s_per_device": 32.0}
+            line |= {"time/rollout_s": 1.0, "time/update_s": 0.5, "perf/samples_per_s": 32.0}
         if step % eval_every == 0:
             line["eval/reward"] = step / 50
         lines.append(line)

@@ -115,7 +115,7 @@ def test_the_bounds_themselves_are_allowed(good: ScoredArgs):
 
 
 def test_a_step_cannot_take_more_prompts_than_there_are(good: ScoredArgs):
-    with pytest.raises(ValueError, match=r"--prompts: prompts_per_step must be between 1 and .* \(32\), got 33"):
+    with pytest.raises(ValueError, match=r"--prompts-per-step must be between 1 and .* \(32\), got 33"):
         check_media(change(good, prompts_per_step=33))
 
 

@@ -1,5 +1,6 @@
 """The command line: what counts before what, mistakes in one line, and a help that stands alone and costs nothing."""
 
+import importlib
 import os
 import re
 import socket
@@ -23,16 +24,19 @@ from omni_rl.settings.early import knock
 from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
+    SHOWN,
     Was,
     at_least,
     between,
     build,
     change,
     check_bounds,
+    flag_of,
     flat,
+    leaves,
     marked,
 )
-from omni_rl.settings.toml import from_toml, to_toml
+from omni_rl.settings.toml import from_toml, recipes, suggest, to_toml
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,7 @@ def test_a_negative_number_is_the_value_of_its_flag():
 MISTAKES = {
     "--lrr 1": "unknown flag --lrr; did you mean '--lr'?",
     "--no-lrdecay": "unknown flag --no-lrdecay; did you mean '--no-lr-decay'?",
-    "--zzz 1": "unknown flag --zzz",
+    "--zzz 1": "unknown flag --zzz; --help-all lists all, docs/coming-from.md those of other projects",
     "--l 1": "unknown flag --l",
     "-x": "unknown flag -x",
     "steps 3": "unexpected 'steps': a flag begins with --",
@@ -117,7 +121,7 @@ MISTAKES = {
     "--lr-decay=yes": "unexpected 'yes': a flag begins with --",
     "--shard ddpp": "--shard must be one of 'none', 'ddp', got 'ddpp'; did you mean 'ddp'?",
     "--correction 2": "--correction must be one of 0, 1, got 2",
-    "--preset smal": "--preset must be one of small, large, got 'smal'; did you mean 'small'?",
+    "--preset smal": "--preset must name a recipe, which --list-presets lists, got 'smal'; did you mean 'small'?",
     "--preset": "--preset needs a value",
     "--config gone.toml": "--config must be a readable TOML file, got gone.toml: ",
     "--config broken.toml": "--config must be a readable TOML file, got broken.toml: ",
@@ -242,7 +246,7 @@ def shown(capsys, *words: str) -> str:
 def test_help_shows_settings_in_groups_with_presets_and_examples(capsys):
     text = shown(capsys, "--help-all")
     assert re.findall(r"(\w+) options ", text) == ["Required", "Run", "Optimizer"]
-    assert [line.split()[0] for line in text.splitlines()[-2:]] == ["small", "large"]
+    assert text.splitlines()[-1].startswith("2 recipes for --preset: --list-presets lists them")
     for words in ("--preset TEXT", "--shard {none,ddp}", "--no-lr-decay", "--size INT", "(default: 3)", "100 %"):
         assert words in text
     assert {line for line in EXAMPLE.splitlines() if line.startswith("    ")} <= set(text.splitlines())
@@ -257,11 +261,75 @@ def test_help_shows_what_must_be_given_and_what_recipes_set(capsys):
         "--config",
         "--check",
         "--help-all",
+        "--list-presets",
         "--model",
         "--name",
         "--steps-per-day",
         "--lr",
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "found"),
+    [
+        ("grpo", ["mixgrpo", "flowgrpo"], "mixgrpo"),  # the first that holds it
+        ("tiny-sign", ["sd35-signs", "tiny-signs", "tiny-signs-cps"], "tiny-signs"),
+        ("lrr", ["eval.lrr-long", "lr"], "lr"),  # few letters stand in many names
+        ("zzzz", ["lr"], ""),
+    ],
+)
+def test_a_name_that_holds_the_word_is_suggested_before_one_that_is_near(name, known, found):
+    assert suggest(name, known) == (f"; did you mean {found!r}?" if found else "")
+
+
+def test_grpo_is_told_flowgrpo(capfd):
+    read = importlib.import_module("train_flowgrpo")
+    with pytest.raises(SystemExit, match=r"^2$"):
+        parse_cli(read.Args, read.check_args, ["--algo", "grpo"], app="train_flowgrpo")
+    assert capfd.readouterr().err.endswith("got 'grpo'; did you mean 'flowgrpo'?\n")
+
+
+def test_recipes_are_listed_by_a_word_of_their_names_or_titles(capsys):
+    assert shown(capsys, "--list-presets").splitlines() == ["small  Small numbers", "large  lr = 2"]
+    assert shown(capsys, "--list-presets", "NUMB").splitlines() == ["small  Small numbers"]
+    assert shown(capsys, "--list-presets", "none") == ""
+
+
+APPS = ("train_flowgrpo", "train_nft", "train_dpo", "train_srpo", "train_gspo", "train_unigrpo", "train_distill")
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_help_shows_what_recipes_set_most_in_their_order_and_little_else(app: str, capsys):
+    cls, presets = importlib.import_module(app).Args, recipes(app)
+    with pytest.raises(SystemExit):
+        read_settings(cls, ["--help"], presets, "")
+    titles, flags = parse_help(capsys.readouterr().out)
+    assert len(flags) <= 40
+    assert titles[:2] == ["", "Required"]
+    sets = [from_toml(text, cls, name) for name, text in presets.items()]
+    counts = {flag_of(name): sum(name in each for each in sets) for name in leaves(cls)}
+    asked = {flag_of(name) for name in marked(cls, REQUIRED, SHOWN)}
+    left_out = [counts[flag] for flag in counts.keys() - flags.keys()]
+    assert min(counts[flag] for flag in flags.keys() - asked) >= max(left_out)
+    assert asked <= flags.keys()
+    for title in titles[1:]:  # what most recipes set stands before what some set, and that before the rest
+        shares = [counts[flag] / len(sets) for flag, own in flags.items() if own == title]
+        assert [share >= 0.5 for share in shares] == sorted((share >= 0.5 for share in shares), reverse=True)
+        assert [share > 0 for share in shares] == sorted((share > 0 for share in shares), reverse=True)
+    by_title = [sum(counts[flag] / len(sets) >= 0.5 for flag in flags if flags[flag] == title) for title in titles]
+    first = 3 if titles[2] == "scorer" else 2
+    assert by_title[first:] == sorted(by_title[first:], reverse=True)
+
+
+def parse_help(text: str) -> tuple[list[str], dict[str, str]]:
+    """The titles of a help, and the flags of settings with their titles."""
+    titles, flags = [], {}
+    for line in text.splitlines():
+        if found := re.match(r"\W*(?:(\w+) )?options \W*$", line):
+            titles.append(found[1] or "")
+        elif (found := re.match(r"\W*(--[a-z][\w.-]*)", line)) and titles[-1:] > [""]:
+            flags[found[1]] = titles[-1]
+    return titles, flags
 
 
 def test_help_into_a_closed_pipe_is_no_error():

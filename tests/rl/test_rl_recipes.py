@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import sort_recipes
 from helpers import REPO
 from omni_reward.cli import build_parser, read_options
 from omni_reward.scorers import SCORERS, load_scorer
@@ -65,6 +66,13 @@ def test_a_recipe_says_where_its_numbers_are_from_and_whether_it_has_been_run(ap
         assert any(line.startswith(("# Prompts: bring ", "# Prompts: omni-rl prompts ")) for line in head)
     if "Source: chosen here" not in recipes(app)[name]:
         assert re.search(r"published for \d+ accelerators?\b", "\n".join(head))
+
+
+def test_the_keys_of_recipes_have_the_order_of_help_with_a_blank_line_between_groups():
+    """Else `python scripts/sort_recipes.py` mends it."""
+    texts = sort_recipes.sorted_recipes()
+    assert len(texts) == len(ALL)
+    assert [path.name for path, text in texts.items() if path.read_text("utf-8") != text] == []
 
 
 @pytest.mark.parametrize(("app", "name"), REAL)

@@ -52,7 +52,7 @@ def test_a_long_curve_keeps_order_extremes_and_range(values):
 
 def test_the_phases_of_a_stretch_add_up_to_its_mean_step():
     steps = [{"step": float(i), "time/a_s": 1.0, "time/b_s": 0.5, "time/step_s": 2.0} for i in range(10)]
-    steps[9] |= {"time/eval_s": 4.0, "time/step_s": 6.0, "time/a_ms_per_image": 3.0}
+    steps[9] |= {"time/eval_s": 4.0, "time/step_s": 6.0, "time/a_ms_per_sample": 3.0}
     shown = phases(steps, limit=2)
     assert (shown["from"], shown["to"]) == ([0, 5], [4, 9])
     assert list(shown["seconds"]) == ["a", "b", "eval", "rest"]

@@ -72,13 +72,13 @@ def test_times_per_image_are_those_of_the_step(open_log, lines, monkeypatch):
     with open_log() as log:
         with log.phase("rollout"):
             pass
-        log.log(1, {}, num_images=8)
+        log.log(1, {}, num_samples=8)
     assert json.loads(lines()[0]) == {
         "step": 1,
         "time/rollout_s": 2.0,
         "time/step_s": 5.0,
-        "time/rollout_ms_per_image": 250.0,
-        "perf/images_per_s_per_device": 1.6,
+        "time/rollout_ms_per_sample": 250.0,
+        "perf/samples_per_s": 1.6,
     }
 
 

@@ -105,7 +105,7 @@ class RunLog:
         step: int,
         metrics: Mapping[str, float | Tensor],
         *,
-        num_images: int = 0,
+        num_samples: int = 0,
         flops: Mapping[str, float] = MappingProxyType({}),
         peak_tflops: float | None = None,
     ) -> None:
@@ -116,7 +116,7 @@ class RunLog:
         Args:
             step: finished steps.
             metrics: by name.
-            num_images: images of this rank's step, for ms per image of each phase and images per second and device.
+            num_samples: samples of this rank's step, for ms per sample of each phase and samples per second.
             flops: operations of this rank, by phase, for TFLOP/s.
             peak_tflops: of the device, for the share of it that is used (mfu).
 
@@ -133,9 +133,9 @@ class RunLog:
         step_end = time.perf_counter()
         times = {f"time/{name}_s": s for name, s in phases.items()}
         times["time/step_s"] = step_end - self._step_start
-        if num_images:
-            per_image = {f"time/{name}_ms_per_image": 1000 * s / num_images for name, s in phases.items()}
-            times |= per_image | {"perf/images_per_s_per_device": num_images / times["time/step_s"]}
+        if num_samples:
+            per_sample = {f"time/{name}_ms_per_sample": 1000 * s / num_samples for name, s in phases.items()}
+            times |= per_sample | {"perf/samples_per_s": num_samples / times["time/step_s"]}
         for name in [name for name in flops if name in phases]:
             times[f"perf/{name}_tflops"] = tflops = flops[name] / phases[name] / 1e12
             times |= {f"perf/{name}_mfu": tflops / peak_tflops} if peak_tflops else {}

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -68,9 +69,18 @@ def find_loader(name: str) -> Callable[..., ScoreFn]:
         case "vlm":
             from omni_reward.scorers.vlm import load_vlm as load
         case _:
+            near = get_close_matches(name, SCORERS, n=1)
             known = f"{list(SCORERS)}, {PREFIX}FILE.py:FUNCTION or {RULES}REWARD"
-            raise ValueError(f"scorer must be one of {known}, got {name!r}")
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"scorer must be one of {known}, got {name!r}{hint}")
     return load
+
+
+def check_scorer(name: str) -> None:
+    """Raise ValueError unless there are scorers for a reward; those that exist are not loaded."""
+    for spec in () if name.startswith(RULES) else parse(name).specs.values():
+        if not (own := spec.removeprefix(FRAMES)).startswith(PREFIX) and own not in SCORERS:
+            find_loader(own)
 
 
 def load_scorer(name: str, *, threads: int = 1, options: Mapping[str, str] | None = None) -> Scorer:

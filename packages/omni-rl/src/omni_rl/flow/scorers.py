@@ -166,7 +166,8 @@ def connect(
         (set(info["media"]) <= set(kinds),
          f"{name} must be a server of rewards for {' and '.join(kinds)}, takes {', '.join(info['media'])} "
          f"in protocol {info['protocol']}"),
-        *((part in score.parts, f"--reward-parts must name parts of the scores, {sorted(score.parts)}, got {part!r}")
+        *((part in score.parts, f"--reward-parts must name parts of the scores, got {part!r}; this scorer has "
+           f"{', '.join(sorted(score.parts)) or 'no parts'}")
           for part in parts for scores in replies for score in scores if score.abstained is None),
     )  # fmt: skip
     waiting = info["limits"]["max_waiting"] * len(client.urls)  # requests that the servers let wait, for all ranks

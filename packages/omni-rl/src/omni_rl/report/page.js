@@ -59,7 +59,7 @@ function tile(label, value, note) {
 }
 
 function tiles(run) {
-  const { "eval/reward": held, "reward/mean": train, "perf/images_per_s_per_device": speed, "perf/peak_memory_mb": memory } = run.curves;
+  const { "eval/reward": held, "reward/mean": train, "perf/samples_per_s": speed, "perf/peak_memory_mb": memory } = run.curves;
   const made = [];
   if (held) {
     const change = held.y.length > 1 ? `${signed(last(held.y) - held.y[0])} since step ${show(held.x[0])}` : "";
@@ -69,7 +69,7 @@ function tiles(run) {
     const part = train.y.slice(-10);
     made.push(tile("Training reward", show(part.reduce((a, b) => a + b, 0) / part.length), part.length > 1 ? `mean of the last ${part.length} ${train.low ? "points" : "steps"}` : ""));
   }
-  const rate = speed ? `, ${show(median(speed.y.slice(-10)))} images/s per device` : "";
+  const rate = speed ? `, ${show(median(speed.y.slice(-10)))} samples/s per device` : "";
   if (run.step_s) made.push(tile("Seconds per step", show(run.step_s), `median of training steps${rate}`));
   const peak = memory && Math.max(...memory.y);
   if (memory) made.push(tile("Peak memory", peak >= 10240 ? `${show(peak / 1024)} GB` : `${show(peak)} MB`, "first rank"));

@@ -37,11 +37,12 @@ def launch(main: Callable[[ArgsT, World], None], args: ArgsT) -> None:
         say_mistake(exc)
     except KeyboardInterrupt:
         code = 130
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and not args.dry_run:
             print(f"\ninterrupted; this continues from the newest checkpoint:\n{resume_command()}", file=sys.stderr)
     except Exception as exc:
         code = 1
-        say_failure(exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc))
+        failure = exc if isinstance(exc, BrokenRunError) else BrokenRunError("start", exc)
+        say_failure(failure, is_planned=args.dry_run)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # a rank that failed must not wait, in some library's ending, for ranks that wait for it
@@ -61,20 +62,20 @@ def say_mistake(mistake: Exception) -> None:
         print(f"{Path(sys.argv[0]).name}: error: {mistake}", file=sys.stderr, flush=True)
 
 
-def say_failure(failure: BrokenRunError) -> None:
-    """Print the traceback, what broke where, what to change, and the command that continues."""
+def say_failure(failure: BrokenRunError, *, is_planned: bool = False) -> None:
+    """Print the traceback, what broke where, what to change, and the command that continues what is no dry run."""
     is_echo = is_lost_rank(failure.cause)
     reports = tell_failure("" if is_echo else str(failure))
     if not _speaks(reports):
         return
     traceback.print_exception(failure.cause)
     message = describe(reports, int(os.environ.get("WORLD_SIZE", "1")))
-    parts = (
+    parts = [
         f"{Path(sys.argv[0]).name}: {message}{f' in phase {failure.phase}' if is_echo else ''}",
         advice(failure.cause),
-        "Checkpoints that were complete stay; this continues from the newest:",
-        resume_command(),
-    )
+    ]
+    if not is_planned:
+        parts += ["Checkpoints that were complete stay; this continues from the newest:", resume_command()]
     print("\n".join(parts), file=sys.stderr, flush=True)
 
 

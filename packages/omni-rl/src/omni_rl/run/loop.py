@@ -135,7 +135,7 @@ class Loop:
         if (done or args.eval.first) and (done % args.eval.every == 0 or done == args.train_steps):
             with run.phase("eval"):
                 step.metrics |= hold_out(run, done, self._evals)
-        run.session.log.log(done, step.metrics, num_images=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
+        run.session.log.log(done, step.metrics, num_samples=num_drawn, flops=flops, peak_tflops=self._peak_tflops)
         self._done = done
         if run.dist.is_main:
             _print_alarms(done, self._alarms({"step": done} | step.metrics))

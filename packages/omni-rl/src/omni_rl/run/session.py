@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from omni_train.checkpoint.index import check_config
 from omni_train.checkpoint.store import Checkpoint
 from omni_train.dist import Dist
 from omni_train.files import write_atomically
@@ -21,7 +20,7 @@ from omni_rl.report.process import ReportProcess
 from omni_rl.run.metrics import COLUMNS
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, secret_flags, without_secrets
-from omni_rl.settings.early import changeable
+from omni_rl.settings.early import check_same
 from omni_rl.settings.fields import flat
 from omni_rl.settings.toml import to_toml
 
@@ -59,7 +58,7 @@ class Session:
             ValueError: it is damaged, or of other settings; the same on every rank.
         """
         if self.saved:
-            check_config(self.saved, self.config, ignore=changeable(args))
+            check_same(args, self.saved, self.config)
             self.config |= {name: value for name, value in self.saved.config.items() if name == "gate"}
             self.checkpoints.verify(self.saved, net)
 

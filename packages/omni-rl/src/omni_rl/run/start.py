@@ -42,7 +42,7 @@ from omni_rl.run.session import Session
 from omni_rl.run.world import World
 from omni_rl.settings.args import RunArgs, offloaded, sharding, without_secrets
 from omni_rl.settings.early import files_of
-from omni_rl.settings.fields import flag, flat
+from omni_rl.settings.fields import flag, flat, values_of
 from omni_rl.settings.toml import to_toml
 
 SHIPPED = "omni-rollout's, with a token for each word of a prompt, as {} cannot be fetched: {}"
@@ -342,6 +342,8 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
     )
     samples = args.prompts_per_step * args.group_size
     is_shipped = inputs.model.folder == released_models().get(args.model)
+    given = values_of(args)
+    url = "that of --scorer.url, which no file keeps" if given.get("scorer.url") else ""
     lines = {
         "model": inputs.about,
         **({"configuration": SHIPPED.format(args.model, hub_fault() or "the hub refuses it")} if is_shipped else {}),
@@ -349,6 +351,7 @@ def plan_of(args: RunArgs, dist: Dist, inputs: Inputs[Any, Any], needs: Needs, s
         "samples per step": f"{samples}, {samples // num_ranks} per rank, {args.batch_size} per forward",
         "optimizer steps per training step": str(args.num_minibatches),
         "evaluations": _evaluations(args, inputs),
+        "scorer": url or given.get("scorer.name") or "none",
         "learning rate": f"{args.lr:g}"
         + (f", LoRA of rank {lora_rank} with alpha {args.lora.alpha}" * bool(lora_rank)),
         "weights of the net": f"{num_weights / 1e6:.1f} M, trained {num_trained / 1e6:.1f} M",

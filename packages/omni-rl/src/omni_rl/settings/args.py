@@ -23,6 +23,7 @@ from omni_rl.settings.fields import (
     MAY_CHANGE,
     REQUIRED,
     SECRET,
+    SHOWN,
     at_least,
     between,
     change,
@@ -75,7 +76,7 @@ class RunArgs:
     profile: Annotated[int, at_least(0), MAY_CHANGE] = 0  # Step to trace, phase by phase, from 1; 0 is none
     hang_timeout_s: Annotated[float, between(1, 1e6), MAY_CHANGE] = 1800.0  # Longest wait for a rank in seconds
     verbose: Annotated[bool, MAY_CHANGE] = False  # Show the warnings and progress bars of other libraries too
-    dry_run: Annotated[bool, MAY_CHANGE] = False  # Check the settings, print them and the plan of a step, and stop
+    dry_run: Annotated[bool, MAY_CHANGE, SHOWN] = False  # Print the settings and the plan of a step, and stop
 
     # Model
     model: Annotated[str, REQUIRED] = ""  # Folder or hub id of a diffusers pipeline

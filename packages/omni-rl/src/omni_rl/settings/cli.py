@@ -8,9 +8,8 @@ import inspect
 import os
 import re
 import sys
-import textwrap
 import warnings
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import field, make_dataclass
 from itertools import pairwise
@@ -21,29 +20,28 @@ import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
 from omni_rl.settings.args import RunArgs
-from omni_rl.settings.early import check_model, check_unchanged, knock
+from omni_rl.settings.early import check_model, check_reward, check_unchanged, knock
 from omni_rl.settings.fields import (
-    REQUIRED,
     build,
     flag_of,
     kind_of,
     leaves,
-    marked,
-    notes_of,
     old_names,
     require,
     values_of,
 )
 from omni_rl.settings.notes import Note, notes_of_help
-from omni_rl.settings.toml import fitting, from_files, from_text, from_toml, recipes, suggest, to_toml
+from omni_rl.settings.order import in_order, most_used, title_of
+from omni_rl.settings.toml import fitting, from_files, from_text, recipes, suggest, to_toml
 
 ConfigT = TypeVar("ConfigT")
 
 OWN = {  # flags of every program, which are no settings
-    "preset": (str, "", "Recipe that gives the defaults of the settings; the names are below"),
+    "preset": (str, "", "Recipe that gives the defaults of the settings"),
     "config": (str, "", "TOML file of settings, which goes before the preset"),
     "check": (bool, False, "Check the settings and print them, all without torch, and exit"),
-    "help_all": (bool, False, "Show all settings and exit, not only those that recipes set"),
+    "help_all": (bool, False, "Show all settings and exit, not only those that recipes set most"),
+    "list_presets": (str, "", "List the recipes, or those with this word in name or title, and exit"),
 }
 
 
@@ -78,6 +76,7 @@ def parse_cli(
         check(config)
         if isinstance(config, RunArgs) and config.model:
             check_model(config.model, reads_texts=not config.dry_run)
+            check_reward(values_of(config).get("scorer.name", ""))
             check_unchanged(config)
         if "--check" not in argv and not getattr(config, "dry_run", False):
             knock(values_of(config))
@@ -108,10 +107,13 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
     """
     given = dict(pairwise(part for word in argv for part in word.split("=", word.startswith("--"))))
     values = from_files(cls, given.get("--preset", ""), given.get("--config", ""), presets)
-    names = {*leaves(cls), *(OWN if presets else ("config", "check"))}
+    names = [*(OWN if presets else ("config", "check")), *leaves(cls)]
+    if "--list-presets" in argv:
+        print_presets(presets, given.get("--list-presets", "").removeprefix("--"))
+        sys.exit(0)
     if not {"-h", "--help", "--help-all"}.isdisjoint(argv):
-        some = {*OWN, *marked(cls, REQUIRED)}.union(*(from_toml(text, cls, name) for name, text in presets.items()))
-        shown = some if presets and "--help-all" not in argv else names
+        some = most_used(cls, presets) if presets and "--help-all" not in argv else {*leaves(cls)}
+        shown = [*names[: -len(leaves(cls))], *(name for name in in_order(cls, presets) if name in some)]
         print_help(view_of(cls, values, notes_of_help(cls), shown), presets, description)
         sys.exit(0)
     old = {flag_of(key): flag_of(name) for key, name in old_names(cls).items()}
@@ -127,23 +129,26 @@ def read_settings(cls: type[ConfigT], argv: Sequence[str], presets: Mapping[str,
         if not name.startswith("-"):
             raise ValueError(f"unexpected {word!r}: a flag begins with --")
         switches = [f"no_{key}" for key, own in leaves(cls).items() if kind_of(own.type) is bool]
-        raise ValueError(f"unknown flag {name}{suggest(name, map(flag_of, sorted([*names, *switches])))}")
+        hint = suggest(name, map(flag_of, sorted([*names, *switches])))
+        elsewhere = "; --help-all lists all, docs/coming-from.md those of other projects"
+        raise ValueError(f"unknown flag {name}{hint or elsewhere}")
     for name, value in values_of(view).items():  # settings are below a title, what is every program's is not
         _, below, field_name = name.partition(".")
         values |= {field_name.replace("__", "."): value} if below else {}
     return build(cls, values)
 
 
-def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], shown: Set[str]) -> type:
-    """Return the dataclass that tyro fills: the settings below their titles, required ones first.
+def view_of(cls: type, values: Mapping[str, Any], notes: Mapping[str, Note], shown: Sequence[str]) -> type:
+    """Return the dataclass that tyro fills: the settings below their titles.
 
-    values: take the place of the defaults. notes: as `field_notes`. shown: names of the settings in it.
+    values: take the place of the defaults. notes: as `field_notes`; without any, there is one title. shown: names of
+    the settings in it, in their order.
     """
-    titled = {"Required": list[Any]()}
-    for name, own in leaves(cls).items():
-        kind, note = kind_of(own.type), notes.get(name, Note("Settings", ""))
-        if name in shown and get_origin(kind) is not tuple:  # tables of a TOML file
-            title = "Required" if REQUIRED in notes_of(own.type) else name.rpartition(".")[0] or note.group
+    titled: dict[str, list[Any]] = {}
+    for name in [name for name in shown if name not in OWN]:
+        own, note = leaves(cls)[name], notes.get(name, Note("Settings", ""))
+        if get_origin(kind := kind_of(own.type)) is not tuple:  # tables of a TOML file
+            title = title_of(cls, name, notes) if notes else note.group
             titled.setdefault(title, []).append(row_of(name, kind, values.get(name, own.default), note.text))
     flattened: Any = tyro.conf.OmitArgPrefixes
     rows = [row_of(name, *row) for name, row in OWN.items() if name in shown]
@@ -178,16 +183,23 @@ def row_of(name: str, kind: Any, default: Any, text: str) -> tuple[str, Any, Any
 
 
 def print_help(view: type, presets: Mapping[str, str], description: str) -> None:
-    """Print the description, the settings and the presets, until the reader closes the pipe, as `| head` does."""
+    """Print the description and the settings, until the reader closes the pipe, as `| head` does."""
     try:
         with suppress(SystemExit):
             tyro.cli(view, args=["--help"], description=inspect.cleandoc(description))
-        for name, recipe in presets.items():
-            line = f"  {name:<28} {recipe.partition(chr(10))[0].lstrip('# ')}"
-            print(textwrap.fill(line, 80, subsequent_indent=" " * 31))
+        if presets:
+            print(f"{len(presets)} recipes for --preset: --list-presets lists them, --list-presets WORD some.")
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def print_presets(presets: Mapping[str, str], word: str) -> None:
+    """Print the names and titles of recipes, of those with the word in either."""
+    titles = {name: text.partition("\n")[0].lstrip("# ") for name, text in presets.items()}
+    found = {name: title for name, title in titles.items() if word.lower() in f"{name} {title}".lower()}
+    for name, title in found.items():
+        print(f"{name:<{max(map(len, found))}}  {title}")
 
 
 def hush() -> None:

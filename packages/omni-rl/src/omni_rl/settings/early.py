@@ -2,12 +2,13 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from omni_train.checkpoint.index import check_config, read_index, saved_steps, step_folder
+from omni_train.checkpoint.index import Config, Saved, check_config, read_index, saved_steps, step_folder
 from omni_train.files import file_digest, probe_digest
 from omni_train.hub import local_file, pinned
 
@@ -44,6 +45,15 @@ def tokenizers_of(index: Path) -> Iterator[Path]:
                 yield index.parent / part
 
 
+def check_reward(name: str) -> None:
+    """Raise ValueError unless a reward, which may have options after it, names scorers that exist."""
+    if name:
+        from omni_reward.scorers import check_scorer
+
+        with flag("--scorer: "):
+            check_scorer(re.split(r"\s+--option[\s=]", name)[0])
+
+
 def check_unchanged(args: RunArgs) -> None:
     """Raise ValueError where settings or files differ from those of the checkpoint from which the run continues."""
     folder, model = Path("runs") / args.name / "checkpoints", Path(args.model)
@@ -53,7 +63,19 @@ def check_unchanged(args: RunArgs) -> None:
         except (OSError, ValueError):  # a damaged checkpoint, which opening it reports
             return
         now = flat(without_secrets(args)) | files_of(args, model if model.is_dir() else None)
-        check_config(saved, now, ignore=(*changeable(args), *(saved.config.keys() - now.keys())))
+        check_same(args, saved, now, ignore=saved.config.keys() - now.keys())
+
+
+def check_same(args: RunArgs, saved: Saved, now: Config, *, ignore: Collection[str] = ()) -> None:
+    """Raise ValueError where a run continues with other settings or files, but for those that may change."""
+    then = saved.config.get("train_steps", args.train_steps)
+    rule = "as --lr-decay ends with the last step: to train longer, give the run another --name and its weights as "
+    rule += f"--init-weights runs/{args.name}/weights"
+    require((not args.lr_decay or then == args.train_steps, f"--train-steps must be {then}, {rule}, "
+             f"got {args.train_steps}"))  # fmt: skip
+    may = marked(type(args), MAY_CHANGE, SECRET)
+    old = (was for was, name in old_names(type(args)).items() if name in may)
+    check_config(saved, now, ignore=(*may, *old, *ignore, "train_steps", "scorer", "gate"))
 
 
 def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
@@ -62,19 +84,6 @@ def files_of(args: RunArgs, model: Path | None) -> dict[str, str]:
     start = sorted(Path(args.init_weights).rglob("*.safetensors")) if args.init_weights else []
     weights = {"weights_digest": probe_digest([*sorted(model.rglob("*.safetensors")), *start])} if model else {}
     return prompts | weights
-
-
-def changeable(args: RunArgs) -> tuple[str, ...]:
-    """Return the names, as checkpoints have them, of the settings with which a run may continue otherwise."""
-    may = marked(type(args), MAY_CHANGE, SECRET)
-    old = (was for was, name in old_names(type(args)).items() if name in may)
-    return (
-        *may,
-        *old,
-        *(() if args.lr_decay else ("train_steps",)),
-        "scorer",
-        "gate",
-    )  # a falling rate depends on the steps
 
 
 def knock(settings: Mapping[str, Any]) -> None:

@@ -24,11 +24,13 @@ class Mark(Enum):
     REQUIRED = auto()
     MAY_CHANGE = auto()
     SECRET = auto()
+    SHOWN = auto()
 
 
 REQUIRED = Mark.REQUIRED  # empty by default, and must be given
 MAY_CHANGE = Mark.MAY_CHANGE  # a run may continue with another value than its checkpoint has
 SECRET = Mark.SECRET  # kept out of files that others may read
+SHOWN = Mark.SHOWN  # in --help though no recipe sets it, as it depends on the machine
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def require(*rules: tuple[object, str]) -> None:
 def flag(words: str) -> Iterator[None]:
     """Put words, such as "--prompts: ", before the message of an OSError or ValueError in the block.
 
-    A message that begins with that name, as "model must be ...", becomes "--model must be ...".
+    One that begins with that name or a longer one, as "prompts_per_step must be ...", begins with its flag instead.
 
     Raises:
         ValueError: in place of either.
@@ -178,4 +180,5 @@ def flag(words: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as exc:
-        raise ValueError(re.sub(r"^--(\S+): \1 ", r"--\1 ", f"{words}{exc}")) from exc
+        fault = re.sub(r"^--(\S+): (\1\w*) ", lambda found: f"{flag_of(found[2])} ", f"{words}{exc}")
+        raise ValueError(fault) from exc

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from omni_rl.settings.fields import MAY_CHANGE, SECRET, Was, at_least, between
+from omni_rl.settings.fields import MAY_CHANGE, SECRET, SHOWN, Was, at_least, between
 
 Shard = Literal["auto", "none", "ddp", "fsdp2"]
 Unshard = Literal["auto", "none", "rollout", "all"]
@@ -15,7 +15,7 @@ BaseDtype = Literal["auto", "int8", "fp8", "nf4"]
 class Tracking:
     """Trackers beside the report."""
 
-    to: Annotated[str, Was("track"), MAY_CHANGE] = "none"  # Trackers: tensorboard, wandb, trackio, with commas between
+    to: Annotated[str, Was("track"), MAY_CHANGE, SHOWN] = "none"  # Trackers, with commas: tensorboard, wandb, trackio
     project: Annotated[str, Was(), MAY_CHANGE] = "omni-rl"  # Project name in the trackers
 
 
@@ -42,7 +42,7 @@ class Lora:
 class Memory:
     """Ways to save memory."""
 
-    gradient_checkpointing: Annotated[bool, Was()] = False  # Recompute activations in the backward pass
+    gradient_checkpointing: Annotated[bool, Was(), SHOWN] = False  # Recompute activations in the backward pass
     keep_products_gb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 0.0  # Memory of products not recomputed
     offload: Annotated[str, Was(), MAY_CHANGE] = (
         ""  # Parts offloaded to the host: encoder, engine, optimizer, activations
@@ -58,7 +58,7 @@ class MediaMemory(Memory):
     decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0 is a batch
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
-    device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE] = (
+    device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE, SHOWN] = (
         0.0  # Accelerator of a dry run's plan
     )
 
@@ -80,8 +80,8 @@ class Scorer:
 class TokenScorer(Scorer):
     """Requests of a run on text."""
 
-    name: Annotated[str, Was("scorer"), MAY_CHANGE] = ""  # Scorer to start, which --reward calls scorer
-    url: Annotated[str, SECRET] = ""  # URL of a server to use instead, or equal ones with commas
+    name: Annotated[str, Was("scorer"), MAY_CHANGE, SHOWN] = ""  # Scorer to start, which --reward calls scorer
+    url: Annotated[str, SECRET, SHOWN] = ""  # URL of a server to use instead, or equal ones with commas
 
     @property
     def given(self) -> bool:
@@ -100,8 +100,8 @@ class MediaScorer(Scorer):
 class ScoredScorer(MediaScorer):
     """Requests of a run whose samples a reward server grades."""
 
-    name: Annotated[str, Was("scorer"), MAY_CHANGE] = ""  # Scorer to start, as "ocr --option reading=line"
-    url: Annotated[str, SECRET] = ""  # URL of a reward server to use instead, or of equal ones separated by commas
+    name: Annotated[str, Was("scorer"), MAY_CHANGE, SHOWN] = ""  # Scorer to start, as "ocr --option reading=line"
+    url: Annotated[str, SECRET, SHOWN] = ""  # URL of a reward server to use instead, or of equal ones, with commas
 
     @property
     def given(self) -> bool:

@@ -35,7 +35,8 @@ def from_files(cls: type, preset: str, path: str, presets: Mapping[str, str]) ->
     values: dict[str, Any] = {}
     if preset:
         if preset not in presets:
-            raise ValueError(f"--preset must be one of {', '.join(presets)}, got {preset!r}{suggest(preset, presets)}")
+            hint = suggest(preset, presets)
+            raise ValueError(f"--preset must name a recipe, which --list-presets lists, got {preset!r}{hint}")
         values |= from_toml(presets[preset], cls, f"--preset {preset}")
     if path:
         with flag("--config: "):
@@ -126,8 +127,9 @@ def check_foreign(values: Mapping[str, Any], path: str) -> None:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return '; did you mean ...?' with the nearest known name, or "" if none is near."""
-    near = get_close_matches(name, list(known), n=1, cutoff=0.7)
+    """Return '; did you mean ...?' with the first known name that holds this one or the nearest, or "" if none is."""
+    names = list(known)
+    near = [each for each in names if name in each and len(name) > 3] or get_close_matches(name, names, n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

@@ -19,7 +19,7 @@ APPS = Path(__file__).parents[1] / "apps"  # links to the files of a checkout; i
 RANKS = "--nproc-per-node"
 COMMANDS = {  # sub-command -> what it does, and the words for Python that start it
     "train": ("Train a model: omni-rl train flowgrpo --preset tiny-signs", []),
-    "sample": ("Draw from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
+    "sample": ("Sample from a model, with or without trained weights", [str((APPS / "sample.py").resolve())]),
     "report": ("Write the report of a run, or one page that compares several", ["-m", "omni_rl.report"]),
     "push": ("Push a run's weights, model card and settings to the hub", ["-m", "omni_rl.tools.hub"]),
     "serve": ("Start a reward server: omni-rl serve --scorer ocr --port 8100", ["-m", "omni_reward.server"]),
@@ -57,7 +57,7 @@ def main() -> None:
 def check_once(ranks: str, *program: str) -> None:
     """Check a trainer's settings before its ranks start; one that refuses them, or only prints, ends this program."""
     env = os.environ | {"WORLD_SIZE": ranks, "RANK": "0"}
-    prints = not {"-h", "--help", "--help-all", "--check"}.isdisjoint(program)
+    prints = not {"-h", "--help", "--help-all", "--check", "--list-presets"}.isdisjoint(program)
     command = [sys.executable, *program, *([] if prints else ["--check"])]
     answer = subprocess.run(command, env=env, stdout=None if prints else subprocess.PIPE, encoding="utf-8", check=False)
     if prints or answer.returncode:
