@@ -1,6 +1,6 @@
 """Plot the README's figures of a run: the same prompts and seeds before and after, and the curve of the scores.
 
-python scripts/picture.py runs/tiny-signs docs/images --seeds runs/seed1 runs/seed2
+python scripts/picture.py runs/demo docs/images --seeds runs/seed1 runs/seed2
 python scripts/picture.py runs/tiny-signs docs/images --other runs/tiny-signs-vllm-omni
 python scripts/picture.py runs/tiny-signs-edit docs/images --references data/tiny-edit/eval.jsonl
 python scripts/picture.py runs/RUN docs/images --videos
@@ -35,7 +35,7 @@ CURVES = {  # metric -> label, color
 matplotlib.rcParams |= {"svg.hashsalt": "omni-rl", "svg.fonttype": "none", "font.size": 9}
 
 
-def before_and_after(run: Path, *, count: int = 4, columns: int = 4, videos: bool = False) -> Image.Image:
+def before_and_after(run: Path, *, count: int = 16, columns: int = 4, videos: bool = False) -> Image.Image:
     """Show images of the first evaluation, and of the last one below them; then the text read or the score of both.
 
     videos: frames of videos instead.

@@ -1,7 +1,7 @@
 """Print the mean OCR score of a model's signs, its standard error, and the share of boards in the right color.
 
     python scripts/score.py
-    python scripts/score.py --weights runs/tiny-signs/weights
+    python scripts/score.py --weights runs/demo/weights
 
 Signs are sampled without injected noise. The words of data/tiny-signs/test.txt occur neither in training nor in the
 evaluations that a run logs.

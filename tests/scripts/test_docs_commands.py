@@ -172,7 +172,7 @@ def check_tool(words, place):
 def check_report(words, place):
     """The page is written, of runs that a test makes; or the server is bound, and asked by its own tests."""
     place.monkeypatch.setattr(LiveServer, "run", lambda self, sockets: None)
-    for name in ("a", "b", "first", "tiny-signs"):
+    for name in ("a", "b", "first", "tiny-signs", "demo"):
         write_run(place.folder / "runs" / name)
     write_report(words[3:])
 
