@@ -48,6 +48,9 @@ class FewStepEval(MediaEval):
 class Args(ScoredArgs):
     """Settings of a run; --preset NAME and --config FILE.toml are read first."""
 
+    RATES = (1e-5, 1e-4)
+
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 4  # Denoising steps of the student
     eval: FewStepEval = FewStepEval()  # Held-out prompts, and what is done with them

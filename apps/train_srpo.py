@@ -38,10 +38,10 @@ class Args(MediaArgs):
     OFFLOAD = "encoder optimizer activations"  # its update decodes images
     RATES = (5e-6, 1e-5)
 
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-5 with LoRA, 5e-6 without)
     engine: Literal["diffusers"] = "diffusers"  # Engine that samples, in the trainer's process
     group_size: Annotated[int, between(1, 65_536)] = 1  # Samples of each prompt
     num_inference_steps: Annotated[int, between(2, 10_000)] = 25  # Denoising steps of a rollout
-    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW; unset, 1e-5 with LoRA and 5e-6 without
     max_grad_norm: Annotated[float, at_least(1e-12)] = 0.1  # Norm down to which larger gradients are scaled
 
     # Algorithm

@@ -36,7 +36,8 @@ from omni_rl.settings.fields import (
     leaves,
     marked,
 )
-from omni_rl.settings.toml import from_toml, recipes, suggest, to_toml
+from omni_rl.settings.notes import notes_of_help
+from omni_rl.settings.toml import from_toml, plain, recipes, suggest, to_toml
 
 
 @dataclass(frozen=True)
@@ -319,6 +320,40 @@ def test_help_shows_what_recipes_set_most_in_their_order_and_little_else(app: st
     by_title = [sum(counts[flag] / len(sets) >= 0.5 for flag in flags if flags[flag] == title) for title in titles]
     first = 3 if titles[2] == "scorer" else 2
     assert by_title[first:] == sorted(by_title[first:], reverse=True)
+
+
+@pytest.mark.parametrize("app", APPS)
+def test_no_default_learning_rate_is_above_those_of_recipes_of_real_models_and_help_tells_it(app: str):
+    cls = importlib.import_module(app).Args
+    given = {name: from_toml(text, cls, name) for name, text in recipes(app).items() if not name.startswith("tiny-")}
+    for has_lora in (True, False):
+        rates = [values["lr"] for values in given.values() if bool(values.get("lora.rank")) == has_lora]
+        assert not rates or cls.RATES[has_lora] <= max(rates)
+    full, lora = cls.RATES
+    told = re.search(r"default: (\S+) with LoRA, (\S+) without", notes_of_help(cls)["lr"].text)
+    assert told
+    assert (float(told[1]), float(told[2])) == (lora, full)
+    assert full < lora
+
+
+SAFE = {  # what a bare command does: nothing that grows beyond bounds, leaves the machine, or loses what was computed
+    "dtype": "float32", "lr_decay": False, "max_grad_norm": 1.0, "weight_decay": 1e-4, "clip_range": 1e-4, "kl_coef": 0,
+    "guidance_scale": 1.0, "save_every": 10, "keep_checkpoints": 2, "ema_decay": 0.0, "num_minibatches": 1,
+    "tracking.to": "none", "scorer.proxy": "none", "scorer.on_failure": "raise", "eval.first": True,
+    "memory.base_dtype": "auto", "memory.engine_sleep": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "rates"), [("", (1e-5, 0, 0)), ("--lora.rank 8", (3e-4, 8, 16))])
+def test_a_bare_command_prints_safe_settings(flags: str, rates: tuple, capsys):
+    app = importlib.import_module("train_flowgrpo")
+    prompts = str(REPO / "data/tiny-signs/train.txt")
+    words = ["--model", "them/model", "--prompts", prompts, "--eval.prompts", prompts, "--scorer", "ocr", "--check"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        parse_cli(app.Args, app.check_args, [*words, *flags.split()], app="none")
+    printed = plain(tomllib.loads(capsys.readouterr().out))
+    assert {name: printed[name] for name in SAFE} == SAFE
+    assert (printed["lr"], printed["lora.rank"], printed["lora.alpha"]) == rates
 
 
 def parse_help(text: str) -> tuple[list[str], dict[str, str]]:

@@ -30,10 +30,12 @@ def in_order(cls: type, presets: Mapping[str, str]) -> list[str]:
     counts, notes, names = counts_of(cls, presets), notes_of_help(cls), list(leaves(cls))
     levels = {name: (2 * counts[name] >= max(1, len(presets))) + (counts[name] > 0) for name in names}
     titles = {name: title_of(cls, name, notes) for name in names}
-    ranks = {title: [0, 0, 0] for title in titles.values()}
-    for name, title in titles.items():
-        ranks[title][levels[name]] += 1
-    groups = sorted(ranks, key=lambda title: (title not in FIRST, -ranks[title][2], -ranks[title][1]))
+
+    def rank(title: str) -> tuple[bool, int, int]:
+        found = [levels[name] for name in names if titles[name] == title]
+        return title not in FIRST, -found.count(2), -found.count(1)
+
+    groups = sorted(dict.fromkeys(titles.values()), key=rank)
     own = cls.__annotations__
     return sorted(names, key=lambda name: (groups.index(titles[name]), -levels[name], name not in own))
 

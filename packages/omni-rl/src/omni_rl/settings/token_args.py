@@ -86,6 +86,11 @@ def check_tokens(args: TokenArgs) -> None:
 class ThinkingArgs(WindowArgs):
     """Settings of a run that writes a thought before each image."""
 
+    RATES = (1e-5, 1e-4)
+
+    # Optimizer
+    lr: Annotated[float | None, between(0, 1)] = None  # Learning rate of AdamW (default: 1e-4 with LoRA, 1e-5 without)
+
     # Sampling
     max_thought_tokens: Annotated[int, between(1, 65_536)] = 512  # Most tokens of a thought
     temperature: Annotated[float, between(1e-3, 100)] = 1.0  # Temperature of a rollout's thoughts
