@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from helpers import sampled
 from model_rows import NEGATIVE, ROWS
 from omni_rollout import Prompt
 from omni_rollout.engines.diffusers import DiffusersEngine
+from omni_rollout.engines.vllm import VllmEngine
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import visit
 from omni_rollout.offload import in_slices
+from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -113,6 +116,21 @@ def test_what_sleeps_comes_back():
     assert not any(p.requires_grad for p in engine.parts.vae.parameters())
     after = engine.generate([Prompt("b", 0, 0, seed=0), Prompt("a", 0, 0, seed=0)], params)
     assert torch.equal(after.media["image"][1], before.media["image"][0])
+
+
+def test_vllm_drops_its_weights_asleep_and_samples_again_after_a_sync():
+    """vLLM's own calls, recorded: its second level copies no weight to the host."""
+    engine = object.__new__(VllmEngine)  # vLLM itself is not installed here
+    engine.llm, engine.can_sleep, engine._dropped = MagicMock(), True, False
+    engine.llm.collective_rpc.return_value = [[]]
+    engine.sleep()
+    engine.wake()
+    with pytest.raises(RuntimeError, match="has no weights: call load_weights"):
+        engine.generate([Prompt("a", 0, 0, seed=0)], TokenParams(max_new_tokens=1))
+    engine.load_weights((), version=3)
+    assert [call[0] for call in engine.llm.method_calls][:3] == ["sleep", "wake_up", "collective_rpc"]
+    engine.llm.sleep.assert_called_once_with(level=2)
+    assert (engine._dropped, engine.weight_version) == (False, 3)
 
 
 @pytest.mark.parametrize("name", sampled(["qwen-image", "bagel", "flux2-klein", "z-image"], 1, always=["bagel"]))

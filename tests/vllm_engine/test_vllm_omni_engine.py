@@ -258,16 +258,20 @@ def test_sleeping_on_a_cpu_changes_nothing(engine):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_asleep_the_engine_holds_only_what_is_adopted(engine, net, lora):
+def test_asleep_the_engine_holds_only_what_is_adopted_and_copies_only_what_no_sync_has(engine, net, lora):
     """What `sleep` does on an accelerator, here from the host to the host."""
     if lora:
         add_lora(net, MODEL.LORA_TARGETS, rank=4, alpha=8, seed=0)
     engine.adopt(unadapted_params(net))
-    before = engine.generate(PROMPTS, PARAMS)
-    for _ in range(2):
-        engine._offload()
+    before, copies = engine.generate(PROMPTS, PARAMS), []
+    frozen = {id(t): t for t in [*engine.pipeline.parameters(), *engine.pipeline.buffers()]}
+    frozen = [t.nbytes for key, t in frozen.items() if key not in {id(p) for p in engine.net.parameters()}]
+    for version in (1, 2):
+        engine._free()
         held = {t.untyped_storage().data_ptr() for t in engine.pipeline.parameters() if t.numel()}
         assert held == {p.untyped_storage().data_ptr() for _, p in unadapted_params(net)}
+        copies.append([values.data_ptr() for values in engine._kept.values() if not values.is_meta])
+        assert sum(values.nbytes for values in engine._kept.values() if not values.is_meta) == sum(frozen)
         assert gap(net, before) <= 1e-5  # the trainer goes on
         for use in (
             lambda: engine.generate(PROMPTS, PARAMS),
@@ -277,7 +281,12 @@ def test_asleep_the_engine_holds_only_what_is_adopted(engine, net, lora):
             with pytest.raises(RuntimeError, match="the engine sleeps: call wake"):
                 use()
         engine.wake()
+        if lora:
+            with pytest.raises(RuntimeError, match="has no weights: call load_weights"):
+                engine.generate(PROMPTS, PARAMS)
+        engine.load_weights(named_weights(net) if lora else (), version=version)
         assert torch.equal(engine.generate(PROMPTS, PARAMS).x0, before.x0)
+    assert copies[0] == copies[1]
 
 
 def test_a_device_that_the_platform_does_not_have_is_refused():

@@ -17,7 +17,7 @@ class Rest:
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device) -> None:
         places = places_of(each for module in modules for each in module.modules())
-        self._host = [(table, name, _on_host(tensor)) for table, name, tensor in places if tensor.device == device]
+        self._host = [(table, name, on_host(tensor)) for table, name, tensor in places if tensor.device == device]
         self._device = device
 
     def begin(self) -> None:
@@ -62,7 +62,7 @@ def leave(places: list[Place]) -> None:
         table[name] = tensor
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def on_host(tensor: Tensor) -> Tensor:
     """Return a tensor on the host, pinned if it was on another device."""
     host = tensor.detach().to("cpu")
     host = host if tensor.device.type == "cpu" else host.pin_memory()

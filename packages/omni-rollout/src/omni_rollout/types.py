@@ -246,7 +246,7 @@ class WeightedEngine(Protocol):
         """Free the device memory that only sampling needs."""
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`; an engine that does not share weights may need the next `load_weights` before it samples."""
 
     def close(self) -> None:
         """Free the engine's resources; it cannot be used afterwards."""

@@ -63,6 +63,7 @@ class VllmEngine:
         self.model, self.net = model, nn.Module()  # a trainer's hooks do not see vLLM's calls
         self.weight_version = self.moved_bytes = 0
         self.can_sleep = torch.device(device).type != "cpu"
+        self._dropped = False  # True if weights are those of no version until the next sync
         if not self.can_sleep:
             os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")  # vLLM reads it when it is imported
         ranks = {name: os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK")}  # torchrun's, or a single rank's
@@ -92,7 +93,10 @@ class VllmEngine:
 
         Raises:
             ValueError: there are no prompts, the model or vLLM does not support one, or one is too long to answer.
+            RuntimeError: the engine waits for weights that it has dropped.
         """
+        if self._dropped:
+            raise RuntimeError("the engine has slept and has no weights: call load_weights() first")
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -154,15 +158,16 @@ class VllmEngine:
             raise RuntimeError(f"vLLM has other weights than it received, or NaN: {wrong[0][:4]}")
         self.llm.reset_prefix_cache()
         self.llm.llm_engine.reset_encoder_cache()
-        self.weight_version = version
+        self.weight_version, self._dropped = version, False
 
     def sleep(self) -> None:
-        """Offload the weights to the host and drop the KV cache, vLLM's level 1; do nothing on a CPU."""
+        """Drop weights and KV cache, vLLM's level 2: the next sync has every weight. Do nothing on a CPU."""
         if self.can_sleep:
-            self.llm.sleep(level=1)
+            self.llm.sleep(level=2)
+            self._dropped = True
 
     def wake(self) -> None:
-        """Undo `sleep`."""
+        """Undo `sleep`; the weights come with the next `load_weights`."""
         if self.can_sleep:
             self.llm.wake_up()
 

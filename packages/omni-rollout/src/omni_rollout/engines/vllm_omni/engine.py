@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from omni_rollout.conditioning import TEXT_CACHE, TextCache
 from omni_rollout.engines.vllm_omni.worker import start_worker, stop_worker
 from omni_rollout.model import Model
+from omni_rollout.offload import on_host
 from omni_rollout.sampler import Sampler
 from omni_rollout.types import Cond, Params, Parts, Prompt, Trajectory
 
@@ -71,8 +72,11 @@ class VllmOmniEngine:
         self.pipeline: Any = self._worker.model_runner.pipeline
         self.pipeline.sampler = Sampler(model, self.pipeline.parts(model, dtype), texts)
         self._adopted: dict[str, nn.Parameter] = {}  # the trainer's parameters in the engine's storage
-        self._asleep: list[tuple[Tensor, Tensor]] = []  # (weight, its values on the host)
-        self._host: dict[int, Tensor] = {}  # host copies of tensors that never change, by id
+        self._asleep: list[Tensor] = []  # the tensors that `sleep` has freed
+        self._kept: dict[
+            int, Tensor
+        ] = {}  # by id of a tensor: its values on the host, or its shape where a sync has them
+        self._dropped = False  # True if weights are those of no version until the next sync
         self._calls = count()
 
     @property
@@ -91,11 +95,13 @@ class VllmOmniEngine:
 
         Raises:
             ValueError: there are no prompts, or the model lacks their size.
-            RuntimeError: the engine sleeps.
+            RuntimeError: the engine sleeps, or waits for weights that it has dropped.
         """
         if not prompts:
             raise ValueError("prompts must hold at least one prompt, got none")
         self._check_awake()
+        if self._dropped:
+            raise RuntimeError("the engine has slept and has no weights: call load_weights() first")
         call = next(self._calls)
         requests = [_request(f"{call}-{i}", p, params, self.weight_version) for i, p in enumerate(prompts)]
         outputs = self._worker.execute_model_batch(_schedule(call, requests), self._worker.od_config).runner_outputs
@@ -176,36 +182,40 @@ class VllmOmniEngine:
             some = f"{len(missing)} of {len(weights)}: {missing[:4]}"
             raise ValueError(f"tensors must hold every weight that is not adopted, missing {some}")
         self._check_arrival(given, version)
-        self.moved_bytes, self.weight_version = moved, version
+        self.moved_bytes, self.weight_version, self._dropped = moved, version, False
 
     def sleep(self) -> None:
-        """Offload every weight that the trainer has not adopted to the host; do nothing on a CPU.
+        """Free every tensor that the trainer has not adopted; do nothing on a CPU.
 
-        vLLM's memory pool is not used: it would offload adopted weights too, and torch's statistics do not include it.
+        The net's weights are dropped, as the next sync has them all; other tensors never change and are copied to the
+        host once. vLLM's memory pool is not used: it would free adopted weights too, and torch's statistics do not
+        include it.
         """
         if self._worker.device.type != "cpu" and not self._asleep:
-            self._offload()
+            self._free()
             torch.accelerator.empty_cache()
 
     def wake(self) -> None:
-        """Undo `sleep`."""
-        for weight, values in self._asleep:
-            weight.data = values.to(self._worker.device)
+        """Undo `sleep`; weights that were dropped come with the next `load_weights`."""
+        device = self._worker.device
+        for tensor in self._asleep:
+            values = self._kept[id(tensor)]
+            self._dropped |= values.is_meta
+            tensor.data = (
+                torch.empty_like(values, device=device) if values.is_meta else values.to(device, non_blocking=True)
+            )
         self._asleep = []
 
-    def _offload(self) -> None:
-        """Offload tensors that are not adopted; copy those that change each time, the others once."""
-        changing = {id(p) for p in self.net.parameters()}
+    def _free(self) -> None:
+        """Free the memory of tensors that are not adopted."""
+        synced = {id(param) for param in self.net.parameters()}
         adopted = {param.untyped_storage().data_ptr() for param in self._adopted.values()}
         for tensor in [*self.pipeline.parameters(), *self.pipeline.buffers()]:
             if tensor.untyped_storage().data_ptr() in adopted:
                 continue
-            values = self._host.get(id(tensor))
-            if values is None:
-                values = tensor.data.to("cpu", copy=True)
-            if id(tensor) not in changing:
-                self._host[id(tensor)] = values
-            self._asleep.append((tensor, values))
+            if id(tensor) not in self._kept:
+                self._kept[id(tensor)] = tensor.data.to("meta") if id(tensor) in synced else on_host(tensor.data)
+            self._asleep.append(tensor)
             tensor.data = tensor.data.new_empty(0)
 
     def _check_awake(self) -> None:
@@ -215,7 +225,7 @@ class VllmOmniEngine:
     def close(self) -> None:
         """Free the engine; keep the process group and the weights that the trainer adopted."""
         self.pipeline = None
-        self._adopted, self._asleep, self._host = {}, [], {}
+        self._adopted, self._asleep, self._kept = {}, [], {}
         stop_worker(self._worker)
 
     def _check_arrival(self, given: dict[str, Tensor], version: int) -> None:
