@@ -1,8 +1,11 @@
 """Each app is one file: copied alone to an empty folder it answers, plans and trains with what is installed."""
 
+import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 from helpers import CHECKPOINT, REPO, sampled
@@ -74,6 +77,30 @@ def test_a_trainer_plans_and_trains_alone(python, tmp_path, bright_url, app):
     assert not (tmp_path / "runs").exists()
     python(app, *flags)
     assert [line["step"] for line in load_metrics(tmp_path / "runs" / "run" / "metrics.jsonl")] == [0, 1, 2]
+
+
+@pytest.fixture
+def bare_env(tmp_path):
+    """An environment in which our packages are folders on the path, and not installed."""
+    (tmp_path / "site").mkdir()
+    for entry in Path(purelib := sysconfig.get_path("purelib")).iterdir():
+        if not entry.name.startswith("omni_") and entry.suffix != ".pth":
+            (tmp_path / "site" / entry.name).symlink_to(Path(purelib) / entry.name)
+    folders = [*REPO.glob("packages/*/src"), tmp_path / "site"]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
+
+
+def test_packages_run_that_are_not_installed(bare_env, tmp_path, bright_url):
+    (tmp_path / "eval.txt").write_text('a blue sign that says "AB"\n')
+    python = [sys.executable, "-S"]  # without the folder of what is installed
+    code = "from importlib.metadata import distributions as all; print([x.name for x in all() if 'omni' in x.name])"
+    told = subprocess.run([*python, "-c", code], env=bare_env, capture_output=True, text=True, check=True)
+    assert told.stdout == "[]\n"
+    flags = [*small("train_nft", bright_url), "--save-every", "1", "--memory.text-cache", "texts"]
+    command = [*python, REPO / "apps" / "train_nft.py", *flags]
+    result = subprocess.run(command, cwd=tmp_path, env=bare_env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step-*/checkpoint.json"))
 
 
 def test_sampling_needs_nothing_beside_it(python, tmp_path):

@@ -21,13 +21,12 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
 
-from omni_reward import cli, wire
+from omni_reward import __version__, cli, wire
 from omni_reward.batching import Batcher, ScorerFailedError
 from omni_reward.media import ScoreRequest
 from omni_reward.replies import IdReusedError, Replies
@@ -151,7 +150,7 @@ class _Service:
         scorer, limits = self._scorer, asdict(self._limits)
         names = {"protocol": scorer.protocol, "scorer": self._name, "scorer_version": scorer.version}
         takes = {"media": sorted(scorer.media), "references": scorer.references, "batch_size": scorer.batch_size}
-        return _json_reply({**names, "version": version("omni-reward"), **takes, "limits": limits})
+        return _json_reply({**names, "version": __version__, **takes, "limits": limits})
 
     async def score(self, request: Request) -> Response:
         self._check_access(request)

@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+import omni_rollout
 from omni_rollout.model import Model
 from omni_rollout.types import Cond, Params, Parts, Prompt, join
 
 CONFIGURATION = (".json", ".txt", ".model", ".jinja")
-LIBRARIES = ("omni-rollout", "torch", "transformers")
 Entries = Iterable[tuple[str, bytes | Tensor]]
 Encode = Callable[[Prompt, str, bool, dict[str, float]], Cond]  # of a prompt, its text, whether negative, TEXT_OPTIONS
 
@@ -139,7 +139,8 @@ def _read(file: Path) -> Cond | None:
 
 def _encoder_entries(model: Model, modules: dict[str, nn.Module], device: torch.device) -> Entries:
     """Yield everything that the bits of an encoded text depend on besides the text."""
-    yield "facts", json.dumps([device.type, *(version(name) for name in LIBRARIES)]).encode()
+    versions = omni_rollout.__version__, torch.__version__, version("transformers")
+    yield "facts", json.dumps([device.type, *versions]).encode()
     for cls in model.__class__.__mro__[:-1]:
         yield cls.__name__, Path(inspect.getfile(cls)).read_bytes()
     for file in sorted(file for file in model.folder.rglob("*") if file.suffix in CONFIGURATION):

@@ -14,7 +14,6 @@ All ranks must see the same folder. Nothing is pickled.
 The states of torch's default random generators are not saved: all random numbers of a run come from a seed of the step.
 """
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -27,10 +26,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from omni_train import __version__
 from omni_train.checkpoint import parts
 from omni_train.checkpoint.index import INDEX_FILE, Config, Saved, index_digest, read_index, saved_steps, step_folder
 from omni_train.checkpoint.index import check_config as check_config
@@ -319,6 +320,5 @@ class Checkpoint:
 
 
 def _versions() -> dict[str, str]:
-    return {"python": platform.python_version()} | {
-        name: importlib.metadata.version(name) for name in ("omni-train", "torch", "safetensors")
-    }
+    ours = {"python": platform.python_version(), "omni-train": __version__}
+    return ours | {"torch": str(torch.__version__), "safetensors": safetensors.__version__}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint
 
 from omni_train.memory.offload import saved_on_host
 
@@ -78,7 +78,7 @@ class Recompute:
         """Return the contexts of a block's forward pass and of its recomputation in the backward pass."""
         products: dict[int, tuple[Tensor, int]] = {}  # each with the version that it must have at the end
 
-        def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        def policy(context: SelectiveCheckpointContext, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
             if not op.overloadpacket.__name__.startswith(PRODUCTS):
                 return CheckpointPolicy.PREFER_RECOMPUTE
             for out in tree_leaves(context.op_output):
@@ -87,7 +87,8 @@ class Recompute:
             return CheckpointPolicy.MUST_SAVE if keeps else CheckpointPolicy.PREFER_RECOMPUTE
 
         # addmm_ writes into the product that it is added to; both are kept and are the same tensor.
-        forward, backward = create_selective_checkpoint_contexts(policy, allow_cache_entry_mutation=True)
+        create = torch.utils.checkpoint.create_selective_checkpoint_contexts
+        forward, backward = create(policy, allow_cache_entry_mutation=True)
         return self._first(forward, kind, keeps, products), self._again(backward, kind, keeps)
 
     @contextmanager
