@@ -110,7 +110,7 @@ def fail_to_fill(rank):
 BREAKS = {  # what each rank does before, exit codes, what is said and advised, the newest checkpoint afterwards
     "out of memory": (
         in_update(1, run_out_of_memory), [1, 1],
-        "rank 1, phase update: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: lower --batch-size, ", 1
+        "rank 1, phase update: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: turn on --memory", 1
     ),
     "a loss that is no number": (
         lose_the_loss, [1, 1],
@@ -134,7 +134,7 @@ BREAKS = {  # what each rank does before, exit codes, what is said and advised, 
     ),
     "no memory for the model": (
         fail_to_load, [1, 1],
-        "rank 1, phase start: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: lower --batch-size, ", -1
+        "rank 1, phase start: OutOfMemoryError: tried to allocate 20.00 GiB\nOut of memory: turn on --memory", -1
     ),
     "no memory for the weights": (
         fail_to_fill, [1, 1],

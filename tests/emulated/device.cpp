@@ -81,12 +81,14 @@ struct Memory final : c10::DeviceAllocator {
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex) override {
     c10::CachingDeviceAllocator::DeviceStats stats;
     stats.allocated_bytes[0].current = num_bytes;
-    stats.allocated_bytes[0].peak = peak_bytes;
+    stats.allocated_bytes[0].peak = stats.reserved_bytes[0].peak = peak_bytes;
     return stats;
   }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex) override { peak_bytes = num_bytes.load(); }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override { return {size_t(80) << 30, size_t(80) << 30}; }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex) override {
+    return {(size_t(80) << 30) - num_bytes, size_t(80) << 30};
+  }
 };
 
 struct OldMemory final : c10::Allocator {  // what torch.accelerator cannot ask

@@ -7,10 +7,13 @@ import sys
 import tomllib
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
 from helpers import REPO
+from omni_rl.run.media import decoding
 from omni_rl.settings.args import (
     MediaArgs,
     RunArgs,
@@ -203,3 +206,25 @@ def test_a_trainer_s_settings_that_stand_in_no_group_only_become_fewer(app: str)
     groups = [field.name for field in own if is_dataclass(kind_of(field.type))]
     assert len(groups) <= 9
     assert len(own) - len(groups) <= MOST_FLAT[app]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "changes", "counts"),
+    [
+        ([(512, 512)], {}, [16]),
+        ([(512, 512), (1024, 1024)], {}, [4, 4, 4, 4]),  # as the largest of the prompts needs it
+        ([(1024, 1024)], {"memory_decode_batch_size": 12}, [12, 4]),
+    ],
+)
+def test_large_images_are_decoded_a_few_at_a_time(sizes, changes, counts):
+    seen = []
+
+    def decode(parts, x0, cond, params):
+        seen.append(len(x0))
+        return {"image": x0}, {}
+
+    args = change(MediaArgs(batch_size=16), **changes)
+    model = decoding(args, SimpleNamespace(sizes=sizes), SimpleNamespace(decode=decode))
+    x0 = torch.arange(16.0)
+    assert torch.equal(model.decode(None, x0, {}, None)[0]["image"], x0)
+    assert seen == counts

@@ -13,7 +13,7 @@ from omni_rollout.engines.diffusers import DiffusersEngine
 from omni_rollout.engines.vllm import VllmEngine
 from omni_rollout.models import open_model
 from omni_rollout.models.diffusers_model import visit
-from omni_rollout.offload import in_slices
+from omni_rollout.offload import in_slices, num_decoded
 from omni_rollout.tokens import TokenParams
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -151,6 +151,13 @@ def test_slices_decode_to_the_same_pictures_but_for_rounding(name):
     assert seen == [(2, 2), (2, 2), (1, 1)]
     assert rates == same_rates
     torch.testing.assert_close(sliced["image"], whole["image"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "count"), [(512, 16), (1024, 4), (2048, 1), (4096, 1)])
+def test_four_megapixels_are_decoded_at_a_time_unless_told(side, count):
+    assert num_decoded(0, side, side) == count
+    assert num_decoded(3, side, side) == 3
+    assert count == 1 or count * 256 * side**2 < 2**31  # elements of the widest tensor of an SD3 VAE
 
 
 def test_a_model_without_an_encoder_has_none():

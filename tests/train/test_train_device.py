@@ -1,6 +1,9 @@
 """The CPU as a device, and an accelerator played by a stand-in."""
 
 import math
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -35,6 +38,8 @@ def accelerator(monkeypatch):
     record("synchronize")
     record("memory_allocated", 3 * 2**20)
     record("max_memory_allocated", 5 * 2**20)
+    record("max_memory_reserved", 7 * 2**20)
+    record("get_memory_info", (11 * 2**20, 24 * 2**20))
     record("reset_peak_memory_stats")
     return calls
 
@@ -90,7 +95,8 @@ def test_on_a_cpu_moments_are_those_of_the_clock(no_accelerator):
 
 def test_accelerator_memory_is_in_mb(accelerator):
     device = torch.device("xpu", 1)
-    assert devices.memory(device) == devices.Memory(current_mb=3.0, peak_mb=5.0)
+    assert devices.memory(device) == devices.Memory(current_mb=3.0, peak_mb=5.0, reserved_mb=7.0, used_mb=13.0)
+    assert devices.free_memory(device) == 11 * 2**20
     devices.reset_peak_memory(device)
     assert accelerator[-1] == ("reset_peak_memory_stats", device)
 
@@ -99,16 +105,62 @@ def test_memory_that_an_allocator_does_not_tell_is_nan(accelerator, monkeypatch)
     def no_device_allocator(device):
         raise RuntimeError("Allocator for xpu is not a DeviceAllocator.")
 
-    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "max_memory_reserved",
+        "get_memory_info",
+        "reset_peak_memory_stats",
+    ):
         monkeypatch.setattr(torch.accelerator, name, no_device_allocator)
     module = SimpleNamespace()
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     told = devices.memory(torch.device("xpu", 1))
-    assert math.isnan(told.current_mb)
-    assert math.isnan(told.peak_mb)
+    assert all(map(math.isnan, vars(told).values()))
+    assert devices.free_memory(torch.device("xpu", 1)) == 0
     devices.reset_peak_memory(torch.device("xpu", 1))
-    module.memory_allocated = module.max_memory_allocated = lambda device: 2**20
-    assert devices.memory(torch.device("xpu", 1)) == devices.Memory(current_mb=1.0, peak_mb=1.0)
+    module.memory_allocated = module.max_memory_allocated = module.max_memory_reserved = lambda device: 2**20
+    module.mem_get_info = lambda device: (2**20, 3 * 2**20)
+    assert devices.memory(torch.device("xpu", 1)) == devices.Memory(1.0, 1.0, reserved_mb=1.0, used_mb=2.0)
+
+
+ALLOCATORS = {  # the environment, kind, whether segments may grow -> what the environment has then
+    "by default": ({}, "cuda", True, "expandable_segments:True,pinned_max_round_threshold_mb:64"),
+    "beside vLLM's allocator": ({}, "cuda", False, "pinned_max_round_threshold_mb:64"),
+    "with the user's own": ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "cuda", True, None),
+    "on another accelerator": ({}, "xpu", True, None),
+    "on a CPU": ({}, None, True, None),
+}
+
+
+@pytest.mark.parametrize("case", ALLOCATORS)
+def test_segments_of_cuda_grow_unless_the_user_or_an_engine_objects(case, monkeypatch):
+    environ, kind, may_grow, expected = ALLOCATORS[case]
+    monkeypatch.setattr(devices.os, "environ", dict(environ))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind and torch.device(kind))
+    devices.set_allocator(expandable_segments=may_grow)
+    assert devices.os.environ == environ | ({"PYTORCH_ALLOC_CONF": expected} if expected else {})
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_that_an_engine_refuses_are_refused_at_once(name, monkeypatch):
+    monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
+    devices.set_allocator(expandable_segments=True)
+    with pytest.raises(ValueError, match="must not have expandable_segments:True, which vLLM's sleep mode refuses"):
+        devices.set_allocator(expandable_segments=False)
+
+
+def test_torch_reads_the_allocators_settings_after_its_import():
+    lines = """
+import torch
+from omni_train.dist import set_allocator
+torch.accelerator.current_accelerator = lambda: torch.device("cuda")
+set_allocator(expandable_segments=True)
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run([sys.executable, "-c", lines], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout == "expandable_segments:True,pinned_max_round_threshold_mb:64\n"
 
 
 def test_a_system_without_proc_tells_the_peak_only(monkeypatch):

@@ -12,6 +12,9 @@ Decode = Callable[[Parts, Tensor, Cond, Params], tuple[Media, Rates]]
 Place = tuple[dict[str, Any], str, Tensor]  # a module's dict of tensors, a name in it, and that tensor
 
 
+DECODED_PIXELS = 4 * 2**20  # at a time by default; of twice as many, cuDNN takes no tensor with 256 channels
+
+
 class Rest:
     """The offload of frozen modules' tensors from the device to copies on the host, from `begin` to `end`."""
 
@@ -27,6 +30,11 @@ class Rest:
     def end(self) -> None:
         """Copy them back."""
         arrive(self._host, self._device)
+
+
+def num_decoded(size: int, height: int, width: int) -> int:
+    """Return how many samples of height x width pixels are decoded at a time: `size`, by default 4 megapixels."""
+    return size or max(1, DECODED_PIXELS // (height * width))
 
 
 def in_slices(decode: Decode, size: int) -> Decode:

@@ -64,10 +64,16 @@ class Dist:
 
 @dataclass(frozen=True)
 class Memory:
-    """Current and peak memory, MB: device allocations, or the process's resident set on a CPU."""
+    """Current and peak memory, MB: device allocations, or the process's resident set on a CPU.
+
+    reserved_mb: the most that the allocator has taken of the device for them. used_mb: of the device, by all processes
+    and libraries. Both are NaN if unknown, as on a CPU.
+    """
 
     current_mb: float
     peak_mb: float
+    reserved_mb: float = math.nan
+    used_mb: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,9 @@ class Moment:
     event: torch.Event | None = None
 
 
-def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") -> Dist:
+def init_distributed(
+    *, timeout_s: float = 1800.0, init_method: str = "env://", expandable_segments: bool = True
+) -> Dist:
     """Join the ranks that torchrun started in one process group; return a single rank without torchrun.
 
     A rank ends when its torchrun has ended, so that it cannot write at the same time as the next run.
@@ -86,7 +94,9 @@ def init_distributed(*, timeout_s: float = 1800.0, init_method: str = "env://") 
     Args:
         timeout_s: seconds after which a collective fails if a rank is missing.
         init_method: rendezvous of `torch.distributed.init_process_group`; torchrun needs the default.
+        expandable_segments: as `set_allocator` takes it.
     """
+    set_allocator(expandable_segments=expandable_segments)
     if "RANK" not in os.environ:
         return Dist(rank=0, world_size=1, local_rank=0, device=local_device(0), mesh=None)
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -126,6 +136,27 @@ def shard_mesh(dist: Dist, size: int = 0) -> DeviceMesh | None:
     mesh = init_device_mesh(dist.device.type, shape, mesh_dim_names=("replicate", "shard"))
     mesh._device_type = dist.mesh.device_type  # may be that of a planned device
     return mesh
+
+
+def set_allocator(*, expandable_segments: bool) -> None:
+    """Have CUDA's allocators waste little, unless the environment has settings; call it before any is in use.
+
+    Segments that grow leave no gaps. Pinned memory of more than 64 MB is not rounded up to a power of two, from torch
+    2.13 on.
+
+    expandable_segments: False in a process with an allocator that refuses them.
+
+    Raises:
+        ValueError: they are refused, and the environment has them.
+    """
+    given = [value for name, value in os.environ.items() if name.startswith("PYTORCH_") and name.endswith("ALLOC_CONF")]
+    if not expandable_segments and "expandable_segments:true" in ",".join(given).lower():
+        raise ValueError("PYTORCH_ALLOC_CONF must not have expandable_segments:True, which vLLM's sleep mode refuses")
+    device = torch.accelerator.current_accelerator()
+    if not given and device is not None and torch_dist.get_default_backend_for_device(device) == "nccl":
+        settings = ["expandable_segments:True"] * expandable_segments
+        settings += ["pinned_max_round_threshold_mb:64"] * (torch.__version__ >= "2.13")
+        os.environ["PYTORCH_ALLOC_CONF"] = ",".join(settings)
 
 
 def local_device(local_rank: int = 0) -> torch.device:
@@ -181,30 +212,33 @@ def memory(device: torch.device) -> Memory:
         pages = int(statm.read_text().split()[1]) if statm.exists() else math.nan
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
-    for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
-        with suppress(RuntimeError, AttributeError):
-            current, peak = api.memory_allocated(device), api.max_memory_allocated(device)
-            return Memory(current_mb=current / _MB, peak_mb=peak / _MB)
-    return Memory(math.nan, math.nan)
+    free, total = _ask(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
+    names = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
+    current, peak, reserved = (_ask(device, name, default=math.nan) / _MB for name in names)
+    return Memory(current, peak, reserved_mb=reserved, used_mb=(total - free) / _MB)
 
 
 def free_memory(device: torch.device) -> float:
     """Return the bytes of free memory on `device`; infinite on a CPU, and 0 if unknown."""
     if device.type == "cpu":
         return math.inf
-    with suppress(RuntimeError, AttributeError):
-        return float(torch.accelerator.get_memory_info(device)[0])
-    return 0.0
+    return float(_ask(device, "get_memory_info", "mem_get_info", default=(0, 0))[0])
 
 
 def reset_peak_memory(device: torch.device) -> None:
     """Reset the peak to the current use; do nothing if the device cannot, as on a CPU."""
     if device.type == "cpu":
         return
-    for api in (torch.accelerator, torch.get_device_module(device)):  # as in `memory`
-        with suppress(RuntimeError, AttributeError):
-            api.reset_peak_memory_stats(device)
-            return
+    _ask(device, "reset_peak_memory_stats")
+
+
+def _ask(device: torch.device, *names: str, default: object = None) -> Any:
+    """Return what the first of these functions returns that the device has, or the default without any."""
+    for api in (torch.accelerator, torch.get_device_module(device)):  # some backends have only the second
+        for name in names:
+            with suppress(RuntimeError, AttributeError):
+                return getattr(api, name)(device)
+    return default
 
 
 def shutdown() -> None:

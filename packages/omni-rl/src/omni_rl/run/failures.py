@@ -96,7 +96,10 @@ def advice(error: BaseException) -> str:
     text = str(error)
     is_out_of_memory = any(words in text.lower() for words in ("can't allocate memory", "out of memory"))
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or is_out_of_memory:
-        return "Out of memory: lower --batch-size, turn on --memory.gradient-checkpointing, or train with --lora.rank."
+        return (
+            "Out of memory: turn on --memory.gradient-checkpointing, name parts in --memory.offload, or lower "
+            "--batch-size. For images and videos --dry-run --memory.device-gb 80 plans what fits 80 GB."
+        )
     if isinstance(error, RewardError) or text.startswith("the scorer "):
         return "The scorer failed: look at its log, and start it again."
     if is_lost_rank(error):

@@ -14,7 +14,7 @@ from omni_rollout.conditioning import TextCache
 from omni_rollout.model import wrap
 from omni_rollout.models import open_model
 from omni_rollout.models.routing import replay_routes, routing_of
-from omni_rollout.offload import in_slices
+from omni_rollout.offload import in_slices, num_decoded
 from omni_rollout.sampler import check_images
 from omni_train.files import probe_digest
 from omni_train.prepare import Preparation, adapt
@@ -289,7 +289,7 @@ def open_engine(
     args: MediaArgs, world: World, inputs: Inputs[Any, Any], net: nn.Module, needs: Needs
 ) -> tuple[Model, Engine]:
     """Return the engine, and the model as updates call it."""
-    model = decoding(args, world.watched(inputs.model))
+    model = decoding(args, inputs, world.watched(inputs.model))
     texts = TextCache(args.memory.text_cache_mb, args.memory.text_cache)
     engine = ENGINES[args.engine].open(model, net, world.dist, inputs.how.dtype, texts)
     if needs.routes and (routing := routing_of(engine.net)):
@@ -297,13 +297,10 @@ def open_engine(
     return model, engine
 
 
-def decoding(args: MediaArgs, model: ModelT) -> ModelT:
-    """Return the model, which decodes as many samples at a time as the settings say."""
-    return (
-        wrap(model, decode=in_slices(model.decode, args.memory.decode_batch_size))
-        if args.memory.decode_batch_size
-        else model
-    )
+def decoding(args: MediaArgs, inputs: Inputs[Any, Any], model: ModelT) -> ModelT:
+    """Return the model, which decodes as many samples at a time as the settings say, of the largest size."""
+    at_once = min(num_decoded(args.memory.decode_batch_size, *size) for size in inputs.sizes)
+    return wrap(model, decode=in_slices(model.decode, at_once)) if args.batch_size > at_once else model
 
 
 def export(run: MediaRun[MediaArgs], card: Mapping[str, object] | None) -> None:
@@ -317,7 +314,6 @@ MEDIA: Kind[Model, Engine, Params, Scorer] = Kind(
     read=read,
     open_scorer=open_scorer,
     source=source,
-    is_apart=lambda args: bool(ENGINES[args.engine].library),
     open_engine=open_engine,
     evaluate_set=evaluate_set,
     export=export,

@@ -163,6 +163,8 @@ METRICS = (
     Metric("perf/samples_per_s", "Throughput", "samples/s", column=3),
     Metric("perf/peak_memory_mb", "Memory", "peak"),
     Metric("perf/memory_mb", "Memory", "now"),
+    Metric("perf/reserved_memory_mb", "Memory", "reserved"),
+    Metric("perf/used_memory_mb", "Memory", "used of the device"),
     Metric("reward/busy_s", "Scoring", "worked"),
     Metric("time/reward_wait_s", "Scoring", "waited for"),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 `omni_rl.run.start.start` makes one of settings; a test makes one by hand.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -157,9 +158,11 @@ class Run(Generic[ArgsT, ModelT, EngineT, ParamsT, ScorerT]):
         return self.engine.moved_bytes
 
     def memory(self, when: str, *, peak: bool = False) -> dict[str, float]:
-        """Return metrics of the memory in use, and of its peak."""
+        """Return metrics of the memory in use; with `peak` also of its peak, and of what the device lacks for it."""
         now = memory(self.dist.device)
-        return {f"perf/memory_{when}mb": now.current_mb} | ({"perf/peak_memory_mb": now.peak_mb} if peak else {})
+        most = {"peak": now.peak_mb, "reserved": now.reserved_mb, "used": now.used_mb} if peak else {}
+        told = {f"perf/{name}_memory_mb": value for name, value in most.items() if not math.isnan(value)}
+        return {f"perf/memory_{when}mb": now.current_mb} | told
 
     def check_ratio(
         self,

@@ -104,16 +104,15 @@ class Kind(Generic[ModelT, EngineT, ParamsT, ScorerT]):
     """What a run of media does in one way and a run of text in another, as functions.
 
     read: `(args, world, needs) -> Inputs`. open_scorer: `(args, world, inputs, needs) -> scorer, version, watch`; it
-    opens those of evaluation sets too. source: `(inputs, how, files) -> net, files`, what `prepare` takes. is_apart:
-    True for settings whose engine has weights of its own. open_engine: `(args, world, inputs, net, needs) -> model,
-    engine`. check_gathered: raises ValueError where sharded ranks would gather too much. seen: of a forward's inputs
-    the number of samples and the shape of one, or None. evaluate_set, export: as in `Run`.
+    opens those of evaluation sets too. source: `(inputs, how, files) -> net, files`, what `prepare` takes.
+    open_engine: `(args, world, inputs, net, needs) -> model, engine`. check_gathered: raises ValueError where sharded
+    ranks would gather too much. seen: of a forward's inputs the number of samples and the shape of one, or None.
+    evaluate_set, export: as in `Run`.
     """
 
     read: Callable[[Any, World, Needs], Inputs[ModelT, ParamsT]]
     open_scorer: Callable[[Any, World, Any, Needs], tuple[ScorerT, str, Scorer | None]]
     source: Callable[[Any, Preparation, Mapping[str, Sequence[Path]]], tuple[nn.Module, Any]]
-    is_apart: Callable[[Any], bool]
     open_engine: Callable[[Any, World, Any, nn.Module, Needs], tuple[ModelT, EngineT]]
     evaluate_set: Callable[[Any, HeldOut[Any, Any]], tuple[dict[str, float], Shown]]
     export: Callable[[Any, Mapping[str, object] | None], None]
@@ -391,7 +390,7 @@ def open_net(args: RunArgs, kind: Kind[Any, Any, Any, Any], inputs: Inputs[Any, 
     if inputs.files or not args.lora.rank or how.mesh or args.memory.base_dtype != "auto":
         net, files = kind.source(inputs, how, inputs.files)
         return prepare(net, how, files, begin=begin)
-    device = torch.device("cpu") if kind.is_apart(args) else how.device  # until the engine adopts what it has too
+    device = how.device if args.has_trained_engine else torch.device("cpu")  # until the engine adopts what it has too
     return prepare(model.load_net(device=device, dtype=how.dtype), replace(how, device=device), begin=begin)
 
 

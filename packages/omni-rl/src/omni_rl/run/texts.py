@@ -171,7 +171,6 @@ TEXT: Kind[TokenModel, TokenEngine, TokenParams, TextScorer] = Kind(
     read=read,
     open_scorer=open_scorer,
     source=source,
-    is_apart=lambda args: args.engine == "vllm",
     open_engine=open_engine,
     evaluate_set=evaluate_set,
     export=export,

@@ -70,7 +70,7 @@ def open_engine(
     args: ThinkingArgs, world: World, inputs: Inputs[ThinkingModel, ThinkingParams], net: nn.Module, needs: Needs
 ) -> tuple[ThinkingModel, Engine]:
     """Return the engine, and the model as updates call it."""
-    dist, model = world.dist, decoding(args, inputs.model)
+    dist, model = world.dist, decoding(args, inputs, inputs.model)
     parts = model.load(device=dist.device, dtype=inputs.how.dtype, net=net)
     is_sharded = sharding(args, dist.world_size) == "fsdp2"
     together = (lambda ended: all(gather_json(dist, ended))) if is_sharded else bool
@@ -88,7 +88,6 @@ THOUGHTS: Kind[ThinkingModel, Engine, ThinkingParams, Scorer] = Kind(
     read=read,
     open_scorer=open_scorer,
     source=media.source,
-    is_apart=media.MEDIA.is_apart,
     open_engine=open_engine,
     evaluate_set=media.evaluate_set,
     export=media.export,

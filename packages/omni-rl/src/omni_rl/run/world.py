@@ -39,7 +39,7 @@ class World:
     @classmethod
     def join(cls, args: RunArgs) -> "World":
         """Join the ranks of a run, with as many threads as fit it."""
-        dist = init_distributed(timeout_s=args.hang_timeout_s)
+        dist = init_distributed(timeout_s=args.hang_timeout_s, expandable_segments=args.has_trained_engine)
         if dist.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # fast beside a scorer, and the same bits on any number of cores
         return cls(dist)

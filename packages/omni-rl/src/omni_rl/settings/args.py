@@ -107,6 +107,11 @@ class RunArgs:
     max_grad_norm: Annotated[float, at_least(1e-12)] = 1.0  # Norm down to which larger gradients are scaled
     ema_decay: Annotated[float, at_least(0)] = 0.0  # Share that an average of the weights keeps each step; 0 is off
 
+    @property
+    def has_trained_engine(self) -> bool:
+        """True if the engine samples with the net that is trained."""
+        return True
+
     def __post_init__(self) -> None:
         """Set the defaults that depend on other settings, so that printed and saved settings have them."""
         rank, alpha = self.lora.rank, self.lora.alpha

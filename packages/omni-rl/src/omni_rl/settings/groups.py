@@ -55,7 +55,7 @@ class Memory:
 class MediaMemory(Memory):
     """Ways to save memory in a run on images, videos or sound."""
 
-    decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0 is a batch
+    decode_batch_size: Annotated[int, Was(), at_least(0), MAY_CHANGE] = 0  # Samples decoded at a time; 0: 4 megapixels
     text_cache_mb: Annotated[float, Was(), at_least(0), MAY_CHANGE] = 1024.0  # Most memory of a rank for encoded texts
     text_cache: Annotated[str, Was(), MAY_CHANGE] = ""  # Folder of encoded texts that runs may share (default: none)
     device_gb: Annotated[float, Was("device_memory_gb"), at_least(0), MAY_CHANGE, SHOWN] = (

@@ -42,6 +42,11 @@ class TokenArgs(RunArgs):
     tokens_per_batch: Annotated[int, at_least(0)] = 0  # Most tokens of a forward in the update, with padding; 0 is any
 
     @property
+    def has_trained_engine(self) -> bool:
+        """True if the engine samples with the net that is trained."""
+        return self.engine != "vllm"
+
+    @property
     def rules(self) -> "Rules":
         """The rules of --reward, or their default."""
         from omni_reward.rules import SCORER, open_rules

@@ -29,6 +29,7 @@ from omni_reward.cli import read_options
 from omni_reward.scorers import empty_networks
 from omni_rollout import Model, Params
 from omni_rollout.model import wrap
+from omni_rollout.offload import num_decoded
 from omni_rollout.types import Cond
 from omni_train.checkpoint.parts import part_files
 from omni_train.checkpoint.state import train_state
@@ -105,7 +106,7 @@ def ladder(args: ArgsT, ranks: int, offloads: Sequence[str], over: Collection[st
     offloads: the parts that --memory.offload may name. over: the phases that need too much.
     """
     first, mode = args, sharding(args, ranks)
-    at_once = args.memory.decode_batch_size or args.batch_size
+    at_once = min(args.batch_size, num_decoded(args.memory.decode_batch_size, args.height, args.width))
     still = [part for part in offloads if part != "activations"]
     decode: dict[str, object] = {"memory.decode_batch_size": DECODED} if "decode" in over and at_once > DECODED else {}
     rungs: list[dict[str, object]] = [
