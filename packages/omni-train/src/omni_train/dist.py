@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 Merge = Literal["mean", "max", "min"]  # how values of a metric become one
 
 _MB = 2**20
+_ALLOCATOR = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
 _FIRST_BYTES = 4096  # of a message that all ranks exchange at once; a longer one takes a second exchange
 
 
@@ -213,8 +214,7 @@ def memory(device: torch.device) -> Memory:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         return Memory(current_mb=pages * resource.getpagesize() / _MB, peak_mb=peak / _MB)
     free, total = _ask(device, "get_memory_info", "mem_get_info", default=(0, math.nan))
-    names = ("memory_allocated", "max_memory_allocated", "max_memory_reserved")
-    current, peak, reserved = (_ask(device, name, default=math.nan) / _MB for name in names)
+    current, peak, reserved = (_ask(device, name, default=math.nan) / _MB for name in _ALLOCATOR)
     return Memory(current, peak, reserved_mb=reserved, used_mb=(total - free) / _MB)
 
 
