@@ -1,9 +1,10 @@
 """Will it fit? The trainer's own step on a device that is not there, its memory, and what to change.
 
     plan: memory per rank, GB: load 59.7, rollout 65.7, decode 74.2, update 84.2, sync 62.9, save 63.1
-    plan: --memory.device-gb 80 is too little by 4.2 GB, in update
+    plan: --memory.device-gb 80 is too little: by 10.6 GB in update, beside 6.4 GB for context, NCCL and fragmentation
     plan: fits with --memory.offload encoder: 67.6 GB
 
+What a step takes are its tensors; of the accelerator a share is left for all else.
 Rungs of changes are tried in an order of cost, each on top of those before, and the first that fits is named.
 
 The trainer runs two steps of few prompts, so that the optimizer has its moments, and two of a few more. All prompts are
@@ -51,6 +52,7 @@ from omni_rl.settings.fields import change, flag, flag_of, values_of
 
 ArgsT = TypeVar("ArgsT", bound=MediaArgs)
 GB = 1e9
+LEFT = 0.08  # of an accelerator: its context, NCCL, workspaces of libraries, and fragmentation
 PHASES = ("load", "encode", "rollout", "decode", "update", "sync", "save")
 MORE_RANKS = 8  # over which the last rung spreads the weights, or twice as many as now
 DECODED = 4  # pictures that a change has the VAE decode at a time
@@ -77,15 +79,17 @@ def fit(main: Callable[[ArgsT, World], None], args: ArgsT) -> int:
     if int(os.environ.get("RANK", "0")):
         return 0  # the first rank speaks
     gc.freeze()  # or each collection looks at all libraries again
-    limit, ranks = args.memory.device_gb * GB, num_ranks()
+    limit, ranks = (1 - LEFT) * args.memory.device_gb * GB, num_ranks()
+    rest = f"beside {LEFT * args.memory.device_gb:.3g} GB for context, NCCL and fragmentation"
     plan = measure(main, args, ranks, tells=True)
     print(plan.describe(), flush=True)
     if plan.peak <= limit:
-        print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {(limit - plan.peak) / GB:.3g} GB left")
+        left = (limit - plan.peak) / GB
+        print(f"plan: fits --memory.device-gb {args.memory.device_gb:g}, with {left:.3g} GB left {rest}")
         return 0
     over = {name: peak - limit for name, peak in plan.peaks.items() if peak > limit}
     told = ", ".join(f"{over[name] / GB:.3g} GB in {name}" for name in ordered(over))
-    print(f"plan: --memory.device-gb {args.memory.device_gb:g} is too little: by {told}", flush=True)
+    print(f"plan: --memory.device-gb {args.memory.device_gb:g} is too little: by {told}, {rest}", flush=True)
     for changed, world_size, flags in ladder(args, ranks, plan.offloads, over):
         trial = measure(main, changed, world_size)
         if trial.peak <= limit:
@@ -304,7 +308,7 @@ class PlannedWorld(World):
 
     def free_memory(self) -> float:
         """Return the bytes that are free on the device."""
-        return self.args.memory.device_gb * GB - self.device.live
+        return (1 - LEFT) * self.args.memory.device_gb * GB - self.device.live
 
     def open_log(self, make: Callable[..., RunLog], **how: Any) -> RunLog:
         """Return a log that writes nothing."""
